@@ -1,0 +1,158 @@
+"""Building blocks of a graph: storages, values, operators and their arguments.
+
+A *storage* is a piece of memory, a *value* is a strided window on one storage, an *operator* (``Op``) reads and
+makes values. In-place operators are kept as such: they write a storage and make a further value on it. What an
+operator reads and writes is pinned by storage *versions* (see ``Op``): an order of the operators is legal exactly
+when each one meets the versions that it met in program order. That one rule covers read-after-write,
+write-after-read and write-after-write, and random numbers too, whose generator counts as a storage.
+
+The published implementation (PAPER, "what it gets wrong") has neither storages nor order constraints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+ITEM_SIZE = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+"""Bytes of one element by data type name (``torch.float32`` is ``"float32"``)."""
+
+PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
+"""Storages that exist before and after the step; they count towards the peak the whole time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a tensor: the id of a value."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """An argument that is a number known only when the step runs (step size, bias correction), by name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """An argument that is one of torch's own constants: kind is "dtype", "device", "layout" or "memory_format"."""
+
+    kind: str
+    name: str
+
+
+Arg: TypeAlias = "Ref | Scalar | Const | int | float | bool | str | tuple[Arg, ...] | None"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory: ``nbytes`` bytes; kind is one of PERSISTENT_KINDS, "temporary", "host" or "generator" (0 bytes)."""
+
+    id: int
+    nbytes: int
+    kind: str
+
+    @property
+    def persistent(self) -> bool:
+        return self.kind in PERSISTENT_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor: a strided window on one storage. Shape, stride and offset are in elements."""
+
+    id: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    storage: int
+    offset: int = 0
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of the storage behind them)."""
+        return self.numel * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One call of an operator.
+
+    ``outputs`` holds one value id per returned tensor (None where the operator returned None); ``many`` says that
+    the call returns a tuple or list even when it has one element. ``reads`` are the (storage, version) pairs that
+    the call must meet, ``writes`` the pairs that it leaves behind (only storages that existed before the call; a
+    fresh storage starts at version 0). ``phase`` is "forward", "backward" or "update"; ``module`` the path of the
+    sub-module that it stems from; ``origin`` the id of the operator that this one recomputes or stands for.
+    """
+
+    id: int
+    target: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[int | None, ...]
+    many: bool = False
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
+    random: bool = False
+    phase: str = "forward"
+    module: str = ""
+    origin: int | None = None
+
+    def inputs(self) -> tuple[int, ...]:
+        """Value ids that the call takes, in order, repeats kept."""
+        return tuple(ref.value for ref in _refs((self.args, tuple(arg for _, arg in self.kwargs))))
+
+    def made(self) -> tuple[int, ...]:
+        """Value ids that the call makes."""
+        return tuple(value for value in self.outputs if value is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A step: storages, values, and operators in the order in which they run (the schedule).
+
+    ``inputs`` are the values that exist before the step, ``outputs`` those that the caller gets back (the loss,
+    say). ``constants`` holds the data of small tensors that the module made from Python numbers, by value id.
+    """
+
+    storages: dict[int, Storage]
+    values: dict[int, Value]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    constants: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def persistent_bytes(self) -> int:
+        return sum(storage.nbytes for storage in self.storages.values() if storage.persistent)
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _refs(item)
+
+
+def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:
+    """The argument with every value id that ``mapping`` knows replaced."""
+    if isinstance(arg, Ref):
+        return Ref(mapping.get(arg.value, arg.value))
+    if isinstance(arg, tuple):
+        return tuple(replace_refs(item, mapping) for item in arg)
+    return arg

@@ -1,0 +1,141 @@
+"""What a case asks for and what it found: plain, frozen records that travel to reports, baselines and the csv.
+
+Bytes are whole numbers, times are milliseconds, every ratio is optimized / original (SPEC section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the harness: a model under a strategy, on a device, at one limit (or none)."""
+
+    model: str
+    """A registered model's name or "package.module:factory"."""
+    strategy: str
+    """ "eager", "magis" or "checkpoint"."""
+    device: str
+    """ "cpu", "cuda" or "sim:<name>"."""
+    preset: str
+    """ "small" or "paper"."""
+    dtype: str | None = None
+    """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper")."""
+    memory_ratio: float | None = None
+    """Memory limit as a share of the original's peak; only for "magis"."""
+    latency_ratio: float | None = None
+    """Latency limit as a multiple (>= 1) of the original's latency; only for "magis"."""
+    budget: int | None = None
+    """Work budget of the search in states evaluated; None: the default."""
+    seconds: float | None = None
+    """Optional cap on search seconds; a row that it stopped says so and is not gated."""
+    seed: int = 0
+    timing_rounds: int | None = None
+    """Pairs of interleaved steps to time; None: the default."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of a step: tensors (persistent ones included) and the rest, scratch inside operators."""
+
+    tensor_bytes: int
+    """Peak of tensor bytes alone: identical on every machine."""
+    peak_bytes: int
+    """Peak of tensors + workspace: belongs to a device identity."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.peak_bytes - self.tensor_bytes
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step, original or optimized: what the simulator says and what the device said (None: it did not run)."""
+
+    simulated: Memory
+    simulated_ms: float
+    measured: Memory | None = None
+    measured_ms: float | None = None
+    """Median of the timed steps."""
+    spread_ms: float | None = None
+    """Half the interquartile range of the timed steps."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.measured is not None
+
+
+@dataclass(frozen=True)
+class RatioInterval:
+    """Latency ratio (optimized / original) of interleaved pairs: median and its confidence interval."""
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True)
+class SearchStats:
+    """What the search did, and whether it met the limit."""
+
+    seconds: float = 0.0
+    states: int = 0
+    """Plans evaluated; deterministic."""
+    stopped_by_seconds: bool = False
+    feasible: bool = True
+    """Whether the limit was met (by the simulator)."""
+    recomputed_ops: int = 0
+    swapped_bytes: int = 0
+    estimated_share: float = 0.0
+    """Share of the simulated latency whose operator costs are roofline estimates (0..1)."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Everything about one case. ``original`` is eager (SPEC section 3); for strategy "eager" both are the same."""
+
+    case: Case
+    dtype: str
+    identity: dict[str, str]
+    """Device identity: for cpu instruction set, threads, torch version; for cuda GPU name, torch, CUDA version."""
+    original: StepFigures
+    optimized: StepFigures
+    ratio: RatioInterval | None
+    """None where nothing was timed (simulated rows)."""
+    weight_bytes: int
+    persistent_bytes: int
+    memory_limit_bytes: int | None
+    latency_limit_ms: float | None
+    device_memory_bytes: int
+    """Memory of the device (its limit), bytes."""
+    lower_bound_bytes: int
+    """Persistent bytes + largest working set of one operator: no plan without fission gets below it."""
+    numbers: str = "not run"
+    """ "bit-identical", "within tolerance", "differs: <what>" or "not run"."""
+    graph_digest: str = ""
+    note: str = ""
+    """Why a row was simulated, for instance."""
+    search: SearchStats = field(default_factory=SearchStats)
+    planning_workspaces: dict[str, int] = field(default_factory=dict)
+    """Operator signature -> workspace bytes (non-zero ones) that the planner used, for the baseline to keep."""
+
+    @property
+    def memory(self) -> Memory:
+        """The optimized step's memory: measured where it ran, else simulated."""
+        return self.optimized.measured or self.optimized.simulated
+
+    @property
+    def original_memory(self) -> Memory:
+        return self.original.measured or self.original.simulated
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.memory.peak_bytes / self.original_memory.peak_bytes
+
+    @property
+    def latency_ratio(self) -> float:
+        if self.ratio is not None:
+            return self.ratio.ratio
+        return self.optimized.simulated_ms / self.original.simulated_ms
