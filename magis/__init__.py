@@ -1,0 +1,40 @@
+"""magis: make a PyTorch training step need less device memory at almost no extra time.
+
+The public names live in the modules listed below and are loaded on first use, so that `import magis` costs
+nothing: it imports neither torch nor numpy nor any other module of this package. To export one more name, add
+a row to `_EXPORTS`, the name to `__all__` and an import to the `TYPE_CHECKING` block.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
+
+__version__ = "0.1.0"
+
+__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError", "__version__"]
+
+# public name -> the module that defines it
+_EXPORTS = {
+    "BaselineError": "magis.errors",
+    "CaptureError": "magis.errors",
+    "MagisError": "magis.errors",
+    "UsageError": "magis.errors",
+    "VerifyError": "magis.errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its module on first use; AttributeError for any other name."""
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted(__all__)

@@ -1,0 +1,41 @@
+"""The errors that magis raises on purpose.
+
+Every message is one line: what is wrong, the values that show it, and the way out. Anything else that escapes
+(a KeyError, say) is a defect of magis, not of its input.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError"]
+
+
+class MagisError(Exception):
+    """Base of all errors raised on purpose; `str(error)` is always a single line.
+
+    `message` names the cause and the values; `hint`, where there is one, says what to do instead. Line breaks
+    and runs of blanks in either are folded into single blanks, since such a line ends up in a test report.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        line = " ".join(message.split())
+        advice = " ".join(hint.split())
+        super().__init__(f"{line}; {advice}" if advice else line)
+
+
+class UsageError(MagisError):
+    """The user asked for something that cannot be: an unknown name, a ratio out of range, an unwritable path.
+
+    The plugin answers it with one line and pytest's exit code 4, before any case runs and any file is written.
+    """
+
+
+class BaselineError(UsageError):
+    """A stored baseline cannot be used: unreadable, corrupt, or of a newer schema. The file stays untouched."""
+
+
+class CaptureError(MagisError):
+    """A training step cannot be captured as one graph; the message names the module, operator or line."""
+
+
+class VerifyError(MagisError):
+    """A graph or a plan breaks a rule that every graph or plan must keep; always a defect, never bad input."""

@@ -1,0 +1,63 @@
+"""Bytes and milliseconds as people write them."""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_FLOOR, Decimal
+
+from magis.errors import UsageError
+
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "parse_bytes"]
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("kB", "MB", "GB", "TB", "PB")
+_BYTES_PER_UNIT = (
+    {unit.lower(): 1024**power for power, unit in enumerate(_BINARY)}
+    | {unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL, start=1)}
+    | {"": 1}
+)
+_AMOUNT = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)\s*", re.ASCII)
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes for a reader: exact below 1 KiB, two decimals in binary units above ("1.50 GiB").
+
+    The unit is the largest one in which the printed number stays below 1024; differences keep their sign.
+    """
+    if abs(count) < KIB:
+        return f"{count} B"
+    scaled = float(count)
+    for unit in _BINARY[1:]:
+        scaled /= 1024
+        # compared after rounding, or 1 MiB less one byte would print as "1024.00 KiB"
+        if abs(round(scaled, 2)) < 1024 or unit == _BINARY[-1]:
+            break
+    return f"{scaled:.2f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096" stand for; parts of a byte are cut off.
+
+    Case does not matter. Raises UsageError for anything else, negative amounts and bare "G" or "M" included,
+    which people read both ways.
+    """
+    match = _AMOUNT.fullmatch(text)
+    unit = _BYTES_PER_UNIT.get(match["unit"].lower()) if match else None
+    if match is None or unit is None:
+        known = ", ".join(_BINARY + _DECIMAL)
+        raise UsageError(f"not an amount of memory: {text!r}", hint=f"write a number and a unit out of {known}")
+    return int((Decimal(match["number"]) * unit).to_integral_value(rounding=ROUND_FLOOR))
+
+
+def format_milliseconds(value: float) -> str:
+    """`value` milliseconds for a reader: about three digits, in milliseconds below ten seconds, else in seconds."""
+    size = abs(value)
+    if size >= 10_000:
+        return f"{value / 1000:.1f} s"
+    if size >= 10:
+        return f"{value:.1f} ms"
+    return f"{value:.2f} ms" if size >= 1 else f"{value:.3f} ms"

@@ -1,0 +1,55 @@
+"""Shared by all tests: what runs by default, how Hypothesis draws, and a fresh interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A test run must not depend on luck: examples are drawn from a fixed seed. `make soak` draws fresh ones, and more.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave `soak` tests out unless the marker expression names them; skip `cuda` tests where there is no GPU."""
+    if "soak" not in config.option.markexpr:
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        if soak:
+            config.hook.pytest_deselected(items=soak)
+            items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    needs_gpu = [item for item in items if item.get_closest_marker("cuda")]
+    if needs_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in needs_gpu:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the working tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def fresh_python() -> Callable[[str], str]:
+    """Run a program in a fresh interpreter, at the root of the working tree, and return what it printed."""
+
+    def run(program: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        if done.returncode != 0:
+            pytest.fail(f"exit {done.returncode} of {program!r}:\n{done.stderr}", pytrace=False)
+        return done.stdout
+
+    return run
