@@ -31,7 +31,9 @@ def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
     module = _EXPORTS.get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
+        )
     return getattr(import_module(module), name)
 
 
