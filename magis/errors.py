@@ -23,14 +23,14 @@ class MagisError(Exception):
 
 
 class UsageError(MagisError):
-    """The user asked for something that cannot be: an unknown name, a ratio out of range, an unwritable path.
+    """The user asked for what cannot be: an unknown name, a ratio out of range, an unwritable path.
 
-    The plugin answers it with one line and pytest's exit code 4, before any case runs and any file is written.
+    The plugin answers with one line and pytest's exit code 4, before a case runs or a file is written.
     """
 
 
 class BaselineError(UsageError):
-    """A stored baseline cannot be used: unreadable, corrupt, or of a newer schema. The file stays untouched."""
+    """A stored baseline is unreadable, corrupt, or of a newer schema; the file stays untouched."""
 
 
 class CaptureError(MagisError):
@@ -38,4 +38,4 @@ class CaptureError(MagisError):
 
 
 class VerifyError(MagisError):
-    """A graph or a plan breaks a rule that every graph or plan must keep; always a defect, never bad input."""
+    """A graph or a plan breaks a rule that all of them keep; always a defect, never bad input."""

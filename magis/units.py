@@ -40,7 +40,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096" stand for; parts of a byte are cut off.
+    """The bytes in "8 GiB", "1.5MiB", "24 GB" (decimal: 24e9) or "4096"; parts of a byte are cut off.
 
     Case does not matter. Raises UsageError for anything else, negative amounts and bare "G" or "M" included,
     which people read both ways.
@@ -56,7 +56,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_milliseconds(value: float) -> str:
-    """`value` milliseconds for a reader: about three digits, in milliseconds below ten seconds, else in seconds."""
+    """`value` milliseconds for a reader, with about three digits; from ten seconds on in seconds."""
     size = abs(value)
     if size >= 10_000:
         return f"{value / 1000:.1f} s"

@@ -12,14 +12,14 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# A test run must not depend on luck: examples are drawn from a fixed seed. `make soak` draws fresh ones, and more.
+# A test run must not depend on luck: examples come from a fixed seed. `make soak` draws fresh ones, and more.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave `soak` tests out unless the marker expression names them; skip `cuda` tests where there is no GPU."""
+    """Leave `soak` tests out unless the marker expression names them; skip `cuda` tests without a GPU."""
     if "soak" not in config.option.markexpr:
         soak = [item for item in items if item.get_closest_marker("soak")]
         if soak:
@@ -46,7 +46,12 @@ def fresh_python() -> Callable[[str], str]:
 
     def run(program: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", program],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         if done.returncode != 0:
             pytest.fail(f"exit {done.returncode} of {program!r}:\n{done.stderr}", pytrace=False)

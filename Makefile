@@ -1,0 +1,70 @@
+# Every target prepares its own virtual environment first, so each works as the first command on a fresh clone.
+#
+# PYTHON        interpreter that makes the environment (3.11 or newer)
+# TORCH_INDEX   a further package index, such as https://download.pytorch.org/whl/cpu: its CPU build of torch is
+#               taken instead of the default index's CUDA build, which is gigabytes large
+# WORKERS       parallel test processes; 0 runs the tests in one process
+# ARGS          further arguments for pytest
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+       $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv gate test lint types soak bench coverage mutants clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	    printf 'make %-9s %s\n' "$$name" "$$text"; done
+
+venv: $(READY)  ## create .venv with the pinned dependencies and this project (done once)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, \
+	this is " + sys.version.split()[0] + ": make PYTHON=/path/to/python3.11")'
+	@echo "creating $(VENV): the first time takes one to two minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools torch
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+gate: $(READY)  ## run the memory-regression gate on all models
+	$(BIN)/pytest --magis-models=all $(ARGS)
+
+test: lint types  ## check style and types, then run the whole test suite
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+lint: $(READY)  ## check style only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## check types only
+	$(BIN)/mypy
+
+soak: $(READY)  ## run the tests that take minutes, with fresh random examples
+	$(BIN)/pytest -m soak --hypothesis-profile=soak $(ARGS)
+
+bench: $(READY)  ## run every benchmark and print its table
+	@set -e; for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python "$$program"; done
+
+coverage: $(READY)  ## run the test suite under coverage; at least 90% is required
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --fail-under=90
+
+mutants: $(READY)  ## plant mutants in the core and count how many the tests kill
+	$(BIN)/python tools/mutants.py
+
+clean:  ## remove caches and what runs left behind; .venv and baselines stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .mutants htmlcov build dist *.egg-info
+	rm -f .coverage .coverage.* results*.csv junit*.xml
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,168 @@
+"""Both packages keep their layers, start-up is light, and the checker finds planted violations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.layering import FACADE, MOST_LINES, load, violations
+
+HEAVY = ("torch", "numpy", "pandas", "numba", "rustworkx", "scipy")  # never loaded by pytest's start-up
+
+
+def test_the_house_is_in_order(repository: Path) -> None:
+    assert load(repository).keys() >= {FACADE, "magis.errors"}, "nothing was checked"
+    found = violations(repository)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("module", ["magis", "pytest_magis", "pytest_magis.plugin"])
+def test_start_up_loads_nothing_heavy(module: str, fresh_python: Callable[[str], str]) -> None:
+    assert heavy_loaded(f"import {module}", fresh_python) == []
+
+
+def test_the_facade_loads_no_other_module(fresh_python: Callable[[str], str]) -> None:
+    program = "import sys, magis; print(*(name for name in sys.modules if name.startswith('magis.')))"
+    assert fresh_python(program).split() == []
+
+
+def heavy_loaded(program: str, fresh_python: Callable[[str], str]) -> list[str]:
+    """Which of HEAVY a fresh interpreter has loaded after `program`."""
+    return fresh_python(f"{program}\nimport sys\nprint(*(m for m in {HEAVY!r} if m in sys.modules))").split()
+
+
+# --- the checks themselves: a clean tree passes, every planted violation is found ---------------------------
+
+CLEAN = {
+    "magis/__init__.py": "__all__ = ['optimize']\n",
+    "magis/errors.py": "__all__ = ['MagisError']\nclass MagisError(Exception): ...\n",
+    "magis/units.py": "from magis.errors import MagisError\n__all__ = ['GIB']\nGIB = 2**30\n",
+    "magis/results.py": "__all__ = ['Row']\nfrom .units import GIB\n",
+    "magis/ir/__init__.py": "from magis.ir.graph import Graph\n",
+    "magis/ir/graph.py": "import rustworkx\nfrom magis import __version__, errors\nclass Graph: ...\n",
+    "magis/backend/__init__.py": "from magis.results import Row\nfrom magis.ir import Graph\n",
+    "magis/capture/__init__.py": "def capture():\n    from magis.ir import Graph\n",
+    "magis/search/__init__.py": "import magis.capture\nfrom ..ir.graph import Graph\n",
+    "magis/api.py": "import magis.search\n__all__ = ['optimize']\ndef optimize(): ...\ndef hidden(): ...\n",
+    "pytest_magis/__init__.py": "",
+    "pytest_magis/plugin.py": "import pytest\nimport magis.api\nfrom magis import units, api as a\n"
+    "from magis.errors import MagisError\nfrom pytest_magis import options\n"
+    "magis.api.optimize(a.optimize, units.GIB)\n",
+    "pytest_magis/options.py": "def options(): ...\n",
+}
+
+PLANTED = {
+    "upward": (
+        "magis/ir/graph.py",
+        "from magis.search import plan",
+        "magis.ir.graph:1: imports magis.search",
+    ),
+    "in a function": (
+        "magis/ir/graph.py",
+        "def f():\n    import magis.api",
+        "magis.ir.graph:2: imports magis.api",
+    ),
+    "for types only": (
+        "magis/ir/graph.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from magis.search import State",
+        "magis.ir.graph:3: imports magis.search",
+    ),
+    "relative": ("magis/ir/graph.py", "from ..search import State", "magis.ir.graph:1: imports magis.search"),
+    "by name": (
+        "magis/ir/graph.py",
+        "import importlib\nimportlib.import_module('magis.search')",
+        "magis.ir.graph:2: imports magis.search",
+    ),
+    "plugin from below": (
+        "magis/api.py",
+        "import pytest_magis.options",
+        "magis.api:1: imports pytest_magis.options",
+    ),
+    "same row": (
+        "magis/backend/cpu.py",
+        "import magis.capture",
+        "magis.backend.cpu:1: imports magis.capture",
+    ),
+    "no layer": ("magis/helpers.py", "", "magis.helpers:1: has no layer"),
+    "facade": ("magis/ir/graph.py", "from magis import optimize", "magis.ir.graph:1: imports the facade"),
+    "cycle": ("magis/ir/graph.py", "from magis.ir import Graph", "import cycle: magis.ir"),
+    "cycle of submodules": (
+        "magis/units.py",
+        "def f():\n    from magis.units.more import x",
+        "magis.units:1: import cycle",
+    ),
+    "itself": ("magis/errors.py", "import magis.errors", "magis.errors:1: imports itself"),
+    "star": ("magis/backend/cpu.py", "from magis.ir import *", "magis.backend.cpu:1: star import"),
+    "assert": ("magis/ir/graph.py", "assert True", "magis.ir.graph:1: assert statement"),
+    "except": (
+        "pytest_magis/options.py",
+        "try: ...\nexcept (ValueError, AssertionError): ...",
+        "pytest_magis.options:2: AssertionError caught",
+    ),
+    "suppress": (
+        "pytest_magis/options.py",
+        "import contextlib\nwith contextlib.suppress(AssertionError): ...",
+        "pytest_magis.options:2: AssertionError suppressed",
+    ),
+    "global": ("magis/ir/graph.py", "x = 1\ndef f():\n    global x", "magis.ir.graph:3: global x"),
+    "pytest": (
+        "magis/ir/graph.py",
+        "def f():\n    from _pytest import nodes",
+        "magis.ir.graph:2: magis imports _pytest",
+    ),
+    "private module": (
+        "pytest_magis/plugin.py",
+        "from magis.ir import Graph",
+        "plugin:1: uses magis.ir, which",
+    ),
+    "unlisted name": (
+        "pytest_magis/plugin.py",
+        "from magis.api import hidden",
+        "plugin:1: uses magis.api.hidden",
+    ),
+    "attribute": (
+        "pytest_magis/plugin.py",
+        "import magis.api\nmagis.api.hidden()",
+        "plugin:2: uses magis.api.hidden",
+    ),
+    "attribute of an alias": (
+        "pytest_magis/plugin.py",
+        "from magis import api as a\na.hidden.more",
+        "plugin:2: uses magis.api.hidden",
+    ),
+    "module by attribute": (
+        "pytest_magis/plugin.py",
+        "import magis\nmagis.ir.Graph",
+        "plugin:2: uses magis.ir, which",
+    ),
+    "no __all__": (
+        "magis/api.py",
+        "def optimize(): ...",
+        "magis.api:1: is public but has no literal `__all__`",
+    ),
+    "long": ("tests/test_x.py", "x = 1\n" * (MOST_LINES + 1), "tests/test_x.py:421: more than 420 lines"),
+}
+
+
+def write(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def test_a_clean_tree_passes(tmp_path: Path) -> None:
+    write(tmp_path, CLEAN | {"tests/test_x.py": "x = 1\n" * MOST_LINES})
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(("path", "text", "expected"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_violation_is_found(tmp_path: Path, path: str, text: str, expected: str) -> None:
+    more = {"magis/units/more.py": "import magis.units"} if "units.more" in text else {}
+    write(tmp_path, {**CLEAN, **more, path: text})
+    assert any(expected in line for line in violations(tmp_path)), violations(tmp_path)
+
+
+def test_a_heavy_import_is_seen(fresh_python: Callable[[str], str]) -> None:
+    assert heavy_loaded("import numpy", fresh_python) == ["numpy"]
