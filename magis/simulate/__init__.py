@@ -1,0 +1,1 @@
+"""Peak memory and latency of plans, without running anything."""

@@ -1,0 +1,267 @@
+"""A training step as compact arrays: what the evaluator, the search and the re-ordering work on.
+
+``compile`` makes a Problem of a Graph, ``events`` says what a plan for it looks like, ``realize`` turns the
+events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates; those
+are *blocks*, which float: the evaluator places each as early as it may run. Bytes are those that the device's
+allocator hands out, times are integer nanoseconds: every decision repeats exactly on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from magis.errors import VerifyError
+
+__all__ = [
+    "BlockRow",
+    "Bools",
+    "Int8s",
+    "Int32s",
+    "Int64s",
+    "NodeRow",
+    "Problem",
+    "StorageRow",
+    "build_problem",
+]
+
+Int8s = npt.NDArray[np.int8]
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A step without its plan. In pairs of arrays ``x_ptr, x_idx`` row i is x_idx[x_ptr[i]:x_ptr[i + 1]].
+
+    Nodes 0..n-1 stand in program order, which must be legal. Temporary storages are numbered 0..s-1;
+    persistent storages that a block writes have their own numbers 0..p-1; other persistent ones have none.
+    """
+
+    # nodes
+    in_ptr: Int32s  # [n + 1] temporary storages that it reads or mutates, each once
+    in_idx: Int32s
+    out_ptr: Int32s  # [n + 1] temporary storages that it allocates, each of them made by no other node
+    out_idx: Int32s
+    node_ns: Int64s  # [n] time of the operator
+    node_ws: Int64s  # [n] bytes at its worst moment beyond inputs and fresh outputs
+    redo_ns: Int64s  # [n] the same two of the form that recomputes it
+    redo_ws: Int64s
+    redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
+    reuse_ptr: Int32s  # [n + 1] inputs whose memory its only output may take over when they die with it
+    reuse_idx: Int32s
+    pread_ptr: Int32s  # [n + 1] persistent storages that it reads and that some block writes
+    pread_idx: Int32s
+    extra_ptr: Int32s  # [n + 1] earlier nodes that must stay before it, other than those it reads from
+    extra_idx: Int32s
+    # temporary storages
+    nbytes: Int64s  # [s] as the allocator rounds them
+    producer: Int32s  # [s] the node that allocates it
+    pinned: Bools  # [s] stays where it is from its production to its last use: mutated, or otherwise special
+    last_write: Int32s  # [s] the last node that writes it; its producer unless it is mutated
+    to_end: Bools  # [s] alive until the end of the step (the loss)
+    # update blocks: all operators of one weight's update, run back to back
+    blk_in_ptr: Int32s  # [b + 1] temporary storages that it reads (the gradient)
+    blk_in_idx: Int32s
+    blk_wr_ptr: Int32s  # [b + 1] persistent storages that it writes
+    blk_wr_idx: Int32s
+    blk_ns: Int64s  # [b] time of the block
+    blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs: temporaries and workspace
+    blk_tensor: Int64s  # [b] the same without operators' workspace
+    # step
+    persistent_bytes: int  # weights, buffers, optimizer state, batch: counted the whole time
+    xfer_ns_per_byte: float  # device to host and back, both ways at once; 0.0 where nothing can be swapped
+
+    @property
+    def n_nodes(self) -> int:
+        return len(self.node_ns)
+
+    @property
+    def n_storages(self) -> int:
+        return len(self.nbytes)
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.blk_ns)
+
+    @property
+    def n_written(self) -> int:
+        """Persistent storages that blocks write."""
+        return 1 + int(max(self.blk_wr_idx.max(initial=-1), self.pread_idx.max(initial=-1)))
+
+    def inputs(self, node: int) -> Int32s:
+        return self.in_idx[self.in_ptr[node] : self.in_ptr[node + 1]]
+
+    def outputs(self, node: int) -> Int32s:
+        return self.out_idx[self.out_ptr[node] : self.out_ptr[node + 1]]
+
+    def reuses(self, node: int) -> Int32s:
+        return self.reuse_idx[self.reuse_ptr[node] : self.reuse_ptr[node + 1]]
+
+    def preads(self, node: int) -> Int32s:
+        return self.pread_idx[self.pread_ptr[node] : self.pread_ptr[node + 1]]
+
+    def extras(self, node: int) -> Int32s:
+        return self.extra_idx[self.extra_ptr[node] : self.extra_ptr[node + 1]]
+
+    def block_inputs(self, block: int) -> Int32s:
+        return self.blk_in_idx[self.blk_in_ptr[block] : self.blk_in_ptr[block + 1]]
+
+    def block_writes(self, block: int) -> Int32s:
+        return self.blk_wr_idx[self.blk_wr_ptr[block] : self.blk_wr_ptr[block + 1]]
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """One node for ``build_problem``; the fields mean what the arrays of Problem of the same name mean."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ns: int
+    ws: int = 0
+    redo_ns: int = 0
+    redo_ws: int = 0
+    redo_ok: bool = False
+    reuse: tuple[int, ...] = ()
+    preads: tuple[int, ...] = ()
+    extra: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StorageRow:
+    """One temporary storage for ``build_problem``; ``last_write`` None: only its producer writes it."""
+
+    nbytes: int
+    pinned: bool = False
+    last_write: int | None = None
+    to_end: bool = False
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One update block for ``build_problem``."""
+
+    inputs: tuple[int, ...]
+    writes: tuple[int, ...]
+    ns: int
+    ws: int = 0
+    tensor: int = 0
+
+
+def build_problem(
+    nodes: Sequence[NodeRow],
+    storages: Sequence[StorageRow],
+    blocks: Sequence[BlockRow] = (),
+    *,
+    persistent_bytes: int = 0,
+    xfer_ns_per_byte: float = 0.0,
+) -> Problem:
+    """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
+    producer = [-1] * len(storages)
+    for index, node in enumerate(nodes):
+        _check_node(index, node, nodes, storages, producer)
+    last_write = [_last_write(index, row, producer, nodes) for index, row in enumerate(storages)]
+    for index, block in enumerate(blocks):
+        if not 0 <= block.tensor <= block.ws or block.ns < 0:
+            raise VerifyError(f"block {index}: needs 0 <= tensor bytes {block.tensor} <= bytes {block.ws}")
+        _check_ids(f"block {index}", block.inputs, len(storages))
+    if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6:
+        raise VerifyError(
+            f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range"
+        )
+    in_ptr, in_idx = _rows([node.inputs for node in nodes])
+    out_ptr, out_idx = _rows([node.outputs for node in nodes])
+    reuse_ptr, reuse_idx = _rows([node.reuse for node in nodes])
+    pread_ptr, pread_idx = _rows([node.preads for node in nodes])
+    extra_ptr, extra_idx = _rows([node.extra for node in nodes])
+    blk_in_ptr, blk_in_idx = _rows([block.inputs for block in blocks])
+    blk_wr_ptr, blk_wr_idx = _rows([block.writes for block in blocks])
+    return Problem(
+        in_ptr=in_ptr,
+        in_idx=in_idx,
+        out_ptr=out_ptr,
+        out_idx=out_idx,
+        node_ns=_numbers([node.ns for node in nodes]),
+        node_ws=_numbers([node.ws for node in nodes]),
+        redo_ns=_numbers([node.redo_ns for node in nodes]),
+        redo_ws=_numbers([node.redo_ws for node in nodes]),
+        redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
+        reuse_ptr=reuse_ptr,
+        reuse_idx=reuse_idx,
+        pread_ptr=pread_ptr,
+        pread_idx=pread_idx,
+        extra_ptr=extra_ptr,
+        extra_idx=extra_idx,
+        nbytes=_numbers([row.nbytes for row in storages]),
+        producer=np.array(producer, dtype=np.int32),
+        pinned=np.array([row.pinned for row in storages], dtype=np.bool_),
+        last_write=np.array(last_write, dtype=np.int32),
+        to_end=np.array([row.to_end for row in storages], dtype=np.bool_),
+        blk_in_ptr=blk_in_ptr,
+        blk_in_idx=blk_in_idx,
+        blk_wr_ptr=blk_wr_ptr,
+        blk_wr_idx=blk_wr_idx,
+        blk_ns=_numbers([block.ns for block in blocks]),
+        blk_ws=_numbers([block.ws for block in blocks]),
+        blk_tensor=_numbers([block.tensor for block in blocks]),
+        persistent_bytes=persistent_bytes,
+        xfer_ns_per_byte=xfer_ns_per_byte,
+    )
+
+
+def _check_node(
+    index: int, node: NodeRow, nodes: Sequence[NodeRow], storages: Sequence[StorageRow], producer: list[int]
+) -> None:
+    """The promises of one node; notes it as the producer of its outputs."""
+    what = f"node {index}"
+    if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
+        raise VerifyError(f"{what}: negative time or workspace")
+    _check_ids(what, node.inputs, len(storages))
+    _check_ids(what, node.outputs, len(storages))
+    for storage in node.inputs:
+        if producer[storage] < 0:
+            raise VerifyError(f"{what}: reads storage {storage} before any node has made it")
+    for storage in node.outputs:
+        if producer[storage] >= 0:
+            raise VerifyError(f"{what}: makes storage {storage}, as node {producer[storage]} does")
+        producer[storage] = index
+    if node.reuse and len(node.outputs) != 1:
+        raise VerifyError(f"{what}: in-place re-use needs exactly one output, not {len(node.outputs)}")
+    for storage in node.reuse:
+        if storage not in node.inputs or storages[storage].pinned or storages[storage].to_end:
+            raise VerifyError(f"{what}: cannot take over storage {storage}: no input, pinned, or needed")
+        if storages[storage].nbytes < storages[node.outputs[0]].nbytes:
+            raise VerifyError(f"{what}: storage {storage} is too small to be taken over by its output")
+    if any(not 0 <= other < index for other in node.extra):
+        raise VerifyError(f"{what}: order constraint on a node that does not come earlier, in {node.extra}")
+    if len(nodes) > np.iinfo(np.int32).max // 8:
+        raise VerifyError(f"too many nodes: {len(nodes)}")
+
+
+def _check_ids(what: str, ids: tuple[int, ...], count: int) -> None:
+    if len(set(ids)) != len(ids) or any(not 0 <= storage < count for storage in ids):
+        raise VerifyError(f"{what}: storages {ids} must differ and lie in 0..{count - 1}")
+
+
+def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequence[NodeRow]) -> int:
+    if producer[index] < 0 or row.nbytes < 0:
+        raise VerifyError(f"storage {index}: no node makes it, or its size {row.nbytes} is negative")
+    if row.last_write is None or row.last_write == producer[index]:
+        return producer[index]
+    if not (0 <= row.last_write < len(nodes) and row.pinned and index in nodes[row.last_write].inputs):
+        raise VerifyError(f"storage {index}: must be pinned, and an input of its writer {row.last_write}")
+    return row.last_write
+
+
+def _rows(rows: list[tuple[int, ...]]) -> tuple[Int32s, Int32s]:
+    ptr = np.zeros(len(rows) + 1, dtype=np.int32)
+    ptr[1:] = np.cumsum([len(row) for row in rows], dtype=np.int32)
+    return ptr, np.array([item for row in rows for item in row], dtype=np.int32)
+
+
+def _numbers(values: list[int]) -> Int64s:
+    return np.array(values, dtype=np.int64)
