@@ -1,0 +1,139 @@
+"""BERT for pre-training (Devlin et al. 2019): masked-language-model and next-sentence heads, tied decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.models.attention import FeedForward, SelfAttention
+from magis.models.batches import init_transformer, labels, seeded, token_loss
+from magis.models.sizes import SizeError, check_divides, check_sizes
+from magis.models.style import Style
+from magis.models.workload import Workload
+
+__all__ = ["BERT_SIZES", "Bert", "BertConfig", "bert"]
+
+BERT_SIZES = {
+    # layers, width, heads
+    "tiny": (2, 128, 2),
+    "mini": (4, 256, 4),
+    "small": (4, 512, 8),
+    "medium": (8, 512, 8),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """Sizes of one BERT and its batch; the defaults are BERT-base of the paper's Table 2."""
+
+    batch_size: int = 32
+    seq_len: int = 512
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocab_size: int = 30522
+    max_positions: int = 512
+    token_types: int = 2
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_sizes("bert", self)
+        check_divides("bert", "width", self.width, "heads", self.heads)
+        if self.seq_len > self.max_positions:
+            raise SizeError(f"bert: seq_len {self.seq_len} exceeds max_positions {self.max_positions}")
+
+
+class BertLayer(nn.Module):
+    """Post-norm encoder layer, [batch, length, width] -> the same."""
+
+    def __init__(self, config: BertConfig, style: Style) -> None:
+        super().__init__()
+        self.attention = SelfAttention(
+            style, config.width, config.heads, packed=False, dropout=config.dropout
+        )
+        self.attention_dropout = style.dropout(config.dropout)
+        self.attention_norm = style.layer_norm(config.width, eps=1e-12)
+        self.feed_forward = FeedForward(
+            style, config.width, 4 * config.width, activation=style.gelu(), dropout=config.dropout
+        )
+        self.norm = style.layer_norm(config.width, eps=1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention_norm(x + self.attention_dropout(self.attention(x)))
+        out: Tensor = self.norm(x + self.feed_forward(x))
+        return out
+
+
+class BertEmbeddings(nn.Module):
+    """Sum of word, token-type and (not in the seed's) position embeddings, normalized."""
+
+    def __init__(self, config: BertConfig, style: Style) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.width)
+        self.token_type = nn.Embedding(config.token_types, config.width)
+        self.position = nn.Embedding(config.max_positions, config.width) if style.positions else None
+        self.norm = style.layer_norm(config.width, eps=1e-12)
+        self.dropout = style.dropout(config.dropout)
+
+    def forward(self, token_ids: Tensor, type_ids: Tensor) -> Tensor:
+        x = self.word(token_ids) + self.token_type(type_ids)
+        if self.position is not None:
+            x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
+        out: Tensor = self.dropout(self.norm(x))
+        return out
+
+
+class Bert(nn.Module):
+    """Token numbers and types, int64 [batch, length] -> token logits [batch, length, vocabulary] and
+    sentence logits [batch, 2]. Sequences are full, as in packed pre-training data: there is no padding
+    mask."""
+
+    def __init__(self, config: BertConfig, style: Style) -> None:
+        super().__init__()
+        self.embeddings = BertEmbeddings(config, style)
+        self.layers = nn.ModuleList(BertLayer(config, style) for _ in range(config.layers))
+        self.pooler = style.linear(config.width, config.width)
+        self.transform = style.linear(config.width, config.width)
+        self.transform_activation = style.gelu()
+        self.transform_norm = style.layer_norm(config.width, eps=1e-12)
+        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size)) if style.bias() else None
+        self.next_sentence = style.linear(config.width, 2)
+        init_transformer(self)
+
+    def forward(self, token_ids: Tensor, type_ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embeddings(token_ids, type_ids)
+        for layer in self.layers:
+            x = layer(x)
+        sentence = self.next_sentence(torch.tanh(self.pooler(x[:, 0])))
+        x = self.transform_norm(self.transform_activation(self.transform(x)))
+        return functional.linear(x, self.embeddings.word.weight, self.decoder_bias), sentence
+
+
+def pretraining_loss(output: tuple[Tensor, Tensor], token_labels: Tensor, sentence_labels: Tensor) -> Tensor:
+    """Cross-entropy of the token logits at all positions plus that of the sentence logits."""
+    return token_loss(output[0], token_labels) + functional.cross_entropy(output[1], sentence_labels)
+
+
+def bert(config: BertConfig, style: Style, name: str, seed: int) -> Workload:
+    """BERT with a batch of random sentence pairs, the second of each starting in the middle."""
+    with seeded(seed):
+        module = Bert(config, style)
+        shape = (config.batch_size, config.seq_len)
+        types = (torch.arange(config.seq_len) >= config.seq_len // 2).long().expand(shape).contiguous()
+        inputs = (labels(config.vocab_size, *shape), types)
+        targets = (labels(config.vocab_size, *shape), labels(2, config.batch_size))
+    return Workload(
+        name=name,
+        module=module,
+        inputs=inputs,
+        targets=targets,
+        loss_fn=pretraining_loss,
+        optimizer=style.optimizer,
+        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
+        explicit_attention=style.explicit_attention,
+    )

@@ -1,0 +1,127 @@
+"""From a model's name to a recipe that builds it. Imports torch only when something is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from magis.errors import MagisError, UsageError
+from magis.models.names import (
+    GATE_NAMES,
+    SEED_NAMES,
+    UnknownModelError,
+    all_names,
+    check_name,
+    is_factory,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from magis.models.workload import Workload
+
+__all__ = [
+    "GATE_NAMES",
+    "PRESETS",
+    "SEED_NAMES",
+    "ModelSpec",
+    "UnknownModelError",
+    "all_names",
+    "from_factory",
+    "get",
+    "resolve",
+]
+
+PRESETS = ("paper", "small")
+
+# trained in bfloat16 in the paper; all other networks in float32
+_BFLOAT16 = ("gpt_neo", "btlm")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that can be built, and how the paper ran it."""
+
+    name: str
+    variant: str
+    """ "real" or "seed"; a user's own factory counts as "real"."""
+    build: Callable[[str, int], Workload]
+    """`build(preset, seed)` with preset "paper" or "small", under `FakeTensorMode` or not.
+
+    The same seed gives the same weights and batch; the global generator is left as it was. A factory
+    ignores the preset. Always float32: the caller converts.
+    """
+    paper_dtype: str = "float32"
+    """Data type of the preset "paper"."""
+
+
+def get(name: str) -> ModelSpec:
+    """The model called `name`, registered or "package.module:factory".
+
+    Raises UnknownModelError, naming the closest matches, and what `from_factory` raises.
+    """
+    if is_factory(name):
+        return from_factory(name)
+    check_name(name)
+    plain = name.removeprefix("seed-")
+    return ModelSpec(
+        name=name,
+        variant="real" if plain == name else "seed",
+        build=partial(_build, name),
+        paper_dtype="bfloat16" if plain in _BFLOAT16 else "float32",
+    )
+
+
+def from_factory(path: str) -> ModelSpec:
+    """The model that "package.module:factory" makes: a callable without arguments that returns a Workload,
+    or a tuple (module, inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3.
+
+    The module is imported at once, the factory called at each build. Raises UsageError in one line when the
+    module cannot be imported, lacks the attribute, the attribute is not callable; at build, when it fails
+    or returns anything else.
+    """
+    resolve([path])
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = import_module(module_name)
+    except Exception as error:
+        # the user's module may raise anything while it is imported; the chain keeps their traceback
+        raise UsageError(f"{path}: cannot import {module_name}: {_reason(error)}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{path}: {module_name} has no attribute {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(
+            f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload"
+        )
+    return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found))
+
+
+def _build(name: str, preset: str, seed: int) -> Workload:
+    from magis.models.presets import recipe
+
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}", hint=f"choose {' or '.join(PRESETS)}")
+    return recipe(name, preset)(seed)
+
+
+def _build_factory(path: str, factory: Callable[[], object], preset: str, seed: int) -> Workload:  # noqa: ARG001
+    from magis.models.batches import seeded
+    from magis.models.custom import as_workload
+
+    with seeded(seed):
+        try:
+            made = factory()
+        except MagisError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{path}: the factory failed: {_reason(error)}") from error
+    return as_workload(path, made)
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
