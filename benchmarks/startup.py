@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/startup.py [--runs N]
 
-Starts `pytest --version --version` (which loads and registers every installed plugin) and an empty test session,
-each with and without the plugin (`-p no:magis`), in an empty directory. Runs alternate, so that a busy moment of
-the machine hits both sides; medians and the median of the paired differences are printed, in milliseconds.
-Exit code 1 when a difference is over the bar.
+Starts `pytest --version --version` (which registers every installed plugin) and an empty test session, each
+with and without the plugin (`-p no:magis`), in an empty directory. Runs alternate, so that a busy moment of
+the machine hits both sides. Prints the medians and the median of the paired differences, in ms; exit
+code 1 when a difference is over the bar.
 """
 
 from __future__ import annotations
