@@ -1,0 +1,1 @@
+"""Facts derived from a graph: liveness, hazards."""

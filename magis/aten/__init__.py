@@ -1,0 +1,1 @@
+"""Facts about ATen operators, one declaration per family."""

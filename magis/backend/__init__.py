@@ -1,0 +1,1 @@
+"""Running steps for real: generated code, eager baselines, measurement."""

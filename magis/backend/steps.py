@@ -1,0 +1,162 @@
+"""Steps that really run: eager's, and generated ones, on the same kind of state.
+
+A step owns its module and optimizer state. ``run`` is what is measured: from before the forward to after the update,
+gradients None at its start. Both kinds update weights and statistics in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from magis.aten import optimizers
+from magis.aten.optimizers import OptimizerSpec
+from magis.backend.codegen import compile_step
+from magis.errors import MagisError
+from magis.ir import ITEM_SIZE, Graph
+
+
+class Step(Protocol):
+    """What measurement needs of a step."""
+
+    module: nn.Module
+
+    def prepare(self) -> None:
+        """Everything that happens before the window: gradients to None."""
+
+    def run(self) -> Tensor:
+        """One step; returns the loss (or the first output in inference)."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Optimizer state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
+
+
+class EagerStep:
+    """The original of SPEC section 3: eager mode, autograd, unfused, non-foreach ``torch.optim``."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        loss_fn: Callable[..., Tensor] | None,
+        rule: OptimizerSpec,
+        *,
+        explicit_attention: bool = False,
+    ) -> None:
+        self.module = module
+        self._inputs = tuple(inputs)
+        self._targets = tuple(targets)
+        self._loss_fn = loss_fn
+        self._rule = rule
+        self._explicit = explicit_attention
+        self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._optimizer = optimizers.torch_optimizer(rule, [p for _, p in self._trained])
+
+    def prepare(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def run(self) -> Tensor:
+        if self._explicit:
+            with sdpa_kernel(SDPBackend.MATH):
+                return self._run()
+        return self._run()
+
+    def _run(self) -> Tensor:
+        if self._optimizer is None:
+            with torch.no_grad():
+                return self._forward()
+        loss = self._forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.detach()
+
+    def _forward(self) -> Any:
+        if self._loss_fn is None:
+            return self.module(*self._inputs)
+        return self._loss_fn(self.module(*self._inputs), *self._targets)
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients of the last step, by parameter name."""
+        return {name: p.grad for name, p in self._trained if p.grad is not None}
+
+    def state(self) -> Mapping[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        if self._optimizer is not None:
+            for name, parameter in self._trained:
+                state = self._optimizer.state.get(parameter, {})
+                found.update(
+                    {
+                        f"{kind}:{name}": state[kind]
+                        for kind in optimizers.state_names(self._rule)
+                        if kind in state
+                    }
+                )
+        return found
+
+
+class GraphStep:
+    """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        rule: OptimizerSpec,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.module = module
+        self._rule = rule
+        self._steps = 0
+        self._step = compile_step(graph, device)
+        self._state: dict[str, Tensor] = {}
+        self._tensors = self._bind(graph, inputs, targets, device)
+
+    def _bind(
+        self, graph: Graph, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str
+    ) -> list[Tensor]:
+        known: dict[str, Tensor] = {}
+        known.update({f"parameter:{name}": p for name, p in self.module.named_parameters()})
+        known.update({f"buffer:{name}": b for name, b in self.module.named_buffers()})
+        known.update({f"input:{i}": t for i, t in enumerate(inputs)})
+        known.update({f"target:{i}": t for i, t in enumerate(targets)})
+        tensors = []
+        for value_id in graph.inputs:
+            value = graph.values[value_id]
+            kind, _, rest = value.name.partition(":")
+            if kind == "state":
+                tensor = torch.zeros_like(known[f"parameter:{rest.partition(':')[2]}"], requires_grad=False)
+                self._state[rest] = tensor
+            elif kind == "constant":
+                dtype = getattr(torch, value.dtype)
+                tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(
+                    value.shape
+                )
+            else:
+                tensor = known[value.name]
+            if tuple(tensor.shape) != value.shape or tensor.element_size() != ITEM_SIZE[value.dtype]:
+                raise MagisError(
+                    f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the graph was captured with"
+                    f" {value.dtype}{value.shape}",
+                    hint="capture again for these shapes",
+                )
+            tensors.append(tensor)
+        return tensors
+
+    def prepare(self) -> None:
+        """Nothing: the step leaves no gradients behind."""
+
+    def run(self) -> Tensor:
+        self._steps += 1
+        return self._step(self._tensors, optimizers.scalars(self._rule, self._steps))[0]
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state

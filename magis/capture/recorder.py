@@ -1,0 +1,275 @@
+"""Records every ATen call of a step that runs on fake tensors, with storages, versions, phase and module.
+
+A dispatch mode above ``FakeTensorMode`` sees what eager PyTorch would launch: composite operators are already taken
+apart, autograd has chosen its backward formulas, in-place operators are still in place (DESIGN section 3: no
+decomposition table, no functionalization). Unlike ``make_fx`` it keeps storages, which is what memory is about.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.aten.call import from_torch
+from magis.aten.facts import is_random, undeclared_writes
+from magis.errors import CaptureError
+from magis.ir import Arg, Graph, Op, Ref, Scalar, Storage, Value
+
+GENERATOR = 0
+"""Id of the storage that stands for the random-number generator."""
+
+
+class Recorder(TorchDispatchMode):
+    """Collects storages, values and operators. Use as a context manager around the step, then call ``graph``."""
+
+    def __init__(self, scalars: dict[float, str]) -> None:
+        super().__init__()
+        self._sentinels = scalars
+        self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
+        self._versions: dict[int, int] = {GENERATOR: 0}
+        self._values: dict[int, Value] = {}
+        self._ops: list[Op] = []
+        self._storage_of: dict[int, int] = {}
+        self._value_of: dict[tuple[Any, ...], int] = {}
+        self._constants: dict[int, tuple[float, ...]] = {}
+        self._inputs: list[int] = []
+        self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
+        self._deaths: dict[int, int] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._modules: list[str] = [""]
+        self._module_of_node: dict[int, str] = {}
+        self.phase = "forward"
+
+    # -- what exists before the step ---------------------------------------------------------------------------
+
+    def register(self, tensor: Tensor, kind: str, name: str) -> int:
+        """Declare a tensor that exists before the step; returns its value id."""
+        value = self._value(tensor, kind, name)
+        if value not in self._inputs:
+            self._inputs.append(value)
+        return value
+
+    def constant(self, tensor: Tensor) -> int:
+        """Declare a tensor whose data is part of the program (a Python number made into a tensor, say)."""
+        data = getattr(tensor, "constant", None)
+        if data is None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input is used in"
+                f" module {self._modules[-1] or '(root)'!r}",
+                hint="register it as a buffer of the module, so that it moves and counts with it",
+            )
+        value = self._value(tensor, "constant", f"constant:{len(self._constants)}")
+        self._constants[value] = tuple(data.flatten().tolist())
+        self._inputs.append(value)
+        return value
+
+    # -- recording ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        before = self._snapshot(args, kwargs)
+        out = func(*args, **kwargs)
+        self._record(func, args, kwargs, out, before)
+        return out
+
+    def _snapshot(self, args: Any, kwargs: Any) -> dict[int, int]:
+        """Value id of every tensor argument, looked up before the call (which may change an argument's shape)."""
+        found: dict[int, int] = {}
+        for tensor in _tensors((args, tuple(kwargs.values()))):
+            key = self._key(tensor)
+            known = self._value_of.get(key)
+            if known is None:
+                storage = self._storage_of.get(tensor.untyped_storage()._cdata)
+                known = self.constant(tensor) if storage is None else self._value(tensor, "temporary", "")
+            found[id(tensor)] = known
+        return found
+
+    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, before: dict[int, int]) -> None:
+        target = str(func)
+        many = isinstance(out, (tuple, list))
+        returned = list(out) if many else [out]
+        if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func):
+            return
+        graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
+        graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
+        random = is_random(target, graph_args)
+        written = self._written(func, target, args, kwargs, graph_args, before)
+        fresh_inputs = {self._values[value].storage for value in before.values()}
+        reads = sorted(
+            (storage, self._versions[storage])
+            for storage in fresh_inputs | ({GENERATOR} if random else set())
+        )
+        if random:
+            written.add(GENERATOR)
+        writes = []
+        for storage in sorted(written):
+            self._versions[storage] += 1
+            writes.append((storage, self._versions[storage]))
+        outputs = [self._output(item, written) for item in returned]
+        if not writes and not random and set(v for v in outputs if v is not None) <= set(before.values()):
+            return  # detach and the like: the very same window on the very same storage
+        node = torch._C._current_autograd_node()
+        sequence = torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+        if self.phase == "forward":
+            module = self._modules[-1]
+            self._module_of_node[sequence] = module
+        else:
+            module = self._module_of_node.get(sequence, "")
+        self._ops.append(
+            Op(
+                id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
+                many=many, reads=tuple(reads), writes=tuple(writes), random=random, phase=self.phase, module=module,
+            )
+        )  # fmt: skip
+
+    def _written(
+        self,
+        func: Any,
+        target: str,
+        args: Any,
+        kwargs: Any,
+        graph_args: tuple[Arg, ...],
+        before: dict[int, int],
+    ) -> set[int]:
+        tensors: list[Tensor] = []
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            tensors.extend(_tensors(given))
+        for position in undeclared_writes(target, graph_args):
+            tensors.extend(_tensors(args[position]))
+        return {self._values[before[id(tensor)]].storage for tensor in tensors}
+
+    def _output(self, item: Any, written: set[int]) -> int | None:
+        if not isinstance(item, Tensor):
+            return None
+        storage = self._storage_of.get(item.untyped_storage()._cdata)
+        if storage is not None and storage in written:
+            self._value_of.pop(
+                self._key(item), None
+            )  # the same window, but on new contents: a value of its own
+        return self._value(item, "temporary", "")
+
+    # -- identities ---------------------------------------------------------------------------------------------
+
+    def _key(self, tensor: Tensor) -> tuple[Any, ...]:
+        # Autograd hands out new tensor objects for what it saved: the window on the storage is the identity.
+        return (
+            tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
+            tensor.dtype,
+        )  # fmt: skip
+
+    def _value(self, tensor: Tensor, kind: str, name: str) -> int:
+        key = self._key(tensor)
+        known = self._value_of.get(key)
+        if known is not None:
+            return known
+        address = tensor.untyped_storage()._cdata
+        storage = self._storage_of.get(address)
+        if storage is None:
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise CaptureError(f"a {tensor.layout} tensor: only dense, strided tensors can be captured")
+            storage = len(self._storages)
+            self._storages[storage] = Storage(storage, tensor.untyped_storage().nbytes(), kind)
+            self._storage_of[address] = storage
+            self._versions[storage] = 0
+            self._watch_death(tensor.untyped_storage(), address, storage)
+        value = len(self._values)
+        self._values[value] = Value(
+            id=value, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=str(tensor.dtype)[6:],
+            storage=storage, offset=int(tensor.storage_offset()), name=name,
+        )  # fmt: skip
+        self._value_of[key] = value
+        self._keys_of.setdefault(address, []).append(key)
+        return value
+
+    def _watch_death(self, memory: Any, address: int, storage: int) -> None:
+        """Forget the address when the memory goes: it may be given to another storage, and its moment counts."""
+
+        def died(_reference: object) -> None:
+            self._deaths[storage] = len(self._ops)
+            del self._storage_of[address], self._watched[storage]
+            for key in self._keys_of.pop(address, ()):
+                self._value_of.pop(key, None)
+
+        self._watched[storage] = weakref.ref(memory, died)
+
+    def _arg(self, arg: Any, before: dict[int, int]) -> Arg:
+        if isinstance(arg, Tensor):
+            return Ref(before[id(arg)])
+        if isinstance(arg, (list, tuple)):
+            return tuple(self._arg(item, before) for item in arg)
+        if isinstance(arg, float) and arg in self._sentinels:
+            return Scalar(self._sentinels[arg])
+        return from_torch(arg)
+
+    # -- modules ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watch(self, module: nn.Module) -> Iterator[None]:
+        """Note for every operator the path of the sub-module whose forward is running."""
+        handles = []
+        for path, child in module.named_modules():
+            handles.append(child.register_forward_pre_hook(self._enter(path)))
+            handles.append(child.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, _inputs: Any) -> None:
+            self._modules.append(path)
+
+        return hook
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if len(self._modules) > 1:
+            self._modules.pop()
+
+    @property
+    def module(self) -> str:
+        """Path of the sub-module whose forward is running (or was, when an error stopped it)."""
+        return self._modules[-1]
+
+    @property
+    def deaths(self) -> dict[int, int]:
+        """For every storage that eager would have freed by now: how many operators had run when it was freed."""
+        return dict(self._deaths)
+
+    # -- result -------------------------------------------------------------------------------------------------
+
+    def value_of(self, tensor: Tensor) -> int:
+        """Value id of a tensor that the step has seen."""
+        return self._value(tensor, "temporary", "")
+
+    def graph(self, outputs: tuple[int, ...]) -> Graph:
+        """Everything recorded so far, in program order."""
+        return Graph(
+            storages=dict(self._storages), values=dict(self._values), ops=tuple(self._ops),
+            inputs=tuple(self._inputs), outputs=outputs, constants=dict(self._constants),
+        )  # fmt: skip
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _tensors(part)
+
+
+def _declared_writes(func: Any) -> bool:
+    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

@@ -1,0 +1,248 @@
+"""Captures a training step (or an inference) of any module as one graph.
+
+The step runs once on fake CPU tensors: nothing is computed and nothing allocated, whatever the sizes. Device forms
+(a fused dropout, an attention kernel) are substituted by ``device_table`` while tracing; devices themselves are
+replaced when the step is realized.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from magis.aten import optimizers
+from magis.capture.device_table import device_forms
+from magis.capture.recorder import Recorder
+from magis.errors import CaptureError, MagisError
+from magis.ir import Graph
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step.
+
+    ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
+    operators after which eager frees it (missing: it lives to the end), so that the graph in program order
+    reproduces eager's memory byte for byte. ``parameters`` are the names of the trained parameters.
+    """
+
+    graph: Graph
+    deaths: Mapping[int, int]
+    parameters: tuple[str, ...]
+    dtype: str
+    rule: optimizers.OptimizerSpec
+
+
+def capture(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    *,
+    device: str = "cpu",
+    explicit_attention: bool = False,
+) -> Captured:
+    """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
+
+    The tensors may be real or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators that
+    this device would run. Raises CaptureError, naming module and line, for steps that are not one static graph.
+    """
+    _check_tensors(module, inputs, targets)
+    mode = _fake_mode(module)
+    training = rule.kind != "none"
+    trained = tuple(name for name, p in module.named_parameters() if training and p.requires_grad)
+    fakes = _fakes(mode, module, inputs, targets, trained)
+    marks = optimizers.sentinels()
+    recorder = Recorder(marks.names)
+    with mode:
+        states = [
+            {kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)}
+            for n in trained
+        ]
+        _register(recorder, fakes, trained, states)
+        with ExitStack() as stack:
+            stack.enter_context(_clear_errors(recorder))
+            if explicit_attention:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(recorder.watch(module))
+            stack.enter_context(device_forms(device))
+            stack.enter_context(recorder)
+            with torch.set_grad_enabled(training):
+                result = _forward(module, fakes, loss_fn)
+            if training:
+                _check_loss(result)
+                recorder.phase = "backward"
+                leaves = [fakes.params[name] for name in trained]
+                # Held to the end of the step, as ``.grad`` holds them in eager.
+                grads = torch.autograd.grad(result, leaves, allow_unused=True)
+                recorder.phase = "update"
+                with torch.no_grad():
+                    optimizers.update(rule, leaves, grads, states, marks.numbers)
+            outputs = tuple(recorder.value_of(t) for t in _flat(result))
+            deaths = recorder.deaths
+    return Captured(
+        graph=recorder.graph(outputs), deaths=deaths, parameters=trained, dtype=_main_dtype(module), rule=rule
+    )
+
+
+@dataclass(frozen=True)
+class _Fakes:
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+
+
+def _fakes(
+    mode: FakeTensorMode,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    trained: Sequence[str],
+) -> _Fakes:
+    """Fake copies of real tensors, sharing storages where the real ones do (tied weights, views)."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor.detach()
+        return mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    return _Fakes(
+        params={name: fake(p).requires_grad_(name in trained) for name, p in module.named_parameters()},
+        buffers={name: fake(b) for name, b in module.named_buffers()},
+        inputs=tuple(fake(t) for t in inputs),
+        targets=tuple(fake(t) for t in targets),
+    )
+
+
+def _register(
+    recorder: Recorder, fakes: _Fakes, trained: Sequence[str], states: Sequence[Mapping[str, Tensor]]
+) -> None:
+    for name, tensor in fakes.params.items():
+        recorder.register(tensor, "parameter", f"parameter:{name}")
+    for name, tensor in fakes.buffers.items():
+        recorder.register(tensor, "buffer", f"buffer:{name}")
+    for name, state in zip(trained, states, strict=True):
+        for kind, tensor in state.items():
+            recorder.register(tensor, "state", f"state:{kind}:{name}")
+    for index, tensor in enumerate(fakes.inputs):
+        recorder.register(tensor, "batch", f"input:{index}")
+    for index, tensor in enumerate(fakes.targets):
+        recorder.register(tensor, "batch", f"target:{index}")
+
+
+def _forward(module: nn.Module, fakes: _Fakes, loss_fn: Callable[..., Tensor] | None) -> Any:
+    tensors = {**fakes.params, **fakes.buffers}
+    if loss_fn is None:
+        return torch.func.functional_call(module, tensors, fakes.inputs)
+    return loss_fn(torch.func.functional_call(module, tensors, fakes.inputs), *fakes.targets)
+
+
+def _fake_mode(module: nn.Module) -> FakeTensorMode:
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode()
+
+
+def _check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    named = [
+        *module.named_parameters(),
+        *module.named_buffers(),
+        *((f"input {i}", t) for i, t in enumerate(inputs)),
+        *((f"target {i}", t) for i, t in enumerate(targets)),
+    ]
+    for name, tensor in named:
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                f"{name} is on device {tensor.device}",
+                hint="pass the module and its batch on the CPU (module.cpu())",
+            )
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+    if len(dtypes) > 1:
+        raise CaptureError(
+            f"the parameters mix data types: {', '.join(dtypes)}",
+            hint="convert the module with module.to(dtype)",
+        )
+    for name, tensor in named[len([*module.parameters(), *module.buffers()]) :]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtypes and name.startswith("input") and tensor.dtype.is_floating_point and dtype != dtypes[0]:
+            raise CaptureError(
+                f"{name} is {dtype} while the parameters are {dtypes[0]}",
+                hint=f"convert it with .to(torch.{dtypes[0]})",
+            )
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise CaptureError(
+            f"the loss is not a single number but of {what}", hint="pass a loss_fn that returns a scalar"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trained parameter",
+            hint="use optimizer kind 'none' for inference",
+        )
+
+
+@contextmanager
+def _clear_errors(recorder: Recorder) -> Iterator[None]:
+    try:
+        yield
+    except MagisError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CaptureError(
+            f"the step depends on the data of a tensor ({error.func}) in module {recorder.module or '(root)'!r}"
+            f" at {_user_line(error)}",
+            hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
+        ) from error
+    except Exception as error:
+        raise CaptureError(
+            f"{type(error).__name__} in module {recorder.module or '(root)'!r} at {_user_line(error)}: {error}",
+            hint="the step must run eagerly before it can be captured",
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """File name and line of the innermost frame that belongs to neither torch nor magis's own capture."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and "/magis/capture/" not in frame.filename
+    ]
+    if not frames:
+        return "(no line of yours)"
+    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}"
+
+
+def _flat(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for part in item.values():
+            yield from _flat(part)
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _flat(part)
+
+
+def _main_dtype(module: nn.Module) -> str:
+    for parameter in module.parameters():
+        return str(parameter.dtype).removeprefix("torch.")
+    return "float32"

@@ -1,0 +1,75 @@
+"""The exact simulator of a graph: bytes in memory at every operator, in the order in which they run.
+
+Bytes = persistent storages + temporary storages alive + the workspace of the running operator. Views are free, a
+storage lives until its last view is forgotten (DESIGN section 4). With workspaces measured in isolation this equals
+what the CPU allocator counts, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from magis.analysis.liveness import lifetimes
+from magis.ir import Graph, Op
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Bytes while each operator runs: ``tensors[i]`` without, ``peaks[i]`` with workspace; persistent ones counted.
+
+    The peaks are those of the whole step; ``peak_position`` is the first operator at which the peak is reached (-1: no
+    operator at all).
+    """
+
+    persistent_bytes: int
+    tensors: tuple[int, ...]
+    peaks: tuple[int, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        return max(self.tensors, default=self.persistent_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks, default=self.persistent_bytes)
+
+    @property
+    def peak_position(self) -> int:
+        return self.peaks.index(self.peak_bytes) if self.peaks else -1
+
+
+def rounded(nbytes: int, rounding: int) -> int:
+    """Bytes that an allocator with blocks of ``rounding`` bytes hands out."""
+    return -(-nbytes // rounding) * rounding
+
+
+def replay(
+    graph: Graph,
+    workspace: Callable[[Op], int],
+    *,
+    deaths: Mapping[int, int] | None = None,
+    rounding: int = 1,
+) -> MemoryProfile:
+    """Walk the schedule. ``workspace`` gives an operator's scratch in bytes; ``deaths`` are eager's own lifetimes.
+
+    Host storages (swapped tensors) count nothing.
+    """
+    lives = lifetimes(graph, deaths)
+    count = len(graph.ops)
+    change = [0] * (count + 2)
+    for storage, born in lives.born.items():
+        if graph.storages[storage].kind == "host":
+            continue
+        nbytes = rounded(graph.storages[storage].nbytes, rounding)
+        change[born] += nbytes
+        change[lives.dies[storage] + 1] -= nbytes
+    persistent = sum(rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent)
+    level = persistent
+    tensors = []
+    peaks = []
+    for position, op in enumerate(graph.ops):
+        level += change[position]
+        tensors.append(level)
+        peaks.append(level + workspace(op))
+    return MemoryProfile(persistent, tuple(tensors), tuple(peaks))
