@@ -1,0 +1,245 @@
+"""Exact peak memory of a callable, and what the device is.
+
+On the CPU the truth is the allocator's own event log, which `torch.profiler` keeps: every allocation and
+every free with its address, scratch inside operators included. Resident-set sizes are no substitute (the C
+library keeps freed pages). Three traps, seen on torch 2.13:
+
+* A free of a tensor that is older than the window may or may not be logged (the allocator remembers addresses
+  from earlier profiles only), so frees of addresses that the window did not allocate itself are left out: the
+  result is the peak *above the window's start* as if older tensors stayed.
+* The log is a tree of operators with a branch per thread: it is flattened and ordered by time.
+* Starting and stopping the profiler prints `USDT:` lines from C++, out of reach of `sys.stderr`.
+
+Tensors alone are followed by a dispatch mode with weak references on storages, in a run of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "Allocation",
+    "WindowPeak",
+    "allocations",
+    "memory_profile",
+    "replay",
+    "tensor_peak",
+    "window_peak",
+]
+
+_NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One event of the allocator, `time_ns` nanoseconds after an arbitrary start; `nbytes` < 0 is a free."""
+
+    time_ns: int
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPeak:
+    """Bytes allocated in a window above its start: at the worst moment, and those still there at its end."""
+
+    peak_bytes: int
+    kept_bytes: int
+
+
+def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> WindowPeak:
+    """Run `fn` once and return its peak of allocated bytes above the start, scratch inside operators
+    included.
+
+    What `fn` returns stays alive until the window ends. On CUDA the caching allocator's own counters are read
+    after a reset (blocks rounded to 512 bytes); there, a tensor that is older than the window and freed
+    inside it lowers the peak, which it does not on the CPU: free none.
+    """
+    where = torch.device(device)
+    if where.type == "cuda":
+        return _cuda_peak(fn, where)
+    with memory_profile() as window:
+        kept = fn()
+    peak = replay(allocations(window))
+    del kept  # only now: the log was closed while it was alive
+    return peak
+
+
+def replay(events: Iterable[Allocation]) -> WindowPeak:
+    """The highest sum of live bytes over `events` in the order given, and the sum at the end.
+
+    A free of an address that no earlier event allocated is older than the window and does not count.
+    """
+    live: dict[int, int] = {}
+    now = peak = 0
+    for event in events:
+        if event.nbytes < 0:
+            now -= live.pop(event.address, 0)
+        else:
+            # an address that comes twice was freed in between where the log does not reach
+            now += event.nbytes - live.get(event.address, 0)
+            live[event.address] = event.nbytes
+            peak = max(peak, now)
+    return WindowPeak(peak, now)
+
+
+@contextmanager
+def memory_profile() -> Iterator[profile]:
+    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`.
+
+    The garbage collector runs before the block and not inside it: when cycles die depends on what ran
+    earlier, and the peak must not.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with _filtered_descriptors(), profile(profile_memory=True) as log:
+            yield log
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def allocations(log: profile) -> list[Allocation]:
+    """The CPU allocator's events in a finished `memory_profile`, ordered by time."""
+    results: Any = log.kineto_results
+    found: list[Allocation] = []
+    pending = list(reversed(results.experimental_event_tree()))
+    # depth first, in order: events of equal time keep the order of the log, since the sort below is stable
+    while pending:
+        node = pending.pop()
+        pending.extend(reversed(node.children))
+        kind, fields = node.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size))
+    found.sort(key=lambda event: event.time_ns)
+    return found
+
+
+@contextmanager
+def _filtered_descriptors() -> Iterator[None]:
+    """Keep the profiler's own lines out of standard output and error; everything else comes through, at the
+    end.
+
+    The lines are written by C++ to the descriptors themselves, hence the detour over temporary files.
+    """
+    saved: dict[int, tuple[int, Any]] = {}
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    for descriptor in (1, 2):
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed: nothing to keep clean
+            continue
+        detour = tempfile.TemporaryFile()  # noqa: SIM115 (closed below, once the descriptor is back)
+        os.dup2(detour.fileno(), descriptor)
+        saved[descriptor] = (copy, detour)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        for descriptor, (copy, detour) in saved.items():
+            os.dup2(copy, descriptor)
+            os.close(copy)
+            with detour:
+                detour.seek(0)
+                lines = [line for line in detour if not any(noise in line for noise in _NOISE)]
+            if lines:
+                os.write(descriptor, b"".join(lines))
+
+
+def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    start = torch.cuda.memory_allocated(device)
+    kept = fn()
+    torch.cuda.synchronize(device)
+    peak = WindowPeak(
+        torch.cuda.max_memory_allocated(device) - start, torch.cuda.memory_allocated(device) - start
+    )
+    del kept
+    return peak
+
+
+def tensor_peak(fn: Callable[[], object]) -> int:
+    """Run `fn` once and return the peak bytes of tensors alone that it makes, above the start.
+
+    Counted after every operator, with its inputs and outputs alive: the sum of the storages (each once,
+    however many views it has) that were made since the start. The same on every device, where kernels keep to
+    the shapes and strides that they declare. Tensors without a storage (sparse ones) are not counted.
+    """
+    ledger = _StorageLedger()
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with ledger:
+            kept = fn()
+        del kept
+    finally:
+        if was_enabled:
+            gc.enable()
+    return ledger.peak_bytes
+
+
+class _StorageLedger(TorchDispatchMode):
+    """Keeps a weak reference on every storage that it sees, and the highest sum of those made under it.
+
+    The weak references keep the storage's address from being used again, not its bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes: int = 0
+        self._older: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = _storages((args, kwargs))
+        # torch.tensor(...) makes its storage out of sight and announces it by this operator
+        if func is not torch.ops.aten.lift_fresh.default:
+            for reference, _ in given:
+                if reference.cdata not in self._made:
+                    self._older[reference.cdata] = reference
+        result = func(*args, **(kwargs or {}))
+        for reference, nbytes in (*_storages((args, kwargs)), *_storages(result)):
+            if reference.cdata not in self._older:  # sizes again each time: resize_ changes them
+                self._made[reference.cdata] = (reference, nbytes)
+        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._made.values()))
+        return result
+
+
+def _storages(tree: object) -> list[tuple[StorageWeakRef, int]]:
+    """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
+    found: list[tuple[StorageWeakRef, int]] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+            storage = leaf.untyped_storage()
+            reference: StorageWeakRef = StorageWeakRef(storage)
+            found.append((reference, storage.nbytes()))
+    return found
