@@ -58,6 +58,7 @@ bench: $(READY)  ## run every benchmark and print its table
 coverage: $(READY)  ## run the test suite under coverage; at least 90% is required
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n $(WORKERS) $(ARGS)
+	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n $(WORKERS) tests/simulate  # compiled lines are not traced
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=90
 
