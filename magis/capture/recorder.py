@@ -115,9 +115,12 @@ class Recorder(TorchDispatchMode):
         for storage in sorted(written):
             self._versions[storage] += 1
             writes.append((storage, self._versions[storage]))
-        outputs = [self._output(item, written) for item in returned]
-        if not writes and not random and set(v for v in outputs if v is not None) <= set(before.values()):
-            return  # detach and the like: the very same window on the very same storage
+        view = not writes and not random and self._all_known(returned)
+        if view:
+            if all(self._key(item) in self._value_of for item in _tensors(returned)):
+                return  # detach and the like, or a window that exists already
+            reads = []  # a view looks at no data
+        outputs = [self._output(item, written, renew=view and many) for item in returned]
         node = torch._C._current_autograd_node()
         sequence = torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
         if self.phase == "forward":
@@ -151,11 +154,15 @@ class Recorder(TorchDispatchMode):
             tensors.extend(_tensors(args[position]))
         return {self._values[before[id(tensor)]].storage for tensor in tensors}
 
-    def _output(self, item: Any, written: set[int]) -> int | None:
+    def _all_known(self, returned: Any) -> bool:
+        """Whether all returned tensors lie on storages that existed before the call."""
+        return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in _tensors(returned))
+
+    def _output(self, item: Any, written: set[int], *, renew: bool) -> int | None:
         if not isinstance(item, Tensor):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
-        if storage is not None and storage in written:
+        if renew or (storage is not None and storage in written):
             self._value_of.pop(
                 self._key(item), None
             )  # the same window, but on new contents: a value of its own

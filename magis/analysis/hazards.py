@@ -1,0 +1,55 @@
+"""Which operators are views, and which pairs must keep their order beyond data flow.
+
+The order rules are the storage versions of the operators (``magis.ir.types``): the writer of version k + 1 comes after
+every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets
+the same versions everywhere, hence computes the same numbers (DESIGN section 3).
+"""
+
+from __future__ import annotations
+
+import rustworkx as rx
+
+from magis.ir import Graph, Op
+
+
+def is_pure_view(graph: Graph, op: Op) -> bool:
+    """Whether the call only opens windows on memory that it takes: nothing computed, nothing written."""
+    if op.writes or op.random or not op.made():
+        return False
+    taken = {graph.values[value].storage for value in op.inputs()}
+    return all(graph.values[value].storage in taken for value in op.made())
+
+
+def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
+    """Pairs (earlier, later) of positions that follow from storage versions, without duplicates, sorted."""
+    writer: dict[tuple[int, int], int] = {}
+    readers: dict[tuple[int, int], list[int]] = {}
+    for position, op in enumerate(ops):
+        for version in op.reads:
+            readers.setdefault(version, []).append(position)
+        for version in op.writes:
+            writer[version] = position
+    edges: set[tuple[int, int]] = set()
+    for (storage, version), position in writer.items():
+        before = readers.get((storage, version - 1), [])
+        edges.update((reader, position) for reader in before if reader != position)
+        earlier = writer.get((storage, version - 1))
+        if earlier is not None:
+            edges.add((earlier, position))
+        edges.update((position, reader) for reader in readers.get((storage, version), []) if reader != position)
+    return sorted(edges)
+
+
+def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
+    """All order constraints, data flow and versions, as a directed acyclic graph on the positions of the schedule."""
+    dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
+    dag.add_nodes_from(range(len(graph.ops)))
+    maker: dict[int, int] = {}
+    edges: list[tuple[int, int, None]] = []
+    for position, op in enumerate(graph.ops):
+        edges.extend((maker[value], position, None) for value in op.inputs() if value in maker)
+        for value in op.made():
+            maker[value] = position
+    edges.extend((a, b, None) for a, b in order_edges(graph.ops))
+    dag.add_edges_from(edges)
+    return dag

@@ -1,0 +1,89 @@
+"""The rules that every graph keeps; checked after capture and after every rewrite.
+
+The published implementation simulates graphs whose operators lost an input, and such graphs can win (PAPER). Here a
+broken rule is a VerifyError that names operator, rule and values, and no graph is believed before it passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from magis.errors import VerifyError
+from magis.ir.types import ITEM_SIZE, Graph, Op, Value
+
+
+def verify(graph: Graph) -> None:
+    """Raise VerifyError for the first broken rule, if any."""
+    for problem in problems(graph):
+        raise VerifyError(problem)
+
+
+def problems(graph: Graph) -> Iterator[str]:
+    """Every broken rule as one line."""
+    yield from _value_problems(graph)
+    yield from _schedule_problems(graph)
+
+
+def _value_problems(graph: Graph) -> Iterator[str]:
+    for key, value in graph.values.items():
+        if key != value.id:
+            yield f"value {key} is filed under another id than its own, {value.id}"
+        storage = graph.storages.get(value.storage)
+        if storage is None:
+            yield f"value {key} lies on storage {value.storage}, which does not exist"
+        elif value.dtype not in ITEM_SIZE:
+            yield f"value {key} has unknown data type {value.dtype!r}"
+        elif len(value.shape) != len(value.stride) or min(value.shape, default=0) < 0 or value.offset < 0:
+            yield f"value {key} has shape {value.shape}, stride {value.stride}, offset {value.offset}"
+        elif _end(value) > storage.nbytes:
+            yield f"value {key} reaches to byte {_end(value)} of storage {storage.id}, which has {storage.nbytes}"
+
+
+def _end(value: Value) -> int:
+    """First byte of the storage behind the window."""
+    if value.numel == 0:
+        return 0
+    last = value.offset + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    return (last + 1) * ITEM_SIZE[value.dtype]
+
+
+def _schedule_problems(graph: Graph) -> Iterator[str]:
+    defined = set(graph.inputs)
+    gone: set[int] = set()
+    versions = {graph.values[value].storage: 0 for value in graph.inputs if value in graph.values}
+    versions.update({storage.id: 0 for storage in graph.storages.values() if storage.kind == "generator"})
+    ids: set[int] = set()
+    for op in graph.ops:
+        where = f"operator {op.id} ({op.target})"
+        if op.id in ids:
+            yield f"{where}: the id occurs twice"
+        ids.add(op.id)
+        yield from _input_problems(graph, op, where, defined, gone)
+        for storage, version in op.reads:
+            if versions.get(storage) != version:
+                yield f"{where}: reads version {version} of storage {storage}, which is at {versions.get(storage)}"
+        for storage, version in op.writes:
+            if versions.get(storage) != version - 1:
+                yield f"{where}: writes version {version} of storage {storage}, which is at {versions.get(storage)}"
+            versions[storage] = version
+        if op.target == "magis.wait":
+            gone.add(graph.values[op.inputs()[0]].storage)
+        for value in op.made():
+            if value in defined:
+                yield f"{where}: makes value {value}, which exists already"
+            if value not in graph.values:
+                yield f"{where}: makes value {value}, which is not described"
+                continue
+            defined.add(value)
+            versions.setdefault(graph.values[value].storage, 0)
+    for value in graph.outputs:
+        if value not in defined:
+            yield f"the step returns value {value}, which nothing makes"
+
+
+def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: set[int]) -> Iterator[str]:
+    for value in op.inputs():
+        if value not in defined:
+            yield f"{where}: takes value {value}, which nothing has made yet"
+        elif value in graph.values and graph.values[value].storage in gone:
+            yield f"{where}: takes value {value}, whose memory was freed after swapping it out"
