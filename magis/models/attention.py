@@ -49,14 +49,17 @@ class SelfAttention(nn.Module):
         self.out = style.linear(width, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if self.qkv is None:
-            projected = (self.query(x), self.key(x), self.value(x))
-        else:
-            projected = self.qkv(x).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2) for part in projected)
+        heads = (self.heads, self.head_width)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self._project(x))
         mixed = self._explicit(q, k, v, mask) if self.explicit else self._fused(q, k, v, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is None:
+            return self.query(x), self.key(x), self.value(x)
+        packed: Tensor = self.qkv(x)
+        return packed.chunk(3, dim=-1)
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return functional.scaled_dot_product_attention(

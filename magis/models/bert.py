@@ -53,9 +53,7 @@ class BertLayer(nn.Module):
 
     def __init__(self, config: BertConfig, style: Style) -> None:
         super().__init__()
-        self.attention = SelfAttention(
-            style, config.width, config.heads, packed=False, dropout=config.dropout
-        )
+        self.attention = SelfAttention(style, config.width, config.heads, packed=False, dropout=config.dropout)
         self.attention_dropout = style.dropout(config.dropout)
         self.attention_norm = style.layer_norm(config.width, eps=1e-12)
         self.feed_forward = FeedForward(

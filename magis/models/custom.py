@@ -23,9 +23,7 @@ def as_workload(path: str, made: object) -> Workload:
     if isinstance(made, Workload):
         if made.optimizer.kind not in OPTIMIZER_KINDS:
             known = ", ".join(OPTIMIZER_KINDS)
-            raise UsageError(
-                f"{path}: unknown optimizer {made.optimizer.kind!r}", hint=f"choose one of {known}"
-            )
+            raise UsageError(f"{path}: unknown optimizer {made.optimizer.kind!r}", hint=f"choose one of {known}")
         return replace(made, name=path)
     if not isinstance(made, tuple) or len(made) != 4:
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
@@ -34,9 +32,7 @@ def as_workload(path: str, made: object) -> Workload:
     if not isinstance(module, nn.Module):
         raise UsageError(f"{path}: the module is a {type(module).__name__}, not an nn.Module", hint=_EXPECTED)
     if not callable(loss_fn):
-        raise UsageError(
-            f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED
-        )
+        raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
     return Workload(
         name=path,
         module=module.train(),

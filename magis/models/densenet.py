@@ -89,9 +89,7 @@ class DenseNet(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
         stages = []
         for i, layers in enumerate(config.stages):
-            stages.append(
-                DenseStage(style, channels, layers, config.growth, last=i == len(config.stages) - 1)
-            )
+            stages.append(DenseStage(style, channels, layers, config.growth, last=i == len(config.stages) - 1))
             channels = stages[-1].outputs
         self.stages = nn.ModuleList(stages)
         self.head = style.linear(channels, config.classes)

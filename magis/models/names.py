@@ -91,9 +91,7 @@ def _matches(pattern: str) -> Iterator[str]:
     elif any(letter in pattern for letter in "*?["):
         found = [name for name in all_names() if fnmatchcase(name, pattern)]
         if not found:
-            raise UnknownModelError(
-                f"no model matches {pattern!r}", hint=f"known are {', '.join(all_names())}"
-            )
+            raise UnknownModelError(f"no model matches {pattern!r}", hint=f"known are {', '.join(all_names())}")
         yield from found
     else:
         check_name(pattern)

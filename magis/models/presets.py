@@ -8,6 +8,7 @@ vocabulary above all), and the true depth where the half second per step affords
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from magis.models.bert import BertConfig, bert
@@ -42,11 +43,11 @@ def _sizes(plain: str) -> tuple[Make, Make]:
         return _resnet(plain)
     if plain in VGGS:
         convs = VGGS[plain]
-        small = VggConfig(batch_size=16, image_size=64, stages=convs, width=8, hidden=64, classes=10)
+        small = VggConfig(batch_size=32, image_size=64, stages=convs, width=8, hidden=64, classes=10)
         return partial(vgg, VggConfig(stages=convs)), partial(vgg, small)
     if plain in DENSENETS:
         stages = DENSENETS[plain]
-        tiny = DenseNetConfig(batch_size=8, image_size=64, stages=stages, growth=4, classes=10)
+        tiny = DenseNetConfig(batch_size=16, image_size=64, stages=stages, growth=4, classes=10)
         return partial(densenet, DenseNetConfig(stages=stages)), partial(densenet, tiny)
     return _others()[plain]
 
@@ -54,33 +55,30 @@ def _sizes(plain: str) -> tuple[Make, Make]:
 def _resnet(plain: str) -> tuple[Make, Make]:
     stages, expansion, widening = RESNETS[plain]
     paper = ResNetConfig(stages=stages, expansion=expansion, widening=widening)
-    small = ResNetConfig(
-        batch_size=64,
-        image_size=64,
-        stages=stages,
-        expansion=expansion,
-        widening=widening,
-        width=16,
+    # the deep and the wide ones are half as wide, to stay within the half second
+    small = replace(
+        paper,
+        batch_size=96 if plain == "resnet34" else 48,
+        image_size=96,
+        width=16 if plain in ("resnet34", "resnet50") else 8,
         classes=10,
     )
     return partial(resnet, paper), partial(resnet, small)
 
 
 def _others() -> dict[str, tuple[Make, Make]]:
-    small_bert = BertConfig(
-        batch_size=64, seq_len=32, layers=4, width=96, heads=2, vocab_size=256, max_positions=32
-    )
+    small_bert = BertConfig(batch_size=64, seq_len=32, layers=6, width=128, heads=2, vocab_size=512, max_positions=32)
     small_vit = VitConfig(
-        batch_size=32, image_size=64, patch_size=8, layers=6, width=96, inner=384, heads=3, classes=10
+        batch_size=32, image_size=64, patch_size=8, layers=8, width=96, inner=384, heads=3, classes=10
     )
     small_neo = GptNeoConfig(
-        batch_size=32, seq_len=64, layers=4, width=96, heads=3, window=16, vocab_size=256, max_positions=64
+        batch_size=32, seq_len=64, layers=6, width=96, heads=3, window=16, vocab_size=512, max_positions=64
     )
     small_btlm = BtlmConfig(
-        batch_size=32, seq_len=64, layers=4, width=96, inner=256, heads=3, vocab_size=256, mup_base_width=96
+        batch_size=32, seq_len=64, layers=8, width=96, inner=256, heads=3, vocab_size=512, mup_base_width=96
     )
-    small_mlp = MlpConfig(batch_size=2048, inputs=64, hidden=64, layers=12, classes=10)
-    small_unet = UNetConfig(batch_size=8, image_size=64, width=8)
+    small_mlp = MlpConfig(batch_size=4096, inputs=128, hidden=128, layers=12, classes=10)
+    small_unet = UNetConfig(batch_size=8, image_size=96, width=12)
     small_unetpp = UNetPlusPlusConfig(batch_size=8, image_size=64, width=8)
     return {
         "bert": (partial(bert, BertConfig()), partial(bert, small_bert)),

@@ -94,9 +94,7 @@ def from_factory(path: str) -> ModelSpec:
             raise UsageError(f"{path}: {module_name} has no attribute {attribute!r}")
         found = getattr(found, part)
     if not callable(found):
-        raise UsageError(
-            f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload"
-        )
+        raise UsageError(f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload")
     return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found))
 
 

@@ -41,9 +41,7 @@ class ResNetConfig:
     def __post_init__(self) -> None:
         check_sizes("resnet", self)
         if self.expansion not in (1, 4):
-            raise SizeError(
-                f"resnet: expansion must be 1 (basic block) or 4 (bottleneck), not {self.expansion}"
-            )
+            raise SizeError(f"resnet: expansion must be 1 (basic block) or 4 (bottleneck), not {self.expansion}")
 
 
 class Block(nn.Module):
@@ -69,9 +67,7 @@ class Block(nn.Module):
         self.relu = style.relu()
         self.shortcut: nn.Module | None = None
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                style.conv(inputs, outputs, 1, stride=stride), style.batch_norm(outputs)
-            )
+            self.shortcut = nn.Sequential(style.conv(inputs, outputs, 1, stride=stride), style.batch_norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.branch(x)

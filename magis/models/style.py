@@ -27,9 +27,7 @@ class Style:
 
     @property
     def optimizer(self) -> OptimizerSpec:
-        return (
-            OptimizerSpec("sgd", lr=1e-3) if self.seed else OptimizerSpec("adamw", lr=1e-4, weight_decay=0.01)
-        )
+        return OptimizerSpec("sgd", lr=1e-3) if self.seed else OptimizerSpec("adamw", lr=1e-4, weight_decay=0.01)
 
     @property
     def positions(self) -> bool:
@@ -48,9 +46,7 @@ class Style:
         """Linear layer [..., inputs] -> [..., outputs]."""
         return nn.Linear(inputs, outputs, bias=self.bias(bias))
 
-    def conv(
-        self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False
-    ) -> nn.Conv2d:
+    def conv(self, inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
         """Convolution with padding kernel // 2 over [batch, inputs, height, width]."""
         return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=self.bias(bias))
 

@@ -39,9 +39,7 @@ class VggConfig:
     def __post_init__(self) -> None:
         check_sizes("vgg", self)
         if self.image_size >> len(self.stages) == 0:
-            raise SizeError(
-                f"vgg: image_size must be at least {2 ** len(self.stages)}, not {self.image_size}"
-            )
+            raise SizeError(f"vgg: image_size must be at least {2 ** len(self.stages)}, not {self.image_size}")
 
 
 class Vgg(nn.Module):
