@@ -105,6 +105,18 @@ OUT_FORM: dict[str, tuple[str, str]] = {
 They are all built on TensorIterator, which allows an output that is exactly one of the inputs."""
 
 
+SAVED_NUMBERS: dict[str, int] = {
+    "aten.mul.Tensor": 1,
+    "aten.mul_.Tensor": 1,
+    "aten.div.Tensor": 1,
+    "aten.div_.Tensor": 1,
+}
+"""Operators whose autograd formula keeps the operand at this position; where it is a Python number, eager keeps an
+8-byte tensor of it (on the CPU, even for a step on a GPU) until the backward formula has run."""
+
+NUMBER_BYTES = 8
+
+
 def is_view(target: str) -> bool:
     """Whether calls of the operator may return a window on an input."""
     return target in VIEWS

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.aten.call import from_torch
-from magis.aten.facts import is_random, undeclared_writes
+from magis.aten.facts import SAVED_NUMBERS, is_random, undeclared_writes
 from magis.errors import CaptureError
 from magis.ir import Arg, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -42,6 +42,8 @@ class Recorder(TorchDispatchMode):
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
+        self._numbers: list[tuple[int, int]] = []  # position of the forward operator, sequence of its autograd node
+        self._last_of_node: dict[int, int] = {}
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
         self.phase = "forward"
@@ -126,8 +128,12 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward":
             module = self._modules[-1]
             self._module_of_node[sequence] = module
+            position = SAVED_NUMBERS.get(target)
+            if position is not None and not isinstance(graph_args[position], Ref) and args[0].requires_grad:
+                self._numbers.append((len(self._ops), sequence))
         else:
             module = self._module_of_node.get(sequence, "")
+            self._last_of_node[sequence] = len(self._ops)
         self._ops.append(
             Op(
                 id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
@@ -255,6 +261,12 @@ class Recorder(TorchDispatchMode):
     def deaths(self) -> dict[int, int]:
         """For every storage that eager would have freed by now: how many operators had run when it was freed."""
         return dict(self._deaths)
+
+    @property
+    def numbers(self) -> tuple[tuple[int, int], ...]:
+        """Life, as first and last position, of every Python number that eager keeps as a tensor for its backward."""
+        last = len(self._ops)
+        return tuple((born, self._last_of_node.get(sequence, last)) for born, sequence in self._numbers)
 
     # -- result -------------------------------------------------------------------------------------------------
 

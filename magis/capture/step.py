@@ -36,11 +36,13 @@ class Captured:
 
     ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
     operators after which eager frees it (missing: it lives to the end), so that the graph in program order
-    reproduces eager's memory byte for byte. ``parameters`` are the names of the trained parameters.
+    reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) of Python numbers that
+    eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names of the trained parameters.
     """
 
     graph: Graph
     deaths: Mapping[int, int]
+    numbers: tuple[tuple[int, int], ...]
     parameters: tuple[str, ...]
     dtype: str
     rule: optimizers.OptimizerSpec
@@ -95,7 +97,12 @@ def capture(
             outputs = tuple(recorder.value_of(t) for t in _flat(result))
             deaths = recorder.deaths
     return Captured(
-        graph=recorder.graph(outputs), deaths=deaths, parameters=trained, dtype=_main_dtype(module), rule=rule
+        graph=recorder.graph(outputs),
+        deaths=deaths,
+        numbers=recorder.numbers,
+        parameters=trained,
+        dtype=_main_dtype(module),
+        rule=rule,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from magis.analysis.windows import fills
 from magis.aten.facts import FUNCTIONAL_FORM
-from magis.ir import Graph, Op, Storage, Value
+from magis.ir import Graph, Op, Storage
 
 
 def functionalize(graph: Graph) -> Graph:
@@ -76,17 +77,3 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
         return False
     value = graph.values[touched[0]]
     return op.inputs()[0] == value.id and fills(value, graph.storages[storage])
-
-
-def fills(value: Value, storage: Storage) -> bool:
-    """Whether the window is the whole storage, each byte once."""
-    return value.offset == 0 and value.nbytes == storage.nbytes and _dense(value)
-
-
-def _dense(value: Value) -> bool:
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from magis.analysis.liveness import lifetimes
+from magis.aten.facts import NUMBER_BYTES
 from magis.ir import Graph, Op
 
 
@@ -50,10 +51,13 @@ def replay(
     *,
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
+    held: frozenset[int] = frozenset(),
+    numbers: tuple[tuple[int, int], ...] = (),
 ) -> MemoryProfile:
     """Walk the schedule. ``workspace`` gives an operator's scratch in bytes; ``deaths`` are eager's own lifetimes.
 
-    Host storages (swapped tensors) count nothing.
+    Host storages (swapped tensors) count nothing. Storages in ``held`` are in memory the whole time.
+    ``numbers`` are lives of small tensors that eager keeps besides the graph's (``Captured.numbers``); none on a GPU.
     """
     lives = lifetimes(graph, deaths)
     count = len(graph.ops)
@@ -62,8 +66,14 @@ def replay(
         if graph.storages[storage].kind == "host":
             continue
         nbytes = rounded(graph.storages[storage].nbytes, rounding)
+        if storage in held:
+            change[0] += nbytes
+            continue
         change[born] += nbytes
         change[lives.dies[storage] + 1] -= nbytes
+    for born, last in numbers:
+        change[born] += NUMBER_BYTES
+        change[last + 1] -= NUMBER_BYTES
     persistent = sum(rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent)
     level = persistent
     tensors = []

@@ -1,0 +1,20 @@
+"""How a value lies on its storage."""
+
+from __future__ import annotations
+
+from magis.ir import Storage, Value
+
+
+def fills(value: Value, storage: Storage) -> bool:
+    """Whether the window is the whole storage, each byte once."""
+    return value.offset == 0 and value.nbytes == storage.nbytes and is_dense(value)
+
+
+def is_dense(value: Value) -> bool:
+    """Whether the elements lie side by side without overlap, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,232 @@
+"""A schedule of events as a graph: what a plan decided, spelled out as operators.
+
+    node again      -> the operator's redo form on fresh storages
+    take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
+    store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
+
+Views are opened again, where they are first needed, on whichever copy of their storage is current. Storage versions
+are carried over from the source graph, so that ``verify`` proves that each operator of the result meets the contents
+that it met in the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from magis.analysis.hazards import is_pure_view
+from magis.aten.facts import IN_PLACE_FORM, OUT_FORM
+from magis.errors import VerifyError
+from magis.ir import Graph, Op, Ref, Storage, Value, replace_refs
+from magis.simulate.compile import Compiled, redo_form, reusable
+from magis.simulate.events import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
+
+
+def realize(compiled: Compiled, events: Events) -> Graph:
+    """The graph that the events describe."""
+    builder = _Builder(compiled.graph)
+    for index in range(len(events)):
+        kind, arg = int(events.kind[index]), int(events.arg[index])
+        if kind in (FIRST, REDO):
+            taken = int(events.reuse[index])
+            storage = compiled.storages[taken] if taken >= 0 else None
+            renewed = {compiled.storages[s] for s in events.renews(index).tolist()} if kind == REDO else None
+            builder.node(compiled.nodes[arg], renewed, storage)
+        elif kind == BLOCK:
+            for op in compiled.blocks[arg]:
+                builder.node(op, None, None)
+        elif kind == STORE:
+            builder.store(compiled.storages[arg])
+        elif kind == WAIT:
+            builder.wait(compiled.storages[arg])
+        elif kind == LOAD:
+            builder.load(compiled.storages[arg])
+    return builder.graph()
+
+
+class _Builder:
+    """Emits operators; knows the current copy of every storage and which values are open on it."""
+
+    def __init__(self, source: Graph) -> None:
+        self._source = source
+        self._storages: dict[int, Storage] = {
+            key: storage for key, storage in source.storages.items() if storage.kind != "temporary"
+        }
+        self._values = {value: source.values[value] for value in source.inputs}
+        self._ops: list[Op] = []
+        self._fresh_storage = max(source.storages, default=0) + 1
+        self._fresh_value = max(source.values, default=0) + 1
+        self._maker = {value: op for op in source.ops for value in op.made()}
+        # Current copy of a temporary storage, and the version of the memory at which its contents start.
+        self._copy: dict[int, tuple[int, int]] = {}
+        self._open: dict[tuple[int, int], int] = {}
+        self._host: dict[int, tuple[int, int]] = {}
+        self._main: dict[int, int] = {}  # storage -> source value that shows all of it
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
+        """Run ``op``; as a repetition where ``renewed`` says which storages get a new current copy."""
+        form = op if renewed is None else redo_form(op)
+        mapping = {value: self._value(value) for value in form.inputs()}
+        reads = tuple(self._version(read) for read in form.reads)
+        writes = tuple(self._version(write) for write in form.writes)
+        if taken is not None:
+            self._take_over(op, form, mapping, reads, taken)
+            return
+        copies = self._allocate(op, renewed)
+        outputs = tuple(None if value is None else self._made(value, copies) for value in op.outputs)
+        self._emit(form, mapping, reads, writes, outputs)
+
+    def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
+        """Fresh storages for what ``op`` makes; all of them become current the first time, else those renewed.
+
+        A repetition also makes outputs that nobody wants: their other copy is in memory, or its readers are done.
+        """
+        taken = {self._source.values[value].storage for value in op.inputs()}
+        copies = {}
+        for value in op.made():
+            storage = self._source.values[value].storage
+            if storage in taken or storage in copies or self._source.storages[storage].kind != "temporary":
+                continue
+            copies[storage] = self._new_storage(self._source.storages[storage].nbytes, "temporary")
+            self._main.setdefault(storage, value)
+            if renewed is None or storage in renewed:
+                self._copy[storage] = (copies[storage], 0)
+        return copies
+
+    def store(self, storage: int) -> None:
+        """Start copying a storage to the host."""
+        value = self._value(self._main[storage])
+        host_storage = self._new_storage(self._source.storages[storage].nbytes, "host")
+        host = self._new_value(replace(self._source.values[self._main[storage]], storage=host_storage))
+        self._host[storage] = (host, value)
+        self._emit_swap("magis.store", (Ref(value),), (host,), reads=(self._version((storage, 0)),))
+
+    def wait(self, storage: int) -> None:
+        """The device copy goes once the host has it."""
+        host, value = self._host[storage]
+        self._emit_swap("magis.wait", (Ref(value), Ref(host)), ())
+        del self._copy[storage]
+
+    def load(self, storage: int) -> None:
+        """A new device copy from the host."""
+        host, _ = self._host[storage]
+        copy = self._new_storage(self._source.storages[storage].nbytes, "temporary")
+        self._copy[storage] = (copy, 0)
+        value = self._new_value(replace(self._source.values[self._main[storage]], storage=copy))
+        self._open[self._main[storage], copy] = value
+        self._emit_swap("magis.load", (Ref(host),), (value,))
+
+    def graph(self) -> Graph:
+        outputs = tuple(self._value(value) for value in self._source.outputs)
+        return replace(
+            self._source, storages=self._storages, values=self._values, ops=tuple(self._ops), outputs=outputs
+        )
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def _value(self, source: int) -> int:
+        """The value that shows on the current copy what ``source`` shows in the source graph."""
+        storage = self._source.values[source].storage
+        if self._source.storages[storage].kind != "temporary":
+            if source in self._values:
+                return source
+        else:
+            if storage not in self._copy:
+                raise VerifyError(f"the schedule uses storage {storage} while no copy of it is in memory")
+            known = self._open.get((source, self._copy[storage][0]))
+            if known is not None:
+                return known
+        op = self._maker[source]
+        if not is_pure_view(self._source, op):
+            raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
+        mapping = {value: self._value(value) for value in op.inputs()}
+        outputs = tuple(None if value is None else self._made(value, {}) for value in op.outputs)
+        self._emit(op, mapping, (), (), outputs)
+        return outputs[op.outputs.index(source)] or 0
+
+    def _made(self, source: int, copies: dict[int, int]) -> int:
+        """A value of the result for one that an operator of the source makes; ``copies`` are its fresh storages."""
+        value = self._source.values[source]
+        if self._source.storages[value.storage].kind != "temporary":
+            if source in self._values:
+                return self._new_value(value)
+            self._values[source] = value
+            return source
+        copy = copies[value.storage] if value.storage in copies else self._copy[value.storage][0]
+        new = self._new_value(replace(value, storage=copy))
+        self._open[source, copy] = new
+        return new
+
+    def _take_over(
+        self,
+        op: Op,
+        form: Op,
+        mapping: dict[int, int],
+        reads: tuple[tuple[int, int], ...],
+        taken: int,
+    ) -> None:
+        """Emit the form of ``op`` that writes its output over the input on storage ``taken``."""
+        (source,) = op.made()
+        victim = next(v for v in reusable(self._source, op) if self._source.values[v].storage == taken)
+        copy = self._copy[taken][0]
+        version = dict(reads)[copy] + 1
+        new = self._new_value(replace(self._source.values[source], storage=copy))
+        if op.target in IN_PLACE_FORM:
+            args = form.args if form.args[0] == Ref(victim) else (form.args[1], form.args[0], *form.args[2:])
+            form = replace(form, target=IN_PLACE_FORM[op.target], args=args)
+        else:
+            target, keyword = OUT_FORM[op.target]
+            form = replace(form, target=target, kwargs=(*form.kwargs, (keyword, Ref(victim))))
+        self._emit(form, mapping, reads, ((copy, version),), (new,))
+        del self._copy[taken]
+        storage = self._source.values[source].storage
+        self._copy[storage] = (copy, version)
+        self._main.setdefault(storage, source)
+        self._open[source, copy] = new
+
+    def _version(self, pair: tuple[int, int]) -> tuple[int, int]:
+        storage, version = pair
+        copy, base = self._copy.get(storage, (storage, 0))
+        return copy, version + base
+
+    # -- making -------------------------------------------------------------------------------------------------
+
+    def _new_storage(self, nbytes: int, kind: str) -> int:
+        new = self._fresh_storage
+        self._fresh_storage += 1
+        self._storages[new] = Storage(new, nbytes, kind)
+        return new
+
+    def _new_value(self, like: Value) -> int:
+        new = self._fresh_value
+        self._fresh_value += 1
+        self._values[new] = replace(like, id=new)
+        return new
+
+    def _emit(
+        self,
+        op: Op,
+        mapping: dict[int, int],
+        reads: tuple[tuple[int, int], ...],
+        writes: tuple[tuple[int, int], ...],
+        outputs: tuple[int | None, ...],
+    ) -> None:
+        args = replace_refs(op.args, mapping)
+        self._ops.append(
+            replace(
+                op,
+                id=len(self._ops),
+                args=args if isinstance(args, tuple) else (args,),
+                kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs),
+                outputs=outputs,
+                reads=reads,
+                writes=writes,
+                origin=op.id,
+            )
+        )
+
+    def _emit_swap(
+        self, target: str, args: tuple[Ref, ...], outputs: tuple[int, ...], reads: tuple[tuple[int, int], ...] = ()
+    ) -> None:
+        self._ops.append(Op(len(self._ops), target, args, (), outputs, reads=reads))
