@@ -1,0 +1,296 @@
+"""Text form of a graph: readable, diffable, complete. ``parse(dump(graph)) == graph``.
+
+    magis graph 1
+    storage 3 parameter 1024
+    value 5 @3 float32 [16, 16] {16, 1} +0 "parameter:weight"
+    constant 9 [0.5]
+    input 5
+    op 0 %40 = aten.mm.default(%7, %5) reads 2:0 3:0 phase forward module "layers.0"
+    output 40
+
+``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants. A saved
+graph is data: reading one runs nothing and trusts nothing (``verify`` comes after).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from magis.errors import MagisError
+from magis.ir.types import Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+
+HEADER = "magis graph 1"
+MAX_DEPTH = 20
+
+
+class GraphTextError(MagisError):
+    """The text is not a graph; the message names the line."""
+
+
+def dump(graph: Graph) -> str:
+    """The graph as text, one line per storage, value and operator."""
+    lines = [HEADER]
+    lines.extend(f"storage {s.id} {s.kind} {s.nbytes}" for s in graph.storages.values())
+    lines.extend(
+        f"value {v.id} @{v.storage} {v.dtype} {_ints(v.shape)} {{{_ints(v.stride)[1:-1]}}} +{v.offset}"
+        + (f" {json.dumps(v.name)}" if v.name else "")
+        for v in graph.values.values()
+    )
+    lines.extend(f"constant {key} {_arg(data)}" for key, data in graph.constants.items())
+    lines.extend(f"input {value}" for value in graph.inputs)
+    lines.extend(_op(op) for op in graph.ops)
+    lines.extend(f"output {value}" for value in graph.outputs)
+    return "\n".join(lines) + "\n"
+
+
+def digest(graph: Graph) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the text form: equal digests, equal graphs."""
+    return hashlib.sha256(dump(graph).encode()).hexdigest()[:16]
+
+
+def _ints(items: tuple[int, ...]) -> str:
+    return f"[{', '.join(str(item) for item in items)}]"
+
+
+def _op(op: Op) -> str:
+    outputs = ", ".join("_" if value is None else f"%{value}" for value in op.outputs)
+    outputs = f"({outputs})" if op.many else outputs
+    args = [_arg(arg) for arg in op.args] + [f"{name}={_arg(arg)}" for name, arg in op.kwargs]
+    line = f"op {op.id} {outputs} = {op.target}({', '.join(args)})"
+    for word, versions in (("reads", op.reads), ("writes", op.writes)):
+        if versions:
+            line += f" {word} " + " ".join(f"{storage}:{version}" for storage, version in versions)
+    line += " random" if op.random else ""
+    line += f" phase {op.phase}"
+    line += f" module {json.dumps(op.module)}" if op.module else ""
+    line += f" origin {op.origin}" if op.origin is not None else ""
+    return line
+
+
+def _arg(arg: Arg) -> str:
+    if isinstance(arg, Ref):
+        return f"%{arg.value}"
+    if isinstance(arg, Scalar):
+        return f"${arg.name}"
+    if isinstance(arg, Const):
+        return f"<{arg.kind} {arg.name}>"
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_arg(item) for item in arg)}]"
+    if isinstance(arg, str):
+        return json.dumps(arg)
+    return repr(arg)
+
+
+_TOKEN = re.compile(
+    r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$\w+)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>|(?P<string>"(?:[^"\\]|\\.)*")"""
+    r"""|(?P<number>-?(?:inf|nan)\b|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[\w.]+)|(?P<mark>[()\[\]{}=,+@:]))""",
+    re.VERBOSE,
+)
+
+
+class _Line:
+    """Tokens of one line, taken from the left."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[tuple[str, str]] = []
+        position = 0
+        text = text.rstrip()
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                raise ValueError(f"unexpected {text[position : position + 20]!r}")
+            kind = str(match.lastgroup)
+            found = match.group(kind)
+            self.tokens.append((kind, f"{match.group('kind')} {found}" if kind == "const" else found))
+            position = match.end()
+        self.next = 0
+
+    def peek(self) -> str:
+        return self.tokens[self.next][1] if self.next < len(self.tokens) else ""
+
+    def take(self, expected: str | None = None) -> str:
+        kind, text = self.token()
+        if expected is not None and text != expected:
+            raise ValueError(f"expected {expected!r}, found {text!r} ({kind})")
+        return text
+
+    def token(self) -> tuple[str, str]:
+        if self.next >= len(self.tokens):
+            raise ValueError("the line ends too early")
+        self.next += 1
+        return self.tokens[self.next - 1]
+
+    def integer(self) -> int:
+        text = self.take()
+        if not text.lstrip("-").isdigit() or len(text) > 19:
+            raise ValueError(f"expected a whole number, found {text!r}")
+        return int(text)
+
+    def value(self) -> int:
+        kind, text = self.token()
+        if kind != "ref":
+            raise ValueError(f"expected a value such as %5, found {text!r}")
+        return int(text[1:])
+
+    def string(self) -> str:
+        kind, text = self.token()
+        if kind != "string":
+            raise ValueError(f"expected a quoted name, found {text!r}")
+        return str(json.loads(text))
+
+    def items(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
+        while self.peek() != end:
+            yield read()
+            if self.peek() == ",":
+                self.take(",")
+        self.take(end)
+
+    def arg(self, depth: int = 0) -> Arg:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"lists nested more than {MAX_DEPTH} deep")
+        kind, text = self.token()
+        if text == "[" and kind == "mark":
+            return tuple(self.items("]", lambda: self.arg(depth + 1)))
+        if kind == "ref":
+            return Ref(int(text[1:]))
+        if kind == "scalar":
+            return Scalar(text[1:])
+        if kind == "const":
+            first, _, second = text.partition(" ")
+            return Const(first, second)
+        if kind == "string":
+            return str(json.loads(text))
+        if kind == "number":
+            return int(text) if text.lstrip("-").isdigit() else float(text)
+        if text in ("True", "False", "None"):
+            return {"True": True, "False": False, "None": None}[text]
+        raise ValueError(f"unexpected {text!r}")
+
+
+def parse(text: str) -> Graph:
+    """The graph of a text made by ``dump``; raises GraphTextError naming the line otherwise."""
+    lines = text.splitlines()
+    if not lines or lines[0] != HEADER:
+        raise GraphTextError(
+            f"line 1 is {lines[0][:40] if lines else ''!r}, not {HEADER!r}", hint="save the graph again"
+        )
+    reader = _Reader()
+    for number, line in enumerate(lines[1:], 2):
+        if not line.strip():
+            continue
+        try:
+            reader.line(_Line(line))
+        except (ValueError, IndexError) as error:
+            raise GraphTextError(f"line {number} of the graph: {error}") from error
+    return reader.graph()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._storages: dict[int, Storage] = {}
+        self._values: dict[int, Value] = {}
+        self._constants: dict[int, tuple[float, ...]] = {}
+        self._inputs: list[int] = []
+        self._outputs: list[int] = []
+        self._ops: list[Op] = []
+
+    def line(self, line: _Line) -> None:
+        word = line.take()
+        readers = {
+            "storage": self._storage, "value": self._value, "constant": self._constant, "op": self._op,
+            "input": lambda rest: self._inputs.append(rest.integer()),
+            "output": lambda rest: self._outputs.append(rest.integer()),
+        }  # fmt: skip
+        if word not in readers:
+            raise ValueError(f"unknown entry {word!r}")
+        readers[word](line)
+        if line.peek():
+            raise ValueError(f"unexpected {line.peek()!r} at the end")
+
+    def graph(self) -> Graph:
+        return Graph(
+            self._storages, self._values, tuple(self._ops), tuple(self._inputs), tuple(self._outputs), self._constants
+        )
+
+    def _storage(self, line: _Line) -> None:
+        key, kind, nbytes = line.integer(), line.take(), line.integer()
+        self._storages[key] = Storage(key, nbytes, kind)
+
+    def _value(self, line: _Line) -> None:
+        key = line.integer()
+        line.take("@")
+        storage, dtype = line.integer(), line.take()
+        line.take("[")
+        shape = tuple(line.items("]", line.integer))
+        line.take("{")
+        stride = tuple(line.items("}", line.integer))
+        line.take("+")
+        offset = line.integer()
+        name = line.string() if line.peek() else ""
+        self._values[key] = Value(key, shape, stride, dtype, storage, offset, name)
+
+    def _constant(self, line: _Line) -> None:
+        key, data = line.integer(), line.arg()
+        if not isinstance(data, tuple) or not all(isinstance(item, (int, float)) for item in data):
+            raise ValueError("a constant is a list of numbers")
+        self._constants[key] = tuple(item for item in data if isinstance(item, (int, float)))
+
+    def _op(self, line: _Line) -> None:
+        key = line.integer()
+        many = line.peek() == "("
+        if many:
+            line.take("(")
+            outputs = tuple(line.items(")", lambda: self._output(line)))
+            line.take("=")
+        else:
+            outputs = tuple(line.items("=", lambda: self._output(line)))
+        target = line.take()
+        line.take("(")
+        args: list[Arg] = []
+        kwargs: list[tuple[str, Arg]] = []
+        while line.peek() != ")":
+            named = line.next + 1 < len(line.tokens) and line.tokens[line.next + 1][1] == "="
+            if named:
+                name = line.take()
+                line.take("=")
+                kwargs.append((name, line.arg()))
+            else:
+                args.append(line.arg())
+            if line.peek() == ",":
+                line.take(",")
+        line.take(")")
+        found: dict[str, Any] = {"reads": (), "writes": (), "random": False, "phase": "forward", "module": ""}
+        found["origin"] = None
+        while line.peek():
+            self._fact(line, found)
+        self._ops.append(Op(key, target, tuple(args), tuple(kwargs), outputs, many, **found))
+
+    def _fact(self, line: _Line, found: dict[str, Any]) -> None:
+        word = line.take()
+        if word in ("reads", "writes"):
+            pairs = []
+            while line.peek().isdigit():
+                storage = line.integer()
+                line.take(":")
+                pairs.append((storage, line.integer()))
+            found[word] = tuple(pairs)
+        elif word == "random":
+            found["random"] = True
+        elif word == "phase":
+            found["phase"] = line.take()
+        elif word == "module":
+            found["module"] = line.string()
+        elif word == "origin":
+            found["origin"] = line.integer()
+        else:
+            raise ValueError(f"unknown fact {word!r}")
+
+    def _output(self, line: _Line) -> int | None:
+        if line.peek() == "_":
+            line.take("_")
+            return None
+        return line.value()
