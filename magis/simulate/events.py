@@ -1,8 +1,8 @@
 """Plans, and the complete schedules that they expand to.
 
 A plan is an order of the nodes and one flag per temporary storage. ``expand`` (see ``evaluator``) makes a
-schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current copy*
-of each storage that somebody still reads; REDO and LOAD replace it, nothing else does.
+schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current
+copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A training step as compact arrays: what the evaluator, the search and the re-ordering work on.
 
 ``compile`` makes a Problem of a Graph, ``events`` says what a plan for it looks like, ``realize`` turns the
-events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates; those
-are *blocks*, which float: the evaluator places each as early as it may run. Bytes are those that the device's
-allocator hands out, times are integer nanoseconds: every decision repeats exactly on every machine.
+events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates;
+those are *blocks*, which float: the evaluator places each as early as it may run. Bytes are those that the
+device's allocator hands out, times are integer nanoseconds: every decision repeats exactly on every machine.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def _check_node(
     for storage in node.reuse:
         if storage not in node.inputs or storages[storage].pinned or storages[storage].to_end:
             raise VerifyError(f"{what}: cannot take over storage {storage}: no input, pinned, or needed")
-        if storages[storage].nbytes < storages[node.outputs[0]].nbytes:
-            raise VerifyError(f"{what}: storage {storage} is too small to be taken over by its output")
+        if storages[storage].nbytes != storages[node.outputs[0]].nbytes:
+            raise VerifyError(f"{what}: takes over storage {storage}, which is not as large as its output")
     if any(not 0 <= other < index for other in node.extra):
         raise VerifyError(f"{what}: order constraint on a node that does not come earlier, in {node.extra}")
     if len(nodes) > np.iinfo(np.int32).max // 8:

@@ -1,0 +1,195 @@
+"""What the compiled passes of the evaluator read and write: a problem's arrays, an order's gaps, working memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from magis.simulate.problem import Bools, Int32s, Int64s, Problem
+
+__all__ = ["Gaps", "Scratch", "Step", "make_gaps", "make_scratch", "make_step"]
+
+
+class Step(NamedTuple):
+    """The arrays of a Problem that the passes read: contiguous, in one set of types, rows as in Problem."""
+
+    in_ptr: Int32s
+    in_idx: Int32s
+    out_ptr: Int32s
+    out_idx: Int32s
+    out_bytes: Int64s  # [n] of all outputs
+    reuse_ptr: Int32s
+    reuse_idx: Int32s
+    blk_in_ptr: Int32s
+    blk_in_idx: Int32s
+    blk_after_ptr: Int32s  # [b + 1] nodes that read what the block writes: it runs after each run of each of them
+    blk_after_idx: Int32s
+    ns: Int64s  # [2, n] of the first run, of the recomputation
+    ws: Int64s
+    blk_ns: Int64s
+    blk_ws: Int64s
+    blk_tensor: Int64s
+    nbytes: Int64s
+    xfer_ns: Int64s  # [s] time of one copy to or from the host
+    producer: Int32s
+    last_write: Int32s
+    to_end: Bools
+    redoable: Bools  # [s] may be dropped and recomputed
+    swappable: Bools  # [s]
+
+
+class Gaps(NamedTuple):
+    """Per storage, in positions of one order: its longest idle stretch lies strictly between start and end."""
+
+    start: Int32s  # [s] -1: it is never idle
+    end: Int32s  # [s]
+    last: Int32s  # [s] last touch by a node
+
+
+class Scratch(NamedTuple):
+    """Working memory of one evaluator; what ``run_plan`` leaves in it describes the last plan.
+
+    Events are counted without blocks and swaps here: first runs are 2 * node, recomputations 2 * node + 1.
+    """
+
+    event: Int32s  # [capacity]
+    until: Int32s  # [s] last position at which the first copy is there
+    stack: Int32s  # [n + 1, 2] node being recomputed, its next input to look at
+    first_at: Int32s  # [n] event of the first run
+    again_at: Int32s  # [n] event of the last run
+    redo_at: Int32s  # [s] event that made the second copy, -1: none did
+    last_use: Int32s  # [2 s] last event that uses the first, the second copy; its own event if none does
+    free: Int64s  # [capacity] bytes that die with an event; all 0 between two plans
+    level: Int64s  # [capacity] bytes at the worst moment of an event or the blocks behind it
+    reuse: Int32s  # [capacity] storage whose memory the event's output takes over, or -1
+    blk_place: Int32s  # [b] event behind which the block runs
+    blk_head: Int32s  # [capacity] linked lists of the blocks behind an event
+    blk_next: Int32s  # [b]
+    held_by: Int32s  # [s] last block that reads the storage, -1: none does
+    start_ns: Int64s  # [capacity + 1] without stalls
+    gap_ns: Int64s  # [s] swaps: longest gap,
+    gap_from: Int32s  # [s] the event that opens it,
+    gap_to: Int32s  # [s] the event that closes it,
+    touched: Int32s  # [s] and the touch seen last
+    wait_at: Int32s  # [s] event before which the copy to the host is waited for; -1: the storage is not swapped
+    load_at: Int32s  # [s] event before which it comes back
+    store_head: Int32s  # [capacity] linked lists of stores behind, waits and loads before an event
+    store_next: Int32s  # [s]
+    wait_head: Int32s  # [capacity]
+    wait_next: Int32s  # [s]
+    load_head: Int32s  # [capacity]
+    load_next: Int32s  # [s]
+    done_ns: Int64s  # [2, s] end of the store, of the load
+    result: Int64s  # [8] see kernel
+
+
+def make_step(problem: Problem) -> Step:
+    """The arrays of a problem as the passes want them."""
+    in_block = np.zeros(problem.n_storages, dtype=np.bool_)
+    in_block[problem.blk_in_idx] = True
+    # A block floats, so it must find a gradient where it was made: what blocks read stays put.
+    stays = problem.pinned | problem.to_end | in_block
+    xfer = problem.xfer_ns_per_byte
+    after = _readers_of_writes(problem)
+    return Step(
+        in_ptr=_int32(problem.in_ptr),
+        in_idx=_int32(problem.in_idx),
+        out_ptr=_int32(problem.out_ptr),
+        out_idx=_int32(problem.out_idx),
+        out_bytes=np.array(
+            [int(problem.nbytes[problem.outputs(node)].sum()) for node in range(problem.n_nodes)],
+            dtype=np.int64,
+        ),
+        reuse_ptr=_int32(problem.reuse_ptr),
+        reuse_idx=_int32(problem.reuse_idx),
+        blk_in_ptr=_int32(problem.blk_in_ptr),
+        blk_in_idx=_int32(problem.blk_in_idx),
+        blk_after_ptr=np.cumsum([0, *(len(nodes) for nodes in after)], dtype=np.int32),
+        blk_after_idx=np.array([node for nodes in after for node in nodes], dtype=np.int32),
+        ns=np.stack([_int64(problem.node_ns), _int64(problem.redo_ns)]),
+        ws=np.stack([_int64(problem.node_ws), _int64(problem.redo_ws)]),
+        blk_ns=_int64(problem.blk_ns),
+        blk_ws=_int64(problem.blk_ws),
+        blk_tensor=_int64(problem.blk_tensor),
+        nbytes=_int64(problem.nbytes),
+        xfer_ns=np.array([math.ceil(int(size) * xfer) for size in problem.nbytes], dtype=np.int64),
+        producer=_int32(problem.producer),
+        last_write=_int32(problem.last_write),
+        to_end=np.ascontiguousarray(problem.to_end, dtype=np.bool_),
+        redoable=~stays & problem.redo_ok[problem.producer],
+        swappable=~stays & (problem.nbytes > 0) & (xfer > 0.0),
+    )
+
+
+def make_gaps(problem: Problem) -> Gaps:
+    """Room for the gaps of an order."""
+    return Gaps(*(np.full(problem.n_storages, -1, dtype=np.int32) for _ in range(3)))
+
+
+def make_scratch(step: Step) -> Scratch:
+    """Working memory for every plan of a step, whatever its flags."""
+    n = step.ns.shape[1]
+    s = len(step.nbytes)
+    b = len(step.blk_ns)
+    capacity = n + s + 1  # a recomputation makes at least one second copy, and each storage has one at most
+
+    def i32(*shape: int) -> Int32s:
+        return np.full(shape, -1, dtype=np.int32)
+
+    def i64(*shape: int) -> Int64s:
+        return np.zeros(shape, dtype=np.int64)
+
+    return Scratch(
+        event=i32(capacity),
+        until=i32(s),
+        stack=i32(n + 1, 2),
+        first_at=i32(n),
+        again_at=i32(n),
+        redo_at=i32(s),
+        last_use=i32(2 * s),
+        free=i64(capacity),
+        level=i64(capacity),
+        reuse=i32(capacity),
+        blk_place=i32(b),
+        blk_head=i32(capacity),
+        blk_next=i32(b),
+        held_by=i32(s),
+        start_ns=i64(capacity + 1),
+        gap_ns=i64(s),
+        gap_from=i32(s),
+        gap_to=i32(s),
+        touched=i32(s),
+        wait_at=i32(s),
+        load_at=i32(s),
+        store_head=i32(capacity),
+        store_next=i32(s),
+        wait_head=i32(capacity),
+        wait_next=i32(s),
+        load_head=i32(capacity),
+        load_next=i32(s),
+        done_ns=i64(2, s),
+        result=i64(8),
+    )
+
+
+def _readers_of_writes(problem: Problem) -> list[list[int]]:
+    """Per block the nodes that read a persistent storage which the block writes."""
+    readers: list[list[int]] = [[] for _ in range(problem.n_written)]
+    for node in range(problem.n_nodes):
+        for persistent in problem.preads(node):
+            readers[persistent].append(node)
+    return [
+        sorted({node for persistent in problem.block_writes(block) for node in readers[persistent]})
+        for block in range(problem.n_blocks)
+    ]
+
+
+def _int32(array: npt.NDArray[np.generic]) -> Int32s:
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def _int64(array: npt.NDArray[np.generic]) -> Int64s:
+    return np.ascontiguousarray(array, dtype=np.int64)

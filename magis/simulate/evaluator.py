@@ -1,0 +1,215 @@
+"""Peak memory and latency of plans: the judge of the search.
+
+``evaluate`` and ``expand`` check and judge one plan; an ``Evaluator`` judges many on one order (about 20 thousand
+a second at 1500 nodes). What a plan means, event by event, is said in ``events``; the compiled passes are in
+``kernel``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.simulate import kernel
+from magis.simulate.arrays import Step, make_gaps, make_scratch, make_step
+from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, REDO, STORE, WAIT, Events
+from magis.simulate.problem import Bools, Int8s, Int32s, Int64s, Problem
+
+__all__ = ["Evaluation", "Evaluator", "check_order", "evaluate", "expand", "lower_bound"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a plan costs."""
+
+    peak: int
+    """Bytes, persistent ones and workspace included."""
+    tensor_peak: int
+    """Bytes, persistent ones included, workspace left out."""
+    latency_ns: int
+    """Nanoseconds, stalls for copies included."""
+    redos: int
+    """Recomputed nodes."""
+    swaps: int
+    """Storages that really leave the device; a swap that would never free its memory in time is left out."""
+
+
+class Evaluator:
+    """Evaluates plans of one problem on one legal order, reusing its working memory.
+
+    Not for concurrent use. Arrays that a method hands out are fresh copies. *Runs* are the events without update
+    blocks and swaps: first runs and recomputations of nodes.
+    """
+
+    def __init__(self, problem: Problem, order: Int32s, step: Step | None = None) -> None:
+        self.problem = problem
+        self.order = np.ascontiguousarray(order, dtype=np.int32)
+        self.step = make_step(problem) if step is None else step
+        self.gaps = make_gaps(problem)
+        kernel.find_gaps(self.step, self.order, self.gaps)
+        self._scratch = make_scratch(self.step)
+        self._result = self._scratch.result
+        self._persistent = problem.persistent_bytes
+
+    def quick(self, flags: Int8s) -> tuple[int, int]:
+        """Peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
+        kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch)
+        return int(self._result[kernel.PEAK]) + self._persistent, int(self._result[kernel.LATENCY])
+
+    def evaluate(self, flags: Int8s) -> Evaluation:
+        """All figures of a plan."""
+        peak, latency = self.quick(flags)
+        return Evaluation(
+            peak=peak,
+            tensor_peak=int(self._result[kernel.TENSOR_PEAK]) + self._persistent,
+            latency_ns=latency,
+            redos=int(self._result[kernel.N_REDOS]),
+            swaps=int(self._result[kernel.N_SWAPS]),
+        )
+
+    @property
+    def peak_run(self) -> int:
+        """The run at the peak, or behind which the update block at the peak stands."""
+        return int(self._result[kernel.PEAK_EVENT])
+
+    @property
+    def runs(self) -> Int32s:
+        """[r] 2 * node for a first run, 2 * node + 1 for a recomputation."""
+        return self._scratch.event[: int(self._result[kernel.N_EVENTS])].copy()
+
+    @property
+    def levels(self) -> Int64s:
+        """[r] bytes at the worst moment of each run and the blocks behind it, all included."""
+        levels: Int64s = self._scratch.level[: int(self._result[kernel.N_EVENTS])] + self._persistent
+        return levels
+
+    def lifetimes(self) -> tuple[Int32s, Int32s]:
+        """First and last run, [3, s] each, of every copy (first, recomputed, loaded); -1, -1: there is none."""
+        scratch, step = self._scratch, self.step
+        storages = len(step.nbytes)
+        birth = np.full((3, storages), -1, dtype=np.int32)
+        death = birth.copy()
+        birth[0] = scratch.first_at[step.producer]
+        death[0] = scratch.last_use[:storages]
+        held = scratch.held_by >= 0
+        death[0, held] = np.maximum(death[0, held], scratch.blk_place[scratch.held_by[held]])
+        death[0, step.to_end] = int(self._result[kernel.N_EVENTS]) - 1
+        again = scratch.redo_at >= 0
+        birth[1, again] = scratch.redo_at[again]
+        death[1, again] = scratch.last_use[storages:][again]
+        swapped = self.swapped()
+        birth[2, swapped] = scratch.load_at[swapped]
+        death[2, swapped] = death[0, swapped]
+        death[0, swapped] = scratch.wait_at[swapped] - 1
+        return birth, death
+
+    def swapped(self) -> Bools:
+        """[s] which storages really leave the device."""
+        if not self._result[kernel.N_SWAPS]:
+            return np.zeros(self.problem.n_storages, dtype=np.bool_)
+        leaves: Bools = self._scratch.wait_at >= 0
+        return leaves
+
+    def recomputed(self) -> Bools:
+        """[s] which storages get a second copy."""
+        made: Bools = self._scratch.redo_at >= 0
+        return made
+
+    def events(self) -> Events:
+        """The schedule of the plan judged last."""
+        scratch = self._scratch
+        swaps = bool(self._result[kernel.N_SWAPS])
+        kinds: list[int] = []
+        args: list[int] = []
+        reuse: list[int] = []
+        renew: list[list[int]] = []
+
+        def add(kind: int, arg: int) -> None:
+            kinds.append(kind)
+            args.append(arg)
+            reuse.append(-1)
+            renew.append([])
+
+        for at, run in enumerate(self.runs.tolist()):
+            if swaps:
+                for storage in _chain(scratch.wait_head[at], scratch.wait_next):
+                    add(WAIT, storage)
+                for storage in _chain(scratch.load_head[at], scratch.load_next):
+                    add(LOAD, storage)
+            node = run >> 1
+            add(REDO if run & 1 else FIRST, node)
+            reuse[-1] = int(scratch.reuse[at])
+            if run & 1:
+                renew[-1] = [s for s in self.problem.outputs(node).tolist() if scratch.redo_at[s] == at]
+            if swaps:
+                for storage in _chain(scratch.store_head[at], scratch.store_next):
+                    add(STORE, storage)
+            for block in _chain(scratch.blk_head[at], scratch.blk_next):
+                add(BLOCK, block)
+        return Events(
+            kind=np.array(kinds, dtype=np.int8),
+            arg=np.array(args, dtype=np.int32),
+            reuse=np.array(reuse, dtype=np.int32),
+            renew_ptr=np.cumsum([0, *(len(row) for row in renew)], dtype=np.int32),
+            renew_idx=np.array([storage for row in renew for storage in row], dtype=np.int32),
+        )
+
+
+def _chain(head: int, link: Int32s) -> Iterator[int]:
+    """The members of a linked list."""
+    while head >= 0:
+        yield int(head)
+        head = link[head]
+
+
+def check_order(problem: Problem, order: Int32s) -> None:
+    """Raise VerifyError unless ``order`` is a legal permutation of the nodes."""
+    if sorted(order.tolist()) != list(range(problem.n_nodes)):
+        raise VerifyError(f"an order must name each of {problem.n_nodes} nodes once; this one does not")
+    position = np.empty(problem.n_nodes, dtype=np.int64)
+    position[order] = np.arange(problem.n_nodes)
+    for node in range(problem.n_nodes):
+        for other in (*problem.extras(node), *problem.producer[problem.inputs(node)]):
+            if position[other] >= position[node]:
+                raise VerifyError(f"illegal order: node {node} stands before node {other}, which must precede it")
+
+
+def evaluate(problem: Problem, order: Int32s, flags: Int8s) -> Evaluation:
+    """Judge one plan; VerifyError if it is none."""
+    return _checked(problem, order, flags).evaluate(_flags(flags))
+
+
+def expand(problem: Problem, order: Int32s, flags: Int8s) -> Events:
+    """The complete schedule of a plan; VerifyError if it is none."""
+    evaluator = _checked(problem, order, flags)
+    evaluator.quick(_flags(flags))
+    return evaluator.events()
+
+
+def lower_bound(problem: Problem) -> int:
+    """Bytes that no order, recomputation or swap avoids: persistent ones + largest working set of an operator."""
+    largest = 0
+    for node in range(problem.n_nodes):
+        outputs = int(problem.nbytes[problem.outputs(node)].sum())
+        if len(problem.reuses(node)):
+            outputs = 0  # it may run in place
+        inputs = int(problem.nbytes[problem.inputs(node)].sum())
+        largest = max(largest, inputs + outputs + int(problem.node_ws[node]))
+    for block in range(problem.n_blocks):
+        inputs = int(problem.nbytes[problem.block_inputs(block)].sum())
+        largest = max(largest, inputs + int(problem.blk_ws[block]))
+    return problem.persistent_bytes + largest
+
+
+def _checked(problem: Problem, order: Int32s, flags: Int8s) -> Evaluator:
+    check_order(problem, order)
+    if len(flags) != problem.n_storages or np.any((flags < KEEP) | (flags > DROP)):
+        raise VerifyError(f"a plan needs one flag in {KEEP}..{DROP} for each of {problem.n_storages} storages")
+    return Evaluator(problem, order)
+
+
+def _flags(flags: Int8s) -> Int8s:
+    return np.ascontiguousarray(flags, dtype=np.int8)

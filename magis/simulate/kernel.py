@@ -1,0 +1,412 @@
+"""The compiled passes of the evaluator: from a plan to its events, peak and latency.
+
+Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream each
+way, bytes. All of it is integer arithmetic on preallocated arrays. The whole compiled part of the evaluator stands
+in this file, since numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound
+to local names because numba counts references on every access through a tuple, which costs more than the work.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from magis.simulate.arrays import Gaps, Scratch, Step
+from magis.simulate.events import DROP, RECOMPUTE, SWAP
+from magis.simulate.problem import Int8s, Int32s
+
+__all__ = ["find_gaps", "run_plan"]
+
+FOREVER = 2**31 - 1
+
+# Slots of the result array.
+PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, PEAK_IN_BLOCK = range(8)
+
+
+@numba.njit(cache=True)
+def find_gaps(step: Step, order: Int32s, gaps: Gaps) -> None:
+    """Fill ``gaps`` for an order: per storage the longest stretch, in time, between two touches by nodes.
+
+    Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
+    equally long ones the one over most positions wins, then the first.
+    """
+    count = len(step.nbytes)
+    longest = np.full(count, -1, dtype=np.int64)
+    widest = np.zeros(count, dtype=np.int32)
+    end_ns = np.zeros(count, dtype=np.int64)
+    start, end, last = gaps
+    start[:] = -1
+    end[:] = -1
+    last[:] = -1
+    now = 0
+    for position in range(len(order)):
+        node = order[position]
+        after = now + step.ns[0, node]
+        for k in range(step.in_ptr[node], step.in_ptr[node + 1]):
+            storage = step.in_idx[k]
+            idle = now - end_ns[storage]
+            wide = position - last[storage] - 1
+            longer = idle > longest[storage] or (idle == longest[storage] and wide > widest[storage])
+            if wide > 0 and longer:
+                longest[storage] = idle
+                widest[storage] = wide
+                start[storage] = last[storage]
+                end[storage] = position
+            last[storage] = position
+            end_ns[storage] = after
+            if step.last_write[storage] == node:  # what came before does not count
+                longest[storage] = -1
+                start[storage] = -1
+                end[storage] = -1
+        now = after
+        for k in range(step.out_ptr[node], step.out_ptr[node + 1]):
+            last[step.out_idx[k]] = position
+            end_ns[step.out_idx[k]] = after
+
+
+@numba.njit(cache=True)
+def _set_until(step: Step, gaps: Gaps, flags: Int8s, scratch: Scratch) -> bool:
+    """Up to which position first copies are there; returns whether any storage is to be swapped."""
+    start, _, last = gaps
+    until, redo_at, redoable = scratch.until, scratch.redo_at, step.redoable
+    swaps = False
+    for storage in range(len(flags)):
+        flag = flags[storage]
+        redo_at[storage] = -1
+        until[storage] = FOREVER
+        if flag == SWAP:
+            swaps = True
+        elif redoable[storage]:
+            if flag == RECOMPUTE and start[storage] >= 0:
+                until[storage] = start[storage]
+            elif flag == RECOMPUTE or flag == DROP:  # noqa: PLR1714, SIM109 (compiled: no containers)
+                until[storage] = last[storage]
+    return swaps
+
+
+@numba.njit(cache=True)
+def _expand(step: Step, order: Int32s, scratch: Scratch) -> int:
+    """Pass 1: the order with what must be recomputed before each node; returns the number of events."""
+    in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
+    producer, nbytes, redo_ns = step.producer, step.nbytes, step.ns[1]
+    until, stack, event = scratch.until, scratch.stack, scratch.event
+    first_at, again_at, redo_at = scratch.first_at, scratch.again_at, scratch.redo_at
+    last_use, free = scratch.last_use, scratch.free
+    storages = len(nbytes)
+    spent = 0
+    count = 0
+    for position in range(len(order)):
+        node = order[position]
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            wanted = in_idx[k]
+            if until[wanted] >= position or redo_at[wanted] >= 0:
+                continue
+            stack[0, 0] = producer[wanted]
+            stack[0, 1] = in_ptr[producer[wanted]]
+            depth = 1
+            while depth > 0:
+                maker = stack[depth - 1, 0]
+                at = stack[depth - 1, 1]
+                end = in_ptr[maker + 1]
+                while at < end and (until[in_idx[at]] >= position or redo_at[in_idx[at]] >= 0):
+                    at += 1
+                if at < end:  # first make that input; then look at the next ones
+                    stack[depth - 1, 1] = at + 1
+                    stack[depth, 0] = producer[in_idx[at]]
+                    stack[depth, 1] = in_ptr[producer[in_idx[at]]]
+                    depth += 1
+                    continue
+                depth -= 1
+                for j in range(in_ptr[maker], end):
+                    used = in_idx[j]
+                    last_use[used if until[used] >= position else storages + used] = count
+                for j in range(out_ptr[maker], out_ptr[maker + 1]):
+                    made = out_idx[j]
+                    if until[made] < position and redo_at[made] < 0:
+                        redo_at[made] = count
+                        last_use[storages + made] = count
+                    else:
+                        free[count] += nbytes[made]
+                again_at[maker] = count
+                event[count] = 2 * maker + 1
+                spent += redo_ns[maker]
+                count += 1
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            used = in_idx[k]
+            last_use[used if until[used] >= position else storages + used] = count
+        for k in range(out_ptr[node], out_ptr[node + 1]):
+            last_use[out_idx[k]] = count
+        first_at[node] = count
+        again_at[node] = count
+        event[count] = 2 * node
+        count += 1
+    scratch.result[N_EVENTS] = count
+    scratch.result[N_REDOS] = count - len(order)
+    scratch.result[LATENCY] = spent + step.ns[0].sum() + step.blk_ns.sum()
+    return count
+
+
+@numba.njit(cache=True)
+def _place_blocks(step: Step, scratch: Scratch, count: int) -> None:
+    """Pass 2: every update block behind the last event that it must wait for."""
+    in_ptr, in_idx, after_ptr, after_idx = (
+        step.blk_in_ptr,
+        step.blk_in_idx,
+        step.blk_after_ptr,
+        step.blk_after_idx,
+    )
+    first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
+    place_of, head, link, held_by = scratch.blk_place, scratch.blk_head, scratch.blk_next, scratch.held_by
+    head[:count] = -1
+    for block in range(len(step.blk_ns) - 1, -1, -1):
+        place = 0
+        for k in range(in_ptr[block], in_ptr[block + 1]):
+            place = max(place, first_at[last_write[in_idx[k]]])
+            held_by[in_idx[k]] = -1
+        for k in range(after_ptr[block], after_ptr[block + 1]):
+            place = max(place, again_at[after_idx[k]])
+        place_of[block] = place
+        link[block] = head[place]
+        head[place] = block
+    for block in range(len(step.blk_ns)):
+        for k in range(in_ptr[block], in_ptr[block + 1]):
+            holder = held_by[in_idx[k]]
+            if holder < 0 or place_of[block] >= place_of[holder]:
+                held_by[in_idx[k]] = block
+
+
+@numba.njit(cache=True)
+def _swap_gaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
+    """Start times without stalls, and the longest gap of every storage that the plan swaps."""
+    in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
+    ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
+    start_ns, gap_ns, gap_from, gap_to = scratch.start_ns, scratch.gap_ns, scratch.gap_from, scratch.gap_to
+    touched, event, blk_head, blk_next = scratch.touched, scratch.event, scratch.blk_head, scratch.blk_next
+    gap_ns[:] = 0
+    now = 0
+    for at in range(count):
+        start_ns[at] = now
+        node = event[at] >> 1
+        again = event[at] & 1
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            storage = in_idx[k]
+            if flags[storage] == SWAP and swappable[storage]:
+                before = touched[storage]
+                idle = now - start_ns[before] - ns[event[before] & 1, event[before] >> 1]
+                if idle > gap_ns[storage]:
+                    gap_ns[storage] = idle
+                    gap_from[storage] = before
+                    gap_to[storage] = at
+                touched[storage] = at
+        if again == 0:
+            for k in range(out_ptr[node], out_ptr[node + 1]):
+                touched[out_idx[k]] = at
+        now += ns[again, node]
+        block = blk_head[at]
+        while block >= 0:
+            now += blk_ns[block]
+            block = blk_next[block]
+    start_ns[count] = now
+
+
+@numba.njit(cache=True)
+def _place_swaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
+    """Pass 3: where swapped storages leave the device and come back.
+
+    Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
+    anyway. Loads are scheduled backwards from the touch that closes the gap. A swap that so never frees its
+    memory before it must be back is no swap: its storage stays.
+    """
+    _swap_gaps(step, flags, scratch, count)
+    event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
+    gap_ns, gap_from, gap_to = scratch.gap_ns, scratch.gap_from, scratch.gap_to
+    wait_at, load_at = scratch.wait_at, scratch.load_at
+    stores, store_next = scratch.store_head, scratch.store_next
+    waits, wait_next = scratch.wait_head, scratch.wait_next
+    loads, load_next = scratch.load_head, scratch.load_next
+    stores[:count] = -1
+    waits[:count] = -1
+    loads[:count] = -1
+    for storage in range(len(flags) - 1, -1, -1):
+        wait_at[storage] = -1
+        load_at[storage] = -1
+        if flags[storage] == SWAP and step.swappable[storage] and gap_ns[storage] > 0:
+            store_next[storage] = stores[gap_from[storage]]
+            stores[gap_from[storage]] = storage
+            wait_next[storage] = waits[gap_to[storage]]  # for now: what must be back before an event
+            waits[gap_to[storage]] = storage
+    free_ns = 0
+    place = 0
+    for at in range(count):
+        storage = stores[at]
+        while storage >= 0:
+            free_ns = max(free_ns, start_ns[at] + ns[event[at] & 1, event[at] >> 1]) + xfer_ns[storage]
+            place = max(place, at + 1)
+            while place < count and start_ns[place] < free_ns:
+                place += 1
+            wait_at[storage] = place
+            storage = store_next[storage]
+    free_ns = start_ns[count]
+    latest = count
+    for at in range(count - 1, -1, -1):
+        storage = waits[at]
+        while storage >= 0:
+            begin_ns = min(free_ns, start_ns[at]) - xfer_ns[storage]
+            place = min(latest, at)
+            while place > wait_at[storage] and start_ns[place] > begin_ns:
+                place -= 1
+            if place > wait_at[storage]:
+                latest = place
+                free_ns = begin_ns
+                load_at[storage] = place
+                load_next[storage] = loads[place]  # earlier deadlines come to stand in front
+                loads[place] = storage
+            storage = wait_next[storage]
+    stores[:count] = -1
+    waits[:count] = -1
+    swaps = 0
+    for storage in range(len(flags) - 1, -1, -1):
+        if load_at[storage] >= 0:
+            store_next[storage] = stores[gap_from[storage]]
+            stores[gap_from[storage]] = storage
+            wait_next[storage] = waits[wait_at[storage]]
+            waits[wait_at[storage]] = storage
+            swaps += 1
+        else:
+            wait_at[storage] = -1
+    scratch.result[N_SWAPS] = swaps
+
+
+@numba.njit(cache=True)
+def _replay_time(step: Step, scratch: Scratch, count: int) -> None:
+    """Latency with stalls: one compute stream, one copy stream each way."""
+    in_ptr, in_idx, ns, blk_ns, xfer_ns = step.in_ptr, step.in_idx, step.ns, step.blk_ns, step.xfer_ns
+    event, done_ns = scratch.event, scratch.done_ns
+    blk_head, blk_next = scratch.blk_head, scratch.blk_next
+    stores, store_next = scratch.store_head, scratch.store_next
+    waits, wait_next = scratch.wait_head, scratch.wait_next
+    loads, load_next = scratch.load_head, scratch.load_next
+    done_ns[:] = 0
+    now = 0
+    out_ns = 0
+    back_ns = 0
+    for at in range(count):
+        storage = waits[at]
+        while storage >= 0:
+            now = max(now, done_ns[0, storage])
+            storage = wait_next[storage]
+        storage = loads[at]
+        while storage >= 0:
+            back_ns = max(back_ns, now) + xfer_ns[storage]
+            done_ns[1, storage] = back_ns
+            storage = load_next[storage]
+        node = event[at] >> 1
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            now = max(now, done_ns[1, in_idx[k]])
+        now += ns[event[at] & 1, node]
+        storage = stores[at]
+        while storage >= 0:
+            out_ns = max(out_ns, now) + xfer_ns[storage]
+            done_ns[0, storage] = out_ns
+            storage = store_next[storage]
+        block = blk_head[at]
+        while block >= 0:
+            now += blk_ns[block]
+            block = blk_next[block]
+    scratch.result[LATENCY] = now
+
+
+@numba.njit(cache=True)
+def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
+    """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
+    nbytes, to_end, out_bytes, ws = step.nbytes, step.to_end, step.out_bytes, step.ws
+    blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = (
+        step.blk_in_ptr,
+        step.blk_in_idx,
+        step.blk_ws,
+        step.blk_tensor,
+    )
+    reuse_ptr, reuse_idx = step.reuse_ptr, step.reuse_idx
+    event, last_use, redo_at, free = scratch.event, scratch.last_use, scratch.redo_at, scratch.free
+    held_by, blk_place, blk_head, blk_next = (
+        scratch.held_by,
+        scratch.blk_place,
+        scratch.blk_head,
+        scratch.blk_next,
+    )
+    waits, wait_next, loads, load_next = (
+        scratch.wait_head,
+        scratch.wait_next,
+        scratch.load_head,
+        scratch.load_next,
+    )
+    levels, reuse = scratch.level, scratch.reuse
+    storages = len(nbytes)
+    for storage in range(storages):
+        if redo_at[storage] >= 0:
+            free[last_use[storages + storage]] += nbytes[storage]
+        held = held_by[storage] >= 0 and blk_place[held_by[storage]] >= last_use[storage]
+        if not (held or to_end[storage]):
+            free[last_use[storage]] += nbytes[storage]
+    level = 0
+    peak = -1
+    tensor_peak = -1
+    for at in range(count):
+        if swaps:
+            storage = waits[at]
+            while storage >= 0:
+                level -= nbytes[storage]
+                storage = wait_next[storage]
+            storage = loads[at]
+            while storage >= 0:
+                level += nbytes[storage]
+                storage = load_next[storage]
+        node = event[at] >> 1
+        level += out_bytes[node]
+        reuse[at] = -1
+        saved = 0
+        for k in range(reuse_ptr[node], reuse_ptr[node + 1]):
+            used = reuse_idx[k]
+            dies = last_use[used] == at or (redo_at[used] >= 0 and last_use[storages + used] == at)
+            held = held_by[used] >= 0 and blk_place[held_by[used]] >= at
+            if dies and not held and not to_end[used]:
+                reuse[at] = used
+                saved = nbytes[used]
+                break
+        worst = level - saved + ws[event[at] & 1, node]
+        if worst > peak:
+            peak = worst
+            scratch.result[PEAK_EVENT] = at
+            scratch.result[PEAK_IN_BLOCK] = 0
+        tensor_peak = max(tensor_peak, level - saved)
+        level -= free[at]
+        free[at] = 0
+        block = blk_head[at]
+        while block >= 0:
+            worst = max(worst, level + blk_ws[block])
+            if level + blk_ws[block] > peak:
+                peak = level + blk_ws[block]
+                scratch.result[PEAK_EVENT] = at
+                scratch.result[PEAK_IN_BLOCK] = 1
+            tensor_peak = max(tensor_peak, level + blk_tensor[block])
+            for k in range(blk_in_ptr[block], blk_in_ptr[block + 1]):
+                used = blk_in_idx[k]
+                if held_by[used] == block and last_use[used] <= at and not to_end[used]:
+                    level -= nbytes[used]
+            block = blk_next[block]
+        levels[at] = worst
+    scratch.result[PEAK] = peak
+    scratch.result[TENSOR_PEAK] = tensor_peak
+
+
+@numba.njit(cache=True)
+def run_plan(step: Step, order: Int32s, gaps: Gaps, flags: Int8s, scratch: Scratch) -> None:
+    """Judge a plan; all that is to be known of it is then in ``scratch``."""
+    swaps = _set_until(step, gaps, flags, scratch)
+    count = _expand(step, order, scratch)
+    _place_blocks(step, scratch, count)
+    scratch.result[N_SWAPS] = 0
+    if swaps:
+        _place_swaps(step, flags, scratch, count)
+        _replay_time(step, scratch, count)
+    _count_bytes(step, scratch, swaps, count)

@@ -1,0 +1,275 @@
+"""Random small problems and plans for them, and an evaluator that is slow and obviously right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, REDO, STORE, SWAP, WAIT, Events
+from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
+
+SIZES = (0, 512, 512, 1024, 1024, 4096)
+
+
+@st.composite
+def problems(draw: st.DrawFn, most_nodes: int = 12, *, mutation: bool = True, blocks: bool = True) -> Problem:
+    """Steps with several outputs, shared inputs, mutated storages, in-place re-use, blocks and hazards."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return random_problem(rng, int(rng.integers(1, most_nodes + 1)), mutation=mutation, blocks=blocks)
+
+
+def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = True, blocks: bool = True) -> Problem:
+    """One such step."""
+    sizes: list[int] = []
+    readers: list[list[int]] = []
+    last_write: dict[int, int] = {}
+    rows: list[dict[str, object]] = []
+    for node in range(n_nodes):
+        pool = len(sizes)
+        inputs = [int(i) for i in rng.choice(pool, size=min(pool, int(rng.integers(0, 4))), replace=False)]
+        extra = {int(rng.integers(0, node))} if node and rng.random() < 0.1 else set()
+        redo_ok = rng.random() < 0.8
+        for used in inputs:
+            extra.update({last_write[used]} if used in last_write else set())
+        if mutation and inputs and rng.random() < 0.12:
+            target = inputs[0]
+            extra.update(readers[target])
+            for other in readers[target]:
+                rows[other]["redo_ok"] = False
+            last_write[target] = node
+            redo_ok = False
+        for used in inputs:
+            readers[used].append(node)
+        count = int(rng.choice([1, 1, 1, 2, 3, 0]))
+        outputs = list(range(pool, pool + count))
+        sizes += [int(rng.choice(SIZES)) for _ in outputs]
+        readers += [[] for _ in outputs]
+        rows.append(
+            {
+                "inputs": tuple(inputs),
+                "outputs": tuple(outputs),
+                "ns": int(rng.integers(0, 50)),
+                "ws": int(rng.choice([0, 0, 256, 2048])),
+                "redo_ns": int(rng.integers(1, 50)),
+                "redo_ws": int(rng.choice([0, 0, 256, 2048])),
+                "redo_ok": redo_ok,
+                "preads": tuple(int(i) for i in np.flatnonzero(rng.random(3) < 0.2)),
+                "extra": tuple(sorted(extra)),
+            }
+        )
+    to_end = [bool(rng.random() < 0.1) for _ in sizes]
+    for row in rows:
+        made = row["outputs"]
+        if len(made) == 1 and rng.random() < 0.6:
+            fits = [i for i in row["inputs"] if sizes[i] == sizes[made[0]] and i not in last_write and not to_end[i]]
+            row["reuse"] = tuple(fits)
+    storages = [
+        StorageRow(size, pinned=i in last_write or bool(rng.random() < 0.05), last_write=last_write.get(i), to_end=to_end[i])
+        for i, size in enumerate(sizes)
+    ]  # fmt: skip
+    for row in rows:
+        row["reuse"] = tuple(i for i in row.get("reuse", ()) if not storages[i].pinned)
+    written = rng.permutation(3)
+    updates = []
+    for index in range(int(rng.integers(0, 4)) if blocks and sizes else 0):
+        grads = tuple(
+            int(i) for i in rng.choice(len(sizes), size=min(len(sizes), int(rng.integers(1, 3))), replace=False)
+        )
+        tensor = int(rng.choice([0, 512]))
+        updates.append(
+            BlockRow(grads, (int(written[index]),), ns=int(rng.integers(0, 30)), ws=tensor + 256, tensor=tensor)
+        )
+    return build_problem(
+        [NodeRow(**row) for row in rows],
+        storages,
+        updates,
+        persistent_bytes=int(rng.integers(0, 1000)),
+        xfer_ns_per_byte=float(rng.choice([0.0, 0.001, 0.01, 0.04])),
+    )
+
+
+def random_order(problem: Problem, rng: np.random.Generator) -> Int32s:
+    """A legal order, drawn by picking among the nodes that are ready."""
+    waits = [
+        {*problem.extras(v).tolist(), *problem.producer[problem.inputs(v)].tolist()} for v in range(problem.n_nodes)
+    ]
+    done: list[int] = []
+    left = list(range(problem.n_nodes))
+    while left:
+        ready = [v for v in left if not waits[v] - set(done)]
+        node = ready[int(rng.integers(len(ready)))]
+        done.append(node)
+        left.remove(node)
+    return np.array(done, dtype=np.int32)
+
+
+@st.composite
+def plans(draw: st.DrawFn, most_nodes: int = 12) -> tuple[Problem, Int32s, Int8s]:
+    problem = draw(problems(most_nodes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    flags = rng.choice([KEEP, RECOMPUTE, RECOMPUTE, SWAP, DROP], size=problem.n_storages)
+    return problem, random_order(problem, rng), flags.astype(np.int8)
+
+
+# --- the reference ------------------------------------------------------------------------------------------
+
+
+def touches(problem: Problem, order: Int32s, storage: int) -> list[int]:
+    """Positions at which nodes make, write or read a storage, from its last write on."""
+    found = [
+        at
+        for at, node in enumerate(order.tolist())
+        if storage in problem.inputs(node) or storage in problem.outputs(node)
+    ]
+    written = order.tolist().index(int(problem.last_write[storage]))
+    return [at for at in found if at >= written]
+
+
+def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int) -> float:
+    """Last position at which the plan leaves the first copy in memory."""
+    maker = int(problem.producer[storage])
+    in_block = storage in problem.blk_in_idx
+    if flags[storage] not in (RECOMPUTE, DROP) or problem.pinned[storage] or problem.to_end[storage]:
+        return math.inf
+    if not problem.redo_ok[maker] or in_block:
+        return math.inf
+    at = touches(problem, order, storage)
+    if flags[storage] == RECOMPUTE:
+        ns = [int(problem.node_ns[v]) for v in order]
+        gaps = [(sum(ns[a + 1 : b]), b - a - 1, -a) for a, b in zip(at, at[1:], strict=False) if b - a > 1]
+        if gaps:
+            return -max(gaps)[2]
+    return at[-1]
+
+
+def reference_runs(problem: Problem, order: Int32s, flags: Int8s) -> list[tuple[int, int]]:
+    """(FIRST or REDO, node) by plain recursion."""
+    until = [first_copy_until(problem, order, flags, s) for s in range(problem.n_storages)]
+    again: set[int] = set()
+    runs: list[tuple[int, int]] = []
+
+    def provide(node: int, position: int) -> None:
+        for used in problem.inputs(node).tolist():
+            if until[used] < position and used not in again:
+                maker = int(problem.producer[used])
+                provide(maker, position)
+                runs.append((REDO, maker))
+                again.update(s for s in problem.outputs(maker).tolist() if until[s] < position)
+
+    for position, node in enumerate(order.tolist()):
+        provide(node, position)
+        runs.append((FIRST, node))
+    return runs
+
+
+@dataclass
+class Copy:
+    storage: int
+    birth: int
+    uses: list[int] = field(default_factory=list)
+    waited: int | None = None
+
+    def death(self, problem: Problem, count: int) -> int:
+        """Last event at which it is in memory."""
+        if self.waited is not None:
+            return self.waited - 1
+        if problem.to_end[self.storage]:
+            return count
+        return max([self.birth, *self.uses])
+
+
+@dataclass(frozen=True)
+class Replayed:
+    peak: int
+    tensor_peak: int
+    latency_ns: int
+    stalled_ns: int
+    levels: list[int]
+
+
+def replay(problem: Problem, events: Events) -> Replayed:
+    """Walk a schedule as a machine would, with a check at every step that what is read is there."""
+    copies: list[Copy] = []
+    current: dict[int, Copy] = {}
+    unwanted: dict[int, int] = {}  # bytes of outputs that die at once, by event
+    for at in range(len(events)):
+        kind, arg = int(events.kind[at]), int(events.arg[at])
+        reads: list[int] = []
+        if kind in (FIRST, REDO):
+            reads = problem.inputs(arg).tolist()
+        elif kind == BLOCK:
+            reads = problem.block_inputs(arg).tolist()
+        elif kind == STORE:
+            reads = [arg]
+        for storage in reads:
+            copy = current[storage]
+            assert copy.waited is None, f"event {at} reads storage {storage} while it is on the host"
+            copy.uses.append(at)
+        fresh: list[int] = []
+        if kind == FIRST:
+            fresh = problem.outputs(arg).tolist()
+            assert not any(s in current for s in fresh)
+        elif kind == REDO:
+            assert problem.redo_ok[arg]
+            fresh = events.renews(at).tolist()
+            unwanted[at] = sum(int(problem.nbytes[s]) for s in problem.outputs(arg).tolist() if s not in fresh)
+            assert fresh
+        elif kind == WAIT:
+            current[arg].waited = at
+        elif kind == LOAD:
+            assert current[arg].waited is not None
+            fresh = [arg]
+        for storage in fresh:
+            current[storage] = Copy(storage, at)
+            copies.append(current[storage])
+    return _weigh(problem, events, copies, unwanted)
+
+
+def _weigh(problem: Problem, events: Events, copies: list[Copy], unwanted: dict[int, int]) -> Replayed:
+    levels, tensors = [], []
+    for at in range(len(events)):
+        kind, arg = int(events.kind[at]), int(events.arg[at])
+        alive = [c for c in copies if c.birth <= at <= c.death(problem, len(events))]
+        level = sum(int(problem.nbytes[c.storage]) for c in alive) + unwanted.get(at, 0)
+        scratch = scratch_tensor = 0
+        if kind in (FIRST, REDO):
+            scratch = int((problem.redo_ws if kind == REDO else problem.node_ws)[arg])
+            dying = {c.storage for c in alive if c.death(problem, len(events)) == at and at in c.uses}
+            fits = [s for s in problem.reuses(arg).tolist() if s in dying]
+            assert int(events.reuse[at]) == (fits[0] if fits else -1)
+            level -= int(problem.nbytes[fits[0]]) if fits else 0
+        else:
+            assert events.reuse[at] == -1
+        if kind == BLOCK:
+            scratch, scratch_tensor = int(problem.blk_ws[arg]), int(problem.blk_tensor[arg])
+        levels.append(problem.persistent_bytes + level + scratch)
+        tensors.append(problem.persistent_bytes + level + scratch_tensor)
+    latency, stalled = _time(problem, events)
+    return Replayed(max(levels), max(tensors), latency, stalled, levels)
+
+
+def _time(problem: Problem, events: Events) -> tuple[int, int]:
+    now = out = back = stalled = 0
+    stored: dict[int, int] = {}
+    loaded: dict[int, int] = {}
+    for at in range(len(events)):
+        kind, arg = int(events.kind[at]), int(events.arg[at])
+        wanted = now
+        if kind == STORE:
+            out = max(out, now) + math.ceil(int(problem.nbytes[arg]) * problem.xfer_ns_per_byte)
+            stored[arg] = out
+        elif kind == WAIT:
+            wanted = stored[arg]
+        elif kind == LOAD:
+            back = max(back, now) + math.ceil(int(problem.nbytes[arg]) * problem.xfer_ns_per_byte)
+            loaded[arg] = back
+        elif kind != BLOCK:
+            wanted = max([now, *(loaded.get(s, 0) for s in problem.inputs(arg).tolist())])
+        stalled += max(0, wanted - now)
+        now = max(now, wanted)
+        if kind in (FIRST, REDO, BLOCK):
+            now += int((problem.node_ns, problem.redo_ns, problem.blk_ns)[kind][arg])
+    return now, stalled

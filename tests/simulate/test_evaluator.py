@@ -1,0 +1,296 @@
+"""The evaluator against a replay of the schedules that it hands out, and against plain recursion."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magis.errors import VerifyError
+from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand, lower_bound
+from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, REDO, STORE, SWAP, WAIT
+from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
+from tests.search.networks import transformer
+from tests.simulate.plans import plans, random_order, random_problem, reference_runs, replay
+
+Plan = tuple[Problem, Int32s, Int8s]
+
+
+def base(problem: Problem) -> Int32s:
+    return np.arange(problem.n_nodes, dtype=np.int32)
+
+
+def chain(sizes: list[int], *, backward: list[tuple[int, ...]], ns: int = 10, **more: float) -> Problem:
+    """Storage i made from storage i - 1, then nodes that read the given storages and the one before."""
+    nodes = [NodeRow((i - 1,) if i else (), (i,), ns, redo_ns=ns, redo_ok=True) for i in range(len(sizes))]
+    storages = [StorageRow(size) for size in sizes]
+    for reads in backward:
+        nodes.append(NodeRow((*reads, len(storages) - 1), (len(storages),), ns))
+        storages.append(StorageRow(8))
+    return build_problem(nodes, storages, **more)
+
+
+@settings(max_examples=400)
+@given(plans())
+def test_bytes_and_time_equal_the_replay_of_the_schedule(plan: Plan) -> None:
+    found = evaluate(*plan)
+    events = expand(*plan)
+    truth = replay(plan[0], events)
+    assert found.peak == truth.peak
+    assert found.tensor_peak == truth.tensor_peak
+    assert found.latency_ns == truth.latency_ns
+    assert found.redos == int((events.kind == REDO).sum())
+    assert found.swaps == int((events.kind == STORE).sum()) == int((events.kind == LOAD).sum())
+
+
+@settings(max_examples=300)
+@given(plans())
+def test_recomputation_equals_plain_recursion(plan: Plan) -> None:
+    events = expand(*plan)
+    runs = [(k, a) for k, a in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if k in (FIRST, REDO)]
+    assert runs == reference_runs(*plan)
+
+
+@settings(max_examples=300)
+@given(plans())
+def test_blocks_run_once_each_as_early_as_they_may(plan: Plan) -> None:
+    problem, _, _ = plan
+    events = expand(*plan)
+    sequence = list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))
+    assert sorted(a for k, a in sequence if k == BLOCK) == list(range(problem.n_blocks))
+    for block in range(problem.n_blocks):
+        here = sequence.index((BLOCK, block))
+        written = set(problem.block_writes(block).tolist())
+        must_precede = [
+            at
+            for at, (kind, arg) in enumerate(sequence)
+            if (kind in (FIRST, REDO) and written & set(problem.preads(arg).tolist()))
+            or (kind == FIRST and arg in problem.last_write[problem.block_inputs(block)])
+        ]
+        earliest = max(must_precede, default=0)
+        assert earliest < here
+        between = sequence[earliest + 1 : here]  # nothing but stores and blocks with a lower number
+        assert all(
+            kind == STORE or (kind == BLOCK and arg < block) for kind, arg in between if kind not in (WAIT, LOAD)
+        )
+        assert not any(kind in (FIRST, REDO) for kind, _ in between[1:]) or not must_precede
+
+
+@settings(max_examples=300)
+@given(plans())
+def test_swaps_are_hidden_and_in_order(plan: Plan) -> None:
+    problem = plan[0]
+    events = expand(*plan)
+    assert replay(problem, events).stalled_ns == 0
+    swapped = [arg for kind, arg in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if kind == STORE]
+    for storage in swapped:
+        at = [np.flatnonzero((events.kind == kind) & (events.arg == storage)) for kind in (STORE, WAIT, LOAD)]
+        assert [len(found) for found in at] == [1, 1, 1]
+        assert at[0][0] < at[1][0] < at[2][0]
+        runs_between = events.kind[at[1][0] : at[2][0]]
+        assert np.any(runs_between <= BLOCK), "a swap must free its memory for something"
+        assert plan[2][storage] == SWAP
+    if problem.xfer_ns_per_byte == 0.0:
+        assert not swapped
+
+
+@settings(max_examples=100)
+@given(plans())
+def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
+    problem, order, flags = plan
+    evaluator = Evaluator(problem, order)
+    peak, _ = evaluator.quick(flags)
+    levels = evaluator.levels
+    assert levels.max() == peak
+    assert levels[evaluator.peak_run] == peak
+    birth, death = evaluator.lifetimes()
+    truth = [at for at, kind in enumerate(expand(*plan).kind.tolist()) if kind in (FIRST, REDO)]
+    replayed = replay(problem, expand(*plan)).levels
+    for run, (code, event) in enumerate(zip(evaluator.runs.tolist(), truth, strict=True)):
+        alive = ((birth <= run) & (run <= death)).sum(axis=0)
+        exact = int((alive * problem.nbytes).sum()) + problem.persistent_bytes
+        node, again = code >> 1, code & 1
+        exact += int((problem.redo_ws if again else problem.node_ws)[node])
+        made = problem.outputs(node)
+        exact += sum(int(problem.nbytes[s]) for s in made.tolist() if again and birth[1, s] != run)
+        taken = int(expand(*plan).reuse[event])
+        assert replayed[event] == exact - (int(problem.nbytes[taken]) if taken >= 0 else 0)
+    assert np.array_equal(birth[1] >= 0, evaluator.recomputed())
+    assert np.array_equal(birth[2] >= 0, evaluator.swapped())
+
+
+@given(plans(), st.integers(0, 2**32 - 1))
+def test_a_plan_costs_the_same_after_any_other(plan: Plan, seed: int) -> None:
+    problem, order, flags = plan
+    evaluator = Evaluator(problem, order)
+    first = evaluator.evaluate(flags)
+    evaluator.quick(np.random.default_rng(seed).integers(0, 4, problem.n_storages).astype(np.int8))
+    assert evaluator.evaluate(flags) == first
+
+
+@given(plans())
+def test_nothing_is_recomputed_unless_the_plan_says_so(plan: Plan) -> None:
+    problem, order, _ = plan
+    for flag in (KEEP, DROP):
+        result = evaluate(problem, order, np.full(problem.n_storages, flag, dtype=np.int8))
+        assert result.redos == result.swaps == 0
+        assert result.latency_ns == int(problem.node_ns.sum() + problem.blk_ns.sum())
+
+
+@given(plans())
+def test_the_lower_bound_holds(plan: Plan) -> None:
+    assert lower_bound(plan[0]) <= evaluate(*plan).peak
+
+
+def test_the_lower_bound_is_reached_by_a_single_node() -> None:
+    problem = build_problem(
+        [NodeRow((), (0,), 1), NodeRow((0,), (1, 2), 1, ws=5)],
+        [StorageRow(10), StorageRow(20), StorageRow(30)],
+        persistent_bytes=100,
+    )
+    flags = np.zeros(3, dtype=np.int8)
+    assert lower_bound(problem) == evaluate(problem, base(problem), flags).peak == 100 + 10 + 20 + 30 + 5
+
+
+def test_a_dropped_tensor_is_made_again_from_what_is_kept() -> None:
+    problem = chain([100, 100, 100, 10], backward=[(2,), (1,)])
+    keep = np.full(problem.n_storages, DROP, dtype=np.int8)
+    drop = keep.copy()
+    drop[1] = RECOMPUTE
+    drop[0] = KEEP
+    events = expand(problem, base(problem), drop)
+    assert list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))[-2:] == [(REDO, 1), (FIRST, 5)]
+    assert evaluate(problem, base(problem), drop).latency_ns == evaluate(problem, base(problem), keep).latency_ns + 10
+
+
+def test_a_swap_that_fits_its_gap_costs_no_time() -> None:
+    problem = chain([1000, 8, 8, 8, 8, 8], backward=[(4,), (3,), (2,), (1,), (0,)], xfer_ns_per_byte=0.02)
+    flags = np.full(problem.n_storages, DROP, dtype=np.int8)
+    before = evaluate(problem, base(problem), flags)
+    flags[0] = SWAP
+    after = evaluate(problem, base(problem), flags)
+    assert after.swaps == 1
+    assert after.latency_ns == before.latency_ns
+    events = expand(problem, base(problem), flags)
+    # 20 ns each way: gone two nodes after the touch that opens the gap, back two nodes before the one that ends it
+    assert [int(events.arg[at - 1]) for at in np.flatnonzero(events.kind == STORE)] == [1]
+    assert [int(events.arg[at + 1]) for at in np.flatnonzero(events.kind == WAIT)] == [4]
+    assert [int(events.arg[at + 1]) for at in np.flatnonzero(events.kind == LOAD)] == [8]
+
+
+def test_an_update_waits_for_recomputations_that_read_its_weight() -> None:
+    nodes = [
+        NodeRow((), (0,), 1),
+        NodeRow((0,), (1,), 1, redo_ns=1, redo_ok=True, preads=(0,)),
+        NodeRow((1,), (2,), 1),
+        NodeRow((2,), (3,), 1),
+        NodeRow((1, 3), (4,), 1),
+    ]
+    problem = build_problem(nodes, [StorageRow(8)] * 5, [BlockRow((2,), (0,), 1)])
+    for flag, place in ((KEEP, 3), (RECOMPUTE, 5)):
+        flags = np.array([KEEP, flag, KEEP, KEEP, KEEP], dtype=np.int8)
+        assert np.flatnonzero(expand(problem, base(problem), flags).kind == BLOCK).tolist() == [place]
+
+
+def test_plans_that_are_none_are_refused() -> None:
+    problem = chain([8, 8, 8], backward=[(0,)])
+    flags = np.zeros(problem.n_storages, dtype=np.int8)
+    with pytest.raises(VerifyError, match="one flag in 0..3 for each of 4 storages"):
+        evaluate(problem, base(problem), flags[:-1])
+    with pytest.raises(VerifyError, match="one flag"):
+        expand(problem, base(problem), flags + np.int8(4))
+    with pytest.raises(VerifyError, match="each of 4 nodes once"):
+        check_order(problem, np.array([0, 1, 1, 3], dtype=np.int32))
+    with pytest.raises(VerifyError, match="node 2 stands before node 1"):
+        check_order(problem, np.array([0, 2, 1, 3], dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (NodeRow((1,), (2,), 1), "reads storage 1 before"),
+        (NodeRow((0,), (0,), 1), "makes storage 0, as node 0 does"),
+        (NodeRow((0,), (1,), -1), "negative"),
+        (NodeRow((0, 0), (1,), 1), "must differ"),
+        (NodeRow((7,), (1,), 1), r"lie in 0\.\.2"),
+        (NodeRow((0,), (1, 2), 1, reuse=(0,)), "exactly one output"),
+        (NodeRow((), (1,), 1, reuse=(0,)), "no input"),
+        (NodeRow((0,), (1,), 1, reuse=(0,)), "not as large"),
+        (NodeRow((0,), (1,), 1, extra=(1,)), "does not come earlier"),
+    ],
+)
+def test_rows_that_break_a_promise_are_refused(node: NodeRow, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        build_problem([NodeRow((), (0,), 1), node], [StorageRow(8), StorageRow(16), StorageRow(16)])
+
+
+@pytest.mark.parametrize(
+    ("storage", "message"),
+    [
+        (StorageRow(-1), "negative"),
+        (StorageRow(8, last_write=1), "must be pinned"),
+        (StorageRow(8, pinned=True, last_write=9), "must be pinned"),
+    ],
+)
+def test_storages_that_break_a_promise_are_refused(storage: StorageRow, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        build_problem([NodeRow((), (0,), 1), NodeRow((0,), (), 1)], [storage])
+
+
+def test_blocks_and_totals_that_break_a_promise_are_refused() -> None:
+    nodes, storages = [NodeRow((), (0,), 1)], [StorageRow(8)]
+    with pytest.raises(VerifyError, match="tensor bytes 9"):
+        build_problem(nodes, storages, [BlockRow((0,), (0,), 1, ws=8, tensor=9)])
+    with pytest.raises(VerifyError, match="must differ"):
+        build_problem(nodes, storages, [BlockRow((3,), (0,), 1)])
+    with pytest.raises(VerifyError, match="out of range"):
+        build_problem(nodes, storages, persistent_bytes=-1)
+    with pytest.raises(VerifyError, match="no node makes it"):
+        build_problem([], storages)
+
+
+def test_a_real_sized_step_equals_its_replay() -> None:
+    problem, _ = transformer(3, batch=2, xfer_ns_per_byte=0.03)
+    rng = np.random.default_rng(1)
+    for _ in range(3):
+        order = random_order(problem, rng)
+        flags = rng.choice([KEEP, RECOMPUTE, SWAP, DROP], size=problem.n_storages).astype(np.int8)
+        found, truth = evaluate(problem, order, flags), replay(problem, expand(problem, order, flags))
+        assert (found.peak, found.tensor_peak, found.latency_ns) == (truth.peak, truth.tensor_peak, truth.latency_ns)
+        assert found.redos > 0
+
+
+def test_compiled_and_interpreted_agree(repository: Path) -> None:
+    program = (
+        "import numpy as np\n"
+        "from tests.simulate.plans import random_order, random_problem\n"
+        "from magis.simulate.evaluator import evaluate\n"
+        "for seed in range(40):\n"
+        "    rng = np.random.default_rng(seed)\n"
+        "    problem = random_problem(rng, 12)\n"
+        "    flags = rng.integers(0, 4, problem.n_storages).astype(np.int8)\n"
+        "    print(evaluate(problem, random_order(problem, rng), flags))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=repository,
+        env={**os.environ, "NUMBA_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, 12)
+        flags = rng.integers(0, 4, problem.n_storages).astype(np.int8)
+        here.append(str(evaluate(problem, random_order(problem, rng), flags)))
+    assert done.stdout.splitlines() == here
+    assert len(set(here)) > 20, list(itertools.islice(here, 3))
