@@ -16,6 +16,7 @@ __all__ = [
     "init_convolutions",
     "init_transformer",
     "labels",
+    "pixel_loss",
     "seeded",
     "token_loss",
     "tokens",
@@ -56,6 +57,14 @@ def tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def image_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of logits [batch, classes, ...] against class numbers [batch, ...]."""
     return functional.cross_entropy(logits, target)
+
+
+def pixel_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of logits [batch, classes, height, width] against class numbers [batch, height, width].
+
+    In float32 whatever the network's data type: the number of pixels overflows float16, which makes the mean 0.
+    """
+    return functional.cross_entropy(logits.float(), target)
 
 
 def token_loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -89,10 +89,13 @@ class Btlm(nn.Module):
 
 
 def alibi_bias(heads: int, length: int) -> Tensor:
-    """What ALiBi adds to the scores: minus slope x distance, [heads, length, length]."""
+    """What ALiBi adds to the scores: minus slope x distance, [1, heads, length, length].
+
+    The fused kernels take masks of two or four dimensions; others fall back to attention written out.
+    """
     position = torch.arange(length)
     distance = (position[:, None] - position[None, :]).abs()
-    return torch.tensor(alibi_slopes(heads))[:, None, None] * -distance
+    return torch.tensor(alibi_slopes(heads))[None, :, None, None] * -distance
 
 
 def btlm(config: BtlmConfig, style: Style, name: str, seed: int) -> Workload:

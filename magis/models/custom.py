@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from magis.errors import UsageError
-from magis.models.workload import OPTIMIZER_KINDS, OptimizerSpec, Workload
+from magis.models.workload import OptimizerSpec, Workload
 
 __all__ = ["as_workload"]
 
@@ -21,9 +21,6 @@ def as_workload(path: str, made: object) -> Workload:
     `inputs` and `targets` may each be one tensor or a sequence of them. Raises UsageError for anything else.
     """
     if isinstance(made, Workload):
-        if made.optimizer.kind not in OPTIMIZER_KINDS:
-            known = ", ".join(OPTIMIZER_KINDS)
-            raise UsageError(f"{path}: unknown optimizer {made.optimizer.kind!r}", hint=f"choose one of {known}")
         return replace(made, name=path)
     if not isinstance(made, tuple) or len(made) != 4:
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from magis.models.batches import image_loss, images, init_convolutions, labels, seeded
+from magis.models.batches import images, init_convolutions, labels, pixel_loss, seeded
 from magis.models.sizes import check_divides, check_sizes
 from magis.models.style import Style
 from magis.models.workload import Workload
@@ -111,7 +111,7 @@ def unet(config: UNetConfig, style: Style, name: str, seed: int) -> Workload:
         module=module,
         inputs=inputs,
         targets=targets,
-        loss_fn=image_loss,
+        loss_fn=pixel_loss,
         optimizer=style.optimizer,
         blocks=("first", *(f"downs.{i}" for i in levels), *(f"ups.{i}" for i in levels)),
         explicit_attention=style.explicit_attention,

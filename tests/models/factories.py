@@ -1,0 +1,65 @@
+"""Factories as a user writes them, right and wrong, reached as "tests.models.factories:<name>"."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.errors import CaptureError
+from magis.models import OptimizerSpec, Workload
+
+number = 3
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(output, target)
+
+
+def as_tuple() -> tuple[nn.Module, Tensor, list[Tensor], object]:
+    return nn.Linear(4, 2).eval(), torch.randn(3, 4), [torch.randn(3, 2)], squared
+
+
+def as_workload() -> Workload:
+    module = nn.Linear(4, 2)
+    tensors = (torch.randn(3, 4),), (torch.randn(3, 2),)
+    return Workload("mine", module, *tensors, squared, OptimizerSpec("adam", lr=0.5), blocks=("",))
+
+
+def bad_optimizer() -> Workload:
+    module = nn.Linear(4, 2)
+    return Workload("mine", module, (torch.randn(3, 4),), (torch.randn(3, 2),), squared, OptimizerSpec("lion"))
+
+
+def no_tuple() -> int:
+    return 3
+
+
+def short() -> tuple[nn.Module, Tensor]:
+    return nn.Linear(4, 2), torch.randn(3, 4)
+
+
+def no_module() -> tuple[object, ...]:
+    return "module", torch.randn(3, 4), (), squared
+
+
+def no_tensors() -> tuple[object, ...]:
+    return nn.Linear(4, 2), (torch.randn(3, 4), 3), (), squared
+
+
+def no_loss() -> tuple[object, ...]:
+    return nn.Linear(4, 2), torch.randn(3, 4), (), "mse"
+
+
+def fails() -> None:
+    raise ValueError("two\nlines")
+
+
+def fails_on_purpose() -> None:
+    raise CaptureError("as said")
+
+
+class Maker:
+    @staticmethod
+    def make() -> tuple[nn.Module, Tensor, list[Tensor], object]:
+        return as_tuple()

@@ -1,0 +1,103 @@
+"""Names and patterns: what --magis-models accepts, without importing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from magis.errors import MagisError, UsageError
+from magis.models.names import (
+    GATE_NAMES,
+    REAL_NAMES,
+    SEED_NAMES,
+    UnknownModelError,
+    all_names,
+    is_factory,
+    resolve,
+)
+
+
+def test_groups() -> None:
+    assert resolve(["all"]) == ("resnet50", "bert", "vit", "unet", "unetpp", "gpt_neo", "btlm") == GATE_NAMES
+    assert resolve(["seed"]) == tuple(f"seed-{name}" for name in GATE_NAMES) == SEED_NAMES
+    assert resolve([]) == ()
+
+
+def test_every_network_has_both_variants_and_one_name() -> None:
+    names = all_names()
+    assert len(set(names)) == len(names) == 2 * len(REAL_NAMES)
+    assert set(names) == {*REAL_NAMES, *(f"seed-{name}" for name in REAL_NAMES)}
+    assert set(GATE_NAMES) < set(REAL_NAMES)
+
+
+def test_order_is_kept_and_repeats_dropped() -> None:
+    assert resolve(["vit", "bert", "vit"]) == ("vit", "bert")
+    assert resolve(["btlm", "all"])[:2] == ("btlm", "resnet50")
+    assert len(resolve(["all", "seed", "all"])) == 14
+    assert resolve([" bert "]) == ("bert",)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("densenet*", ("densenet121", "densenet169", "densenet201")),
+        ("vgg1[13]", ("vgg11", "vgg13")),
+        ("une?", ("unet",)),
+        ("seed-unet*", ("seed-unet", "seed-unetpp")),
+        ("*bert", ("bert", "seed-bert")),
+    ],
+)
+def test_globs(pattern: str, expected: tuple[str, ...]) -> None:
+    assert resolve([pattern]) == expected
+
+
+def test_a_glob_finds_every_name() -> None:
+    assert resolve(["*"]) == all_names()
+
+
+def test_factories_pass_through() -> None:
+    assert resolve(["my.package:make", "bert", "my.package:make"]) == ("my.package:make", "bert")
+    assert is_factory("a:b")
+    assert not is_factory("bert")
+
+
+@pytest.mark.parametrize("pattern", [":make", "package:", "a b:c", "a..b:c", "a:b:c", "a/b:c", "bert*:x"])
+def test_malformed_factories(pattern: str) -> None:
+    with pytest.raises(UsageError, match=r"not a model factory: .*; write it as package\.module:factory"):
+        resolve([pattern])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "close"),
+    [("resnet5", "resnet50"), ("Bert", "bert"), ("gpt-neo", "gpt_neo"), ("seed-brt", "seed-bert")],
+)
+def test_a_misspelt_name_gets_the_closest(pattern: str, close: str) -> None:
+    with pytest.raises(UnknownModelError, match=f"unknown model '{pattern}'; did you mean .*{close}"):
+        resolve([pattern])
+
+
+def test_a_strange_name_gets_the_whole_list() -> None:
+    with pytest.raises(UnknownModelError, match=r"unknown model 'qqqq'; known are resnet50, bert, .*seed-mlp"):
+        resolve(["bert", "qqqq"])
+
+
+def test_a_glob_that_matches_nothing() -> None:
+    with pytest.raises(UnknownModelError, match=r"no model matches 'zzz\*'; known are resnet50"):
+        resolve(["zzz*"])
+
+
+@pytest.mark.parametrize("pattern", ["", "ALL", "bert,vit"])
+def test_other_spellings_are_unknown(pattern: str) -> None:
+    with pytest.raises(UnknownModelError) as caught:
+        resolve([pattern])
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, MagisError)
+
+
+def test_names_and_registry_import_no_torch(fresh_python: Callable[[str], str]) -> None:
+    program = (
+        "import sys, magis.models as m; m.resolve(['all', 'a.b:c']); m.get('bert');"
+        "print([name for name in ('torch', 'numpy', 'pandas', 'numba') if name in sys.modules])"
+    )
+    assert fresh_python(program).strip() == "[]"
