@@ -1,0 +1,63 @@
+"""Files that are whole at every moment: written beside, flushed to the disk, then put in place in one step."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from magis.errors import UsageError
+
+__all__ = ["check_writable", "write_text_atomically"]
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replace the file `path` by `text` (UTF-8): a reader sees the old file or the new one, never a part.
+
+    Links are followed, so that the file they name is replaced and the link stays. When anything goes wrong, an
+    interrupt included, the old file is untouched and the temporary one is removed. Raises UsageError for a path that
+    cannot be written.
+    """
+    target = path.resolve()
+    refuse_special(path, target)
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            # "x" rather than mkstemp: the new file gets the permissions that any new file gets
+            with temporary.open("x", encoding="utf-8", newline="") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if target.exists():
+                temporary.chmod(target.stat().st_mode & 0o777)
+            temporary.replace(target)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Raise UsageError unless `write_text_atomically` can replace `path` now. Leaves nothing behind.
+
+    Tries it with an empty file beside it: permission bits say little (to root, or on a read-only file system).
+    """
+    target = path.resolve()
+    refuse_special(path, target)
+    if not target.parent.is_dir():
+        kind = "not a directory" if target.parent.exists() else "no such directory"
+        raise UsageError(f"cannot write {path}: {kind}: {target.parent}")
+    probe = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def refuse_special(path: Path, target: Path) -> None:
+    """Raise UsageError for a directory or a device: replacing those would destroy them."""
+    if target.is_dir():
+        raise UsageError(f"cannot write {path}: it is a directory")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"cannot write {path}: it is not a regular file")

@@ -1,0 +1,188 @@
+"""Stored baselines: what each case measured when somebody accepted it, as records and pure functions on them.
+
+A file holds one model on one device; `pytest_magis.baseline_files` reads and writes it. In it, a *configuration* is a
+preset and a data type, such as "small" (the model's own data type) or "small bfloat16". Tensor bytes hold on every
+machine; what a step measured besides is kept per device identity, since it holds for that one alone. The workspaces
+that the planner used are kept per captured graph: handed back to it, they make the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from magis.results import Case, CaseResult
+
+__all__ = [
+    "CaseBaseline",
+    "Configuration",
+    "Measured",
+    "ModelBaseline",
+    "case_key",
+    "configuration_key",
+    "identity_key",
+    "latency",
+    "planning",
+    "stored_case",
+    "updated",
+]
+
+RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be noise in every diff
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What holds for one device identity (for every machine on a simulated device). Bytes; ratios opt/ori."""
+
+    lower_bound_bytes: int
+    optimized_peak_bytes: int
+    original_peak_bytes: int
+    memory_limit_bytes: int | None = None
+    latency_ratio: float | None = None
+    latency_ratio_low: float | None = None
+    latency_ratio_high: float | None = None
+
+
+@dataclass(frozen=True)
+class CaseBaseline:
+    """What one case is compared with."""
+
+    feasible: bool
+    graph: str
+    optimized_tensor_bytes: int
+    original_tensor_bytes: int
+    states_evaluated: int
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+    """By identity, as `identity_key` writes it."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The cases of one preset and data type, and the planner's workspaces: graph digest -> signature -> bytes."""
+
+    cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
+    graphs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelBaseline:
+    """The content of one file."""
+
+    model: str
+    device: str
+    configurations: Mapping[str, Configuration] = field(default_factory=dict)
+
+
+def configuration_key(case: Case) -> str:
+    """Where a case's baseline is kept: its preset, and its data type if one was asked for."""
+    return case.preset if case.dtype is None else f"{case.preset} {case.dtype}"
+
+
+def case_key(label: str, case: Case) -> str:
+    """A case's name in its configuration: its label, plus the search's budget and seed where they are not the default.
+
+    Another budget finds another plan, so it is another case to compare with. A cap in seconds is not part of the
+    name: a row that it did not stop is the same with it and without.
+    """
+    budget = "" if case.budget is None else f" budget={case.budget}"
+    seed = "" if case.seed == 0 else f" seed={case.seed}"
+    return f"{label}{budget}{seed}"
+
+
+def identity_key(result: CaseResult) -> str:
+    """The device identity that a result holds for, in one line; a simulated device is the same on every machine."""
+    if result.case.device.startswith("sim:"):
+        return "any machine"
+    return ", ".join(f"{name}={value}" for name, value in sorted(result.identity.items()))
+
+
+def stored_case(baseline: ModelBaseline | None, label: str, case: Case) -> CaseBaseline | None:
+    """The baseline of a case; None without one."""
+    configuration = baseline.configurations.get(configuration_key(case)) if baseline else None
+    return configuration.cases.get(case_key(label, case)) if configuration else None
+
+
+def planning(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
+    """The workspaces (signature -> bytes) and the graph digest to plan a case with; (None, None) without any.
+
+    A case without a baseline of its own is planned with what the configuration's other cases were planned with:
+    that is what it would get once it is stored.
+    """
+    configuration = baseline.configurations.get(configuration_key(case)) if baseline else None
+    if configuration is None or not configuration.graphs:
+        return None, None
+    stored = configuration.cases.get(case_key(label, case))
+    if stored is not None and stored.graph in configuration.graphs:
+        return dict(configuration.graphs[stored.graph]), stored.graph
+    if len(configuration.graphs) == 1:
+        ((graph, workspaces),) = configuration.graphs.items()
+        return dict(workspaces), graph
+    return None, None
+
+
+def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, result: CaseResult) -> ModelBaseline:
+    """`baseline` with the case's entry made from `result`; `name` is the model's name, also of a new baseline.
+
+    Measurements of other identities are kept as long as the tensor bytes that they belong to are the same.
+    """
+    base = baseline or ModelBaseline(name, case.device)
+    config_key, key = configuration_key(case), case_key(label, case)
+    configuration = base.configurations.get(config_key, Configuration())
+    entry = _case_baseline(result, configuration.cases.get(key))
+    cases = {**configuration.cases, key: entry}
+    # known workspaces stay: the plans of the other cases were made with them
+    known = configuration.graphs.get(entry.graph, {})
+    graphs = {**configuration.graphs, entry.graph: {**result.planning_workspaces, **known}}
+    used = {stored.graph for stored in cases.values()}
+    graphs = {graph: workspaces for graph, workspaces in graphs.items() if graph in used}
+    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, graphs)})
+
+
+def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline:
+    optimized, original = result.memory, result.original_memory
+    same_plan = old is not None and (
+        (old.feasible, old.optimized_tensor_bytes, old.original_tensor_bytes)
+        == (result.search.feasible, optimized.tensor_bytes, original.tensor_bytes)
+    )
+    others = old.measured if old is not None and same_plan else {}
+    return CaseBaseline(
+        feasible=result.search.feasible,
+        graph=result.graph_digest,
+        optimized_tensor_bytes=optimized.tensor_bytes,
+        original_tensor_bytes=original.tensor_bytes,
+        states_evaluated=result.search.states,
+        measured={**others, identity_key(result): _measured(result)},
+    )
+
+
+def _measured(result: CaseResult) -> Measured:
+    ratio, low, high = latency(result)
+    return Measured(
+        lower_bound_bytes=result.lower_bound_bytes,
+        optimized_peak_bytes=result.memory.peak_bytes,
+        original_peak_bytes=result.original_memory.peak_bytes,
+        memory_limit_bytes=result.memory_limit_bytes,
+        latency_ratio=_rounded(ratio),
+        latency_ratio_low=_rounded(low),
+        latency_ratio_high=_rounded(high),
+    )
+
+
+def latency(result: CaseResult) -> tuple[float | None, float | None, float | None]:
+    """Latency ratio (opt/ori) of a result and the ends of its interval; all None where there is none to gate.
+
+    Measured rows that were not timed have none, nor has the eager step, which would be compared with itself. A
+    simulated ratio is exact: its interval is a point.
+    """
+    if result.case.strategy == "eager":
+        return None, None, None
+    if result.ratio is not None:
+        return result.ratio.ratio, result.ratio.low, result.ratio.high
+    if result.optimized.is_measured or result.original.is_measured or not result.original.simulated_ms > 0:
+        return None, None, None
+    ratio = result.optimized.simulated_ms / result.original.simulated_ms
+    return ratio, ratio, ratio
+
+
+def _rounded(ratio: float | None) -> float | None:
+    return None if ratio is None else round(ratio, RATIO_DIGITS)

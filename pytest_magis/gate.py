@@ -1,0 +1,149 @@
+"""One run of the gate: what is planned, what became of it, and what is written at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from magis.errors import MagisError, UsageError
+from magis.report import Cell, check_writable
+from magis.results import CaseResult
+from pytest_magis.baseline_files import baseline_path, read_baseline, write_baseline
+from pytest_magis.baselines import ModelBaseline, updated
+from pytest_magis.options import Settings, read_settings
+from pytest_magis.outcome import PROPERTY, Outcome
+from pytest_magis.outputs.results import write_results
+from pytest_magis.plan import PREFIX, PlannedCase, choose, plan_cases, read_baselines, resolve_models
+from pytest_magis.strategies import Strategy
+
+__all__ = ["Gate", "prepare"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class Gate:
+    """The state of a run. Workers of pytest-xdist only run cases; outcomes are gathered, and files written, by the
+    process that has the terminal."""
+
+    settings: Settings
+    cases: tuple[PlannedCase, ...]
+    baselines: Mapping[Path, ModelBaseline | None]
+    columns: Mapping[str, Callable[[CaseResult], Cell]]
+    is_worker: bool
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """By case name: a case that ran again (reruns) counts once, as it ended."""
+    lines: list[str] = field(default_factory=list)
+    """What was written, and what could not be; for the summary."""
+
+    def baseline(self, planned: PlannedCase) -> tuple[Path, ModelBaseline | None]:
+        """The file that holds a case's baseline, and what it held when the run began."""
+        path = baseline_path(self.settings.baselines, planned.case.device, planned.model)
+        return path, self.baselines.get(path)
+
+    def record(self, report: pytest.TestReport) -> None:
+        """Take a case's outcome from the report of its call."""
+        if report.when != "call" or not report.nodeid.startswith(PREFIX):
+            return
+        for key, value in report.user_properties:
+            if key == PROPERTY and isinstance(value, str):
+                outcome = Outcome.from_text(value)
+                self.outcomes[outcome.name] = outcome
+
+    def ordered(self) -> list[Outcome]:
+        """The outcomes in the order of the plan, whichever worker finished first."""
+        return [self.outcomes[planned.name] for planned in self.cases if planned.name in self.outcomes]
+
+    def finish(self, *, interrupted: bool) -> bool:
+        """Write the results and the accepted baselines; False if something could not be written.
+
+        An interrupted run writes the rows that it has, and accepts nothing.
+        """
+        written = True
+        outcomes = self.ordered()
+        if outcomes:
+            written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
+        if self.settings.updates_ignored:
+            self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
+        accepted = [outcome for outcome in outcomes if outcome.verdict.store]
+        if accepted and interrupted:
+            self.lines.append("baselines are not updated: the run was interrupted")
+            return written
+        for path, of_file in _by_file(self.settings.baselines, accepted).items():
+            written &= self._try(partial(_store, path, of_file))
+        return written
+
+    def _try(self, write: Callable[[], str]) -> bool:
+        try:
+            self.lines.append(write())
+        except MagisError as error:
+            self.lines.append(f"ERROR: {error}")
+            return False
+        return True
+
+
+def prepare(config: pytest.Config) -> Gate:
+    """Check the options, models, baselines and the place of the results. Raises UsageError, before anything runs.
+
+    Also takes the gate's node ids out of `config.args`, and all default paths if only the gate was asked for.
+    """
+    is_worker = hasattr(config, "workerinput")
+    hook = config.hook
+    settings = read_settings(config, devices=lambda: hook.pytest_magis_devices(config=config))
+    if not settings.models:
+        raise UsageError("--magis-models names no model", hint="give all, seed, names or globs")
+    models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
+    strategies: list[Strategy] = [
+        item for given in reversed(hook.pytest_magis_strategies(config=config)) for item in given
+    ]
+    cases = choose(plan_cases(settings, models, strategies), _take_node_ids(config, only_gate=settings.only_gate))
+    columns = _merged("columns", hook.pytest_magis_columns(config=config))
+    baselines = read_baselines(settings.baselines, cases)
+    if not is_worker:
+        check_writable(settings.csv)
+    return Gate(settings, cases, baselines, columns, is_worker)
+
+
+def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:
+    """The gate's node ids among the arguments; what is left in `config.args` is for pytest to collect."""
+    given = config.args_source is pytest.Config.ArgsSource.ARGS
+    node_ids = [arg for arg in config.args if arg.startswith(PREFIX)] if given else []
+    if node_ids:
+        config.args[:] = [arg for arg in config.args if not arg.startswith(PREFIX)]
+    elif only_gate and not given:
+        config.args.clear()
+    return node_ids
+
+
+def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
+    """What several plugins contribute, as one; a name that two of them use is an error."""
+    parts = [part for part in given if part]
+    counts = Counter(name for part in parts for name in part)
+    for name in (name for name, count in counts.items() if count > 1):
+        raise UsageError(f"two plugins add {what} called {name!r}")
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _by_file(directory: Path, outcomes: Iterable[Outcome]) -> dict[Path, list[Outcome]]:
+    files: dict[Path, list[Outcome]] = {}
+    for outcome in outcomes:
+        files.setdefault(baseline_path(directory, outcome.case.device, outcome.model), []).append(outcome)
+    return files
+
+
+def _store(path: Path, outcomes: list[Outcome]) -> str:
+    """Put the accepted results into the file as it is now, and say so in one line."""
+    first = outcomes[0]
+    baseline = read_baseline(path, first.model, first.case.device)
+    for outcome in outcomes:
+        if outcome.result is not None:
+            baseline = updated(baseline, outcome.model, outcome.label, outcome.case, outcome.result)
+    if baseline is not None:
+        write_baseline(path, baseline)
+    return f"baseline updated: {path} ({', '.join(outcome.label for outcome in outcomes)})"

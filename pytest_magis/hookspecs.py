@@ -1,0 +1,52 @@
+"""Hooks by which other projects (or a conftest.py) add models, strategies, columns, or run cases themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from magis.report import Cell
+    from magis.results import Case, CaseResult
+    from pytest_magis.strategies import Strategy
+
+
+@pytest.hookspec
+def pytest_magis_models(config: pytest.Config) -> Mapping[str, str] | None:
+    """Further models for `--magis-models`: name -> "package.module:factory" (see `magis.models`).
+
+    A name consists of letters, digits, `_`, `-` and `.`; it is what node ids, baselines and results.csv show.
+    """
+
+
+@pytest.hookspec
+def pytest_magis_strategies(config: pytest.Config) -> Iterable[Strategy]:  # type: ignore[empty-body]
+    """Further strategies for `--magis-strategies`; whoever adds one runs its cases in `pytest_magis_run_case`."""
+
+
+@pytest.hookspec
+def pytest_magis_columns(config: pytest.Config) -> Mapping[str, Callable[[CaseResult], Cell]] | None:
+    """Further columns of results.csv: name (with unit and direction) -> function of a case's result."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_magis_devices(config: pytest.Config) -> tuple[str, ...] | None:
+    """The devices that cases can run on here, the default one first. The first answer counts."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_magis_run_case(
+    case: Case,
+    config: pytest.Config,
+    planning_workspaces: Mapping[str, int] | None,
+    expected_graph: str | None,
+    progress: Callable[[str], None] | None,
+) -> CaseResult | None:
+    """Run one case. The first answer counts; None leaves it to the next one, `magis.api.run_case` being the last.
+
+    `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
+    the plan is the same on every machine; both are None without one. `progress` takes one short line of text to show
+    on a terminal; None where there is none. Errors of magis fail the case in one line.
+    """

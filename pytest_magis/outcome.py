@@ -1,0 +1,63 @@
+"""What became of one case, in a form that travels in a test report: between processes, and into JUnit files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from magis.errors import UsageError
+from magis.report import from_plain, to_plain
+from magis.results import Case, CaseResult
+from pytest_magis.verdict import Finding, Verdict
+
+__all__ = ["PROPERTY", "Outcome"]
+
+PROPERTY = "magis"
+"""Name of the report property that holds an outcome."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case that ran: its model's name, its label, and its result, or the error that stood in the way."""
+
+    model: str
+    label: str
+    case: Case
+    verdict: Verdict
+    result: CaseResult | None = None
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in the node id, without "magis::"."""
+        return f"{self.model}[{self.label}]"
+
+    def to_text(self) -> str:
+        """One line of JSON, floats exact; `from_text` reads it."""
+        data = dataclasses.asdict(self)
+        data["result"] = None if self.result is None else to_plain(self.result)
+        return json.dumps(data, sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Outcome:
+        """Raises UsageError for what `to_text` did not write."""
+        try:
+            data = json.loads(text)
+            verdict = data["verdict"]
+            return cls(
+                model=data["model"],
+                label=data["label"],
+                case=Case(**data["case"]),
+                verdict=Verdict(
+                    passed=verdict["passed"],
+                    label=verdict["label"],
+                    findings=tuple(Finding(**finding) for finding in verdict["findings"]),
+                    notes=tuple(verdict["notes"]),
+                    store=verdict["store"],
+                ),
+                result=None if data["result"] is None else from_plain(data["result"]),
+                error=data["error"],
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error

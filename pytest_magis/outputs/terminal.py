@@ -1,0 +1,93 @@
+"""The table at the end of a run: one line per case, within 120 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from magis.units import format_bytes
+from pytest_magis.commands import accept_all
+from pytest_magis.outcome import Outcome
+from pytest_magis.verdict import NEW, PERMISSIONS
+
+__all__ = ["summary", "table"]
+
+HEADER = ("model", "strategy", "limit", "original", "optimized", "ratio", "latency ratio", "numbers", "verdict")
+LEFT = (0, 1, 2, 7, 8)
+"""Columns of text; the others hold numbers and are aligned to the right."""
+WIDEST = 24
+
+
+def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str]) -> Iterator[str]:
+    """The table, what it leaves unsaid about cases that passed, how to accept the rest, and what was written."""
+    if outcomes:
+        yield from table(outcomes)
+    for outcome in outcomes:
+        if outcome.verdict.passed:  # red cases have said all of it themselves
+            accepted = "accepted, " if outcome.verdict.store else ""
+            changes = [
+                f"{accepted}{found.kind}: {found.text}" for found in outcome.verdict.findings if found.kind != NEW
+            ]
+            yield from (f"{outcome.name}: {text}" for text in (*changes, *outcome.verdict.notes))
+    needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
+    if needed:
+        words = [kind for kind in PERMISSIONS if kind in needed]
+        yield f"accept everything that can be: {accept_all(given, words)}"
+    yield from lines
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Header and one line per outcome, columns aligned."""
+    rows = [HEADER, *(_cells(outcome) for outcome in outcomes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if column in LEFT else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    result, case = outcome.result, outcome.case
+    strategy = _cut(case.strategy)
+    if result is None:
+        return (_cut(outcome.model), strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
+    original, optimized = result.original_memory.peak_bytes, result.memory.peak_bytes
+    mark = "" if result.optimized.is_measured else "~"  # simulated, not measured
+    return (
+        _cut(outcome.model),
+        strategy,
+        _limit(outcome),
+        format_bytes(original),
+        f"{mark}{format_bytes(optimized)}",
+        f"{optimized / original:.3f}" if original else "",
+        _latency(outcome),
+        _numbers(result.numbers),
+        outcome.verdict.label,
+    )
+
+
+def _limit(outcome: Outcome) -> str:
+    case = outcome.case
+    if case.memory_ratio is not None:
+        return f"mem {case.memory_ratio:.6g}"
+    return f"lat {case.latency_ratio:.6g}" if case.latency_ratio is not None else "-"
+
+
+def _latency(outcome: Outcome) -> str:
+    result = outcome.result
+    if result is None or outcome.case.strategy == "eager":
+        return "-"
+    if result.ratio is not None:
+        return f"{result.ratio.ratio:.2f} [{result.ratio.low:.2f}, {result.ratio.high:.2f}]"
+    if result.optimized.is_measured or not result.original.simulated_ms > 0:
+        return "-"
+    return f"~{result.optimized.simulated_ms / result.original.simulated_ms:.3f}"
+
+
+def _numbers(numbers: str) -> str:
+    return "differs" if numbers.startswith("differs") else _cut(numbers, 16)
+
+
+def _cut(text: str, width: int = WIDEST) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."

@@ -1,0 +1,137 @@
+"""From settings to the cases of a run: models resolved, strategies asked, baselines read. Deterministic."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from magis.errors import UsageError
+from magis.models.names import UnknownModelError, all_names, is_factory, resolve
+from magis.results import Case
+from pytest_magis.baseline_files import baseline_path, read_baseline
+from pytest_magis.baselines import ModelBaseline
+from pytest_magis.options import Settings
+from pytest_magis.strategies import Strategy
+
+__all__ = ["PREFIX", "Model", "PlannedCase", "choose", "plan_cases", "read_baselines", "resolve_models"]
+
+PREFIX = "magis::"
+"""What the node ids of the gate's cases begin with."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's name, and what `magis` knows it by: the same, or "package.module:factory"."""
+
+    name: str
+    target: str
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case to run, under its name."""
+
+    model: str
+    label: str
+    case: Case
+
+    @property
+    def name(self) -> str:
+        """The last part of the node id."""
+        return f"{self.model}[{self.label}]"
+
+
+def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:
+    """The models that `patterns` ask for, each once; `further` are those of other projects, name -> factory.
+
+    Raises UsageError for an unknown name, for a further name that is taken or cannot be one, and for a factory whose
+    package is not installed.
+    """
+    for name, target in further.items():
+        _check_further(name, target)
+    found: dict[str, Model] = {}
+    for pattern in patterns:
+        names = [name for name in further if fnmatchcase(name, pattern)] if not is_factory(pattern) else []
+        try:
+            names += resolve([pattern])
+        except UnknownModelError:
+            if not names:
+                raise
+        found |= {name: Model(name, further.get(name, name)) for name in names}
+    for model in found.values():
+        if is_factory(model.target):
+            _check_package(model.target)
+    return tuple(found.values())
+
+
+def plan_cases(settings: Settings, models: Sequence[Model], strategies: Sequence[Strategy]) -> tuple[PlannedCase, ...]:
+    """Every case of the run, model by model. Raises UsageError for unknown strategies and for labels used twice."""
+    by_name: dict[str, Strategy] = {}
+    for strategy in strategies:
+        if strategy.name in by_name:
+            raise UsageError(f"two strategies are called {strategy.name!r}")
+        by_name[strategy.name] = strategy
+    for name in settings.strategies:
+        if name not in by_name:
+            known = ", ".join(by_name)
+            raise UsageError(f"--magis-strategies: unknown strategy {name!r}", hint=f"choose from {known}")
+    cases: dict[str, PlannedCase] = {}
+    for model in models:
+        for name in settings.strategies:
+            for label, case in by_name[name].cases(model.target, settings.grid):
+                planned = PlannedCase(model.name, label, case)
+                if planned.name in cases:
+                    raise UsageError(f"strategy {name!r} makes the case {planned.name} a second time")
+                cases[planned.name] = planned
+    if not cases:
+        raise UsageError(
+            "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
+        )
+    return tuple(cases.values())
+
+
+def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
+    """The cases that `node_ids` name, all without any: "magis::bert[eager]", or "magis::bert" for all of a model."""
+    wanted: set[str] = set()
+    for node_id in node_ids:
+        asked = node_id.removeprefix(PREFIX)
+        matching = {planned.name for planned in cases if asked in (planned.name, planned.model)}
+        if not matching:
+            raise UsageError(f"no such case: {node_id}", hint=f"this run has {', '.join(c.name for c in cases[:8])}")
+        wanted |= matching
+    return tuple(planned for planned in cases if not node_ids or planned.name in wanted)
+
+
+def read_baselines(directory: Path, cases: Sequence[PlannedCase]) -> dict[Path, ModelBaseline | None]:
+    """The baselines of all cases, by file; None where there is no file. Raises BaselineError for an unusable one."""
+    found: dict[Path, ModelBaseline | None] = {}
+    for planned in cases:
+        path = baseline_path(directory, planned.case.device, planned.model)
+        if path not in found:
+            found[path] = read_baseline(path, planned.model, planned.case.device)
+    return found
+
+
+def _check_further(name: str, target: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise UsageError(f"a plugin adds the model {name!r}", hint="use letters, digits, '_', '-' and '.' only")
+    if name in (*all_names(), "all", "seed"):
+        raise UsageError(f"a plugin adds a model called {name!r}, which magis already has")
+    if not is_factory(target):
+        raise UsageError(f"a plugin adds the model {name!r} as {target!r}", hint="write package.module:factory")
+    resolve([target])
+
+
+def _check_package(target: str) -> None:
+    """The outermost package only: looking further would run the user's code before anything is validated."""
+    package = target.partition(":")[0].partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise UsageError(f"{target}: no package {package!r}", hint="install it, or set `pythonpath` in the ini file")

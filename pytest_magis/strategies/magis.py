@@ -1,0 +1,40 @@
+"""The optimized step at each memory limit and each latency limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from magis.results import Case
+from pytest_magis.strategies.base import Grid
+
+__all__ = ["Magis"]
+
+
+@dataclass(frozen=True)
+class Magis:
+    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first."""
+
+    name: str = "magis"
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        for ratio in grid.memory_ratios:
+            yield f"{self.name}-mem{ratio:.12g}", self._case(model, grid, memory_ratio=ratio)
+        for ratio in grid.latency_ratios:
+            yield f"{self.name}-lat{ratio:.12g}", self._case(model, grid, latency_ratio=ratio)
+
+    def _case(
+        self, model: str, grid: Grid, *, memory_ratio: float | None = None, latency_ratio: float | None = None
+    ) -> Case:
+        return Case(
+            model=model,
+            strategy=self.name,
+            device=grid.device,
+            preset=grid.preset,
+            dtype=grid.dtype,
+            memory_ratio=memory_ratio,
+            latency_ratio=latency_ratio,
+            budget=grid.budget,
+            seconds=grid.seconds,
+            seed=grid.seed,
+        )

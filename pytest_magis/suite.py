@@ -1,0 +1,118 @@
+"""The gate's place in pytest's collection tree: a collector beside the session's paths, and one item per case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magis.errors import MagisError
+from pytest_magis.baselines import planning, stored_case
+from pytest_magis.commands import accept_case
+from pytest_magis.gate import Gate
+from pytest_magis.measure import measure
+from pytest_magis.outcome import PROPERTY, Outcome
+from pytest_magis.outputs.progress import progress_line
+from pytest_magis.plan import PREFIX, PlannedCase
+from pytest_magis.verdict import Verdict, judge
+
+__all__ = ["CaseItem", "Regression", "Suite"]
+
+NAME = PREFIX.removesuffix("::")
+
+
+class Regression(Exception):  # noqa: N818  (a red case is a finding of the gate, not an error of it)
+    """A red case; its text is the lines to show."""
+
+
+class Suite(pytest.Collector):
+    """All cases of the run. Needs no file: it hangs below the session, whatever paths are collected."""
+
+    gate: Gate
+
+    @classmethod
+    def build(cls, parent: pytest.Session, gate: Gate) -> Suite:
+        # node ids as strings of their own: --lf and xdist find a case again by them
+        suite = cls.from_parent(parent, name=NAME, nodeid=NAME)
+        suite.gate = gate
+        return suite
+
+    def collect(self) -> Iterator[CaseItem]:
+        for planned in self.gate.cases:
+            yield CaseItem.build(self, self.gate, planned)
+
+
+class CaseItem(pytest.Item):
+    """One case: runs it, compares it with its baseline, and leaves its outcome in the report's properties."""
+
+    gate: Gate
+    planned: PlannedCase
+
+    @classmethod
+    def build(cls, parent: Suite, gate: Gate, planned: PlannedCase) -> CaseItem:
+        item = cls.from_parent(parent, name=planned.name, nodeid=f"{PREFIX}{planned.name}")
+        item.gate = gate
+        item.planned = planned
+        item.add_marker(pytest.mark.magis)
+        item.add_marker(pytest.mark.xdist_group(f"magis-{planned.model}"))
+        return item
+
+    def runtest(self) -> None:
+        planned, gate = self.planned, self.gate
+        path, baseline = gate.baseline(planned)
+        try:
+            hand_back = planning(baseline, planned.label, planned.case)
+            line = nullcontext() if gate.is_worker else progress_line(self.config, planned.name)
+            with line as progress:
+                result = measure(self.config, planned.model, planned.case, hand_back, progress)
+            verdict = judge(
+                result,
+                stored_case(baseline, planned.label, planned.case),
+                tolerances=gate.settings.tolerances,
+                permissions=gate.settings.updates,
+            )
+        except MagisError as error:
+            self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=str(error)))
+            raise Regression(str(error)) from None
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=what))
+            raise
+        self._leave(Outcome(planned.model, planned.label, planned.case, verdict, result))
+        if not verdict.passed:
+            raise Regression("\n".join(self._lines(verdict, path)))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
+        """A red case says what, how much, and how to accept it; only a defect shows a traceback."""
+        if isinstance(excinfo.value, Regression):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, *args, **kwargs)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.config.rootpath / NAME, None, self.nodeid
+
+    def _leave(self, outcome: Outcome) -> None:
+        # replaced, not appended: a rerun uses the same item again
+        others = [entry for entry in self.user_properties if entry[0] != PROPERTY]
+        self.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
+
+    def _lines(self, verdict: Verdict, path: Path) -> Iterator[str]:
+        for finding in verdict.findings:
+            missing = f" in {_relative(path, self.config)}" if finding.kind == "new" else ""
+            yield f"{finding.kind}: {finding.text}{missing}"
+        for note in verdict.notes:
+            yield f"note: {note}"
+        if verdict.needed:
+            action = "create it" if verdict.needed == ("new",) else "accept"
+            command = accept_case(self.gate.settings.given, self.planned.model, self.planned.case, verdict.needed)
+            yield f"{action} with: {command}"
+        elif any(finding.kind == "broken" for finding in verdict.findings):
+            yield "no baseline can accept this"
+
+
+def _relative(path: Path, config: pytest.Config) -> str:
+    start = config.invocation_params.dir
+    return str(path.relative_to(start) if path.is_relative_to(start) else path)

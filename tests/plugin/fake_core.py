@@ -1,0 +1,119 @@
+"""A stand-in for `magis.api`, loaded into inner runs as their conftest: it makes results up, quickly and without torch.
+
+Figures depend on the case alone, so that runs agree. `fake.json` in the root directory changes them: it maps a case's
+name (or "*") to changes of `FIGURES`, plus "raise" (a message of magis.errors.UsageError), "crash", "interrupt", or
+"fail_times" (raise RuntimeError that often, then succeed; counted in a file, whatever process runs it).
+"""
+
+import json
+import os
+import sys
+import zlib
+
+import pytest
+
+from magis.errors import UsageError
+from magis.results import CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+
+DEVICES = ("cpu", "sim:rtx3090")
+
+FIGURES = {
+    "opt_tensor": 1.0,  # factors on what the case would have
+    "opt_peak": 1.0,
+    "ori_tensor": 1.0,
+    "latency": 1.02,
+    "half_interval": 0.01,
+    "simulator_off": 0,  # bytes
+    "numbers": "bit-identical",
+    "identity": "avx512",
+    "feasible": True,
+    "stopped": False,
+    "note": "",
+    "graph": "g1",
+    "lower_bound": 0.3,  # share of the original's peak
+    "says": [],  # lines of progress
+    "shout": "",  # printed to stdout while the case runs
+}
+
+
+def pytest_magis_devices():
+    return DEVICES
+
+
+def label_of(case):
+    if case.memory_ratio is not None:
+        return f"{case.strategy}-mem{case.memory_ratio:.12g}"
+    return case.strategy if case.latency_ratio is None else f"{case.strategy}-lat{case.latency_ratio:.12g}"
+
+
+def figures(root, name):
+    path = root / "fake.json"
+    changes = json.loads(path.read_text()) if path.exists() else {}
+    return FIGURES | changes.get("*", {}) | changes.get(name, {})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress):
+    root = config.rootpath
+    name = f"{case.model}[{label_of(case)}]"
+    with (root / "calls.txt").open("a") as log:
+        log.write(json.dumps([name, os.getpid(), planning_workspaces, expected_graph]) + "\n")
+    figure = figures(root, name)
+    if "raise" in figure:
+        raise UsageError(figure["raise"])
+    if "crash" in figure:
+        raise RuntimeError(figure["crash"])
+    if "interrupt" in figure:
+        raise KeyboardInterrupt
+    calls = [json.loads(line)[0] for line in (root / "calls.txt").read_text().splitlines()]
+    if calls.count(name) <= figure.get("fail_times", 0):
+        raise RuntimeError("not yet")
+    for text in figure["says"]:
+        progress(text)
+    if figure["shout"]:
+        sys.stdout.write(figure["shout"])
+    return make_result(case, figure)
+
+
+def make_result(case, figure):
+    base = 1_000_000 + 4 * (zlib.crc32(case.model.encode()) % 100_000)
+    original = Memory(int(base * figure["ori_tensor"]) // 4 * 4, int(base * figure["ori_tensor"]) // 4 * 4 + 4096)
+    limit = None if case.memory_ratio is None else int(case.memory_ratio * original.peak_bytes)
+    eager = case.strategy == "eager"
+    share = {"eager": 1.0, "checkpoint": 0.7}.get(case.strategy, 0.99 * (case.memory_ratio or 0.9))
+    tensors = original.tensor_bytes if eager else int(share * base * figure["opt_tensor"]) // 4 * 4
+    optimized = Memory(tensors, original.peak_bytes if eager else int((tensors + 512) * figure["opt_peak"]))
+    real = not case.device.startswith("sim:")
+    latency = 1.0 if eager else figure["latency"]
+    return CaseResult(
+        case=case,
+        dtype=case.dtype or "float32",
+        identity={"instruction set": figure["identity"], "threads": "2", "torch": "2.13.0"},
+        original=step(original, 10.0, real, 0),
+        optimized=step(original, 10.0, real, 0)
+        if eager
+        else step(optimized, 10 * latency, real, figure["simulator_off"]),
+        ratio=interval(latency, figure["half_interval"]) if real and not eager else None,
+        weight_bytes=base // 8 * 4,
+        persistent_bytes=base // 4,
+        memory_limit_bytes=limit,
+        latency_limit_ms=None if case.latency_ratio is None else 10 * case.latency_ratio,
+        device_memory_bytes=8 * 2**30,
+        lower_bound_bytes=int(figure["lower_bound"] * original.peak_bytes),
+        numbers=figure["numbers"] if real else "not run",
+        graph_digest=figure["graph"],
+        note=figure["note"],
+        search=SearchStats(0.5, 0 if eager else 321, figure["stopped"], figure["feasible"], 0 if eager else 7),
+        planning_workspaces={} if eager else {"aten::mm(4x4)": 512},
+    )
+
+
+def step(memory, milliseconds, real, off):
+    simulated = Memory(memory.tensor_bytes + off, memory.peak_bytes + off)
+    if not real:
+        return StepFigures(simulated, milliseconds)
+    return StepFigures(simulated, milliseconds, memory, 1.1 * milliseconds, 0.1)
+
+
+def interval(ratio, half):
+    return RatioInterval(ratio, ratio - half, ratio + half, 15)
