@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,10 +32,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from magis.cost.devices import CONSTANTS_VERSION, find_device
+from magis.units import GIB
+
 __all__ = [
     "Allocation",
     "WindowPeak",
     "allocations",
+    "device_identity",
+    "device_memory",
+    "free_device_memory",
     "memory_profile",
     "replay",
     "tensor_peak",
@@ -172,9 +180,7 @@ def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
     start = torch.cuda.memory_allocated(device)
     kept = fn()
     torch.cuda.synchronize(device)
-    peak = WindowPeak(
-        torch.cuda.max_memory_allocated(device) - start, torch.cuda.memory_allocated(device) - start
-    )
+    peak = WindowPeak(torch.cuda.max_memory_allocated(device) - start, torch.cuda.memory_allocated(device) - start)
     del kept
     return peak
 
@@ -243,3 +249,82 @@ def _storages(tree: object) -> list[tuple[StorageWeakRef, int]]:
             reference: StorageWeakRef = StorageWeakRef(storage)
             found.append((reference, storage.nbytes()))
     return found
+
+
+def device_identity(device: str) -> dict[str, str]:
+    """What workspaces and times of `device` hold for; figures of different identities are never compared.
+
+    "cpu": instruction set that the kernels use, threads in force, torch version. "cuda": GPU, torch and CUDA
+    version. "sim:<name>": the version of the devices' constants. Raises UnknownDevice for other names.
+    """
+    if device == "cpu":
+        return {
+            "device": "cpu",
+            "instruction set": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(torch.get_num_threads()),
+            "torch": str(torch.__version__),
+        }
+    if device == "cuda":
+        return {
+            "device": "cuda",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": str(torch.__version__),
+            "cuda": str(torch.version.cuda),
+        }
+    return {"device": find_device(device).name, "constants": str(CONSTANTS_VERSION)}
+
+
+def device_memory(device: str) -> int:
+    """Bytes of memory that `device` has: of the machine or its container for "cpu"; a constant for "sim:<name>"."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[1])
+    if device != "cpu":
+        return find_device(device).memory_bytes
+    return min(_meminfo("MemTotal"), _container_limit()[0])
+
+
+def free_device_memory(device: str) -> int:
+    """Bytes that a step may still allocate on `device`; a simulated device is empty."""
+    if device == "cuda":
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + cached
+    if device != "cpu":
+        return find_device(device).memory_bytes
+    limit, used = _container_limit()
+    return max(0, min(_meminfo("MemAvailable"), limit - used))
+
+
+def _meminfo(field: str) -> int:
+    """A field of Linux's memory table in bytes; elsewhere what the C library says of physical pages, else 4 GiB."""
+    try:
+        found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is not None:
+        return int(found[1]) * 1024
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 4 * GIB
+
+
+def _container_limit() -> tuple[int, int]:
+    """Memory limit of the control group and what of it is taken (page cache that can go left out), in bytes.
+
+    The limit is unbounded (2**62) outside of a container.
+    """
+    for limit_file, used_file, stat_file, inactive in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        root = Path("/sys/fs/cgroup")
+        try:
+            limit = (root / limit_file).read_text(encoding="ascii").strip()
+            used = int((root / used_file).read_text(encoding="ascii"))
+            stat = (root / stat_file).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            continue
+        reclaimable = re.search(rf"^{inactive} (\d+)", stat, re.MULTILINE)
+        if limit.isdigit():
+            return int(limit), used - (int(reclaimable[1]) if reclaimable is not None else 0)
+    return 2**62, 0

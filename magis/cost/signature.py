@@ -131,9 +131,7 @@ class _Reader:
         return value
 
     def tensor(self, found: re.Match[str]) -> Ref:
-        shape, stride = (
-            tuple(int(size) for size in found[part].split(",") if size) for part in ("shape", "stride")
-        )
+        shape, stride = (tuple(int(size) for size in found[part].split(",") if size) for part in ("shape", "stride"))
         if found["dtype"] not in ITEM_SIZE or len(shape) != len(stride):
             raise self.error(f"a tensor instead of {found[0]}")
         number = len(self.values)

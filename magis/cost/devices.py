@@ -1,0 +1,257 @@
+"""Devices as the cost model sees them: peaks from datasheets, and how much of a peak kernels reach.
+
+Peaks are the vendors' dense figures, without sparsity:
+
+* RTX 3090: NVIDIA Ampere GA102 white paper, table 9 (82 SMs; tf32 35.6, fp16/bf16 with fp32 accumulation 71
+  TFLOP/s; 936 GB/s; 24 GB).
+* V100 SXM2 32 GB: NVIDIA Tesla V100 datasheet (80 SMs; fp32 15.7, fp16 125 TFLOP/s; 900 GB/s). No tf32, no
+  bf16: the latter runs at the fp32 rate.
+* A100 SXM 80 GB: NVIDIA A100 datasheet (108 SMs; tf32 156, bf16 312 TFLOP/s; 2039 GB/s).
+* H100 SXM: NVIDIA H100 datasheet (132 SMs; tf32 494.7, bf16 989.4 TFLOP/s; 3.35 TB/s).
+* H200 SXM: NVIDIA H200 datasheet (as the H100; 4.8 TB/s; 141 GB).
+
+float32 products run in tf32 where the device has it, as in the paper. Reachable shares are our assumptions,
+set to common experience with cuBLAS and cuDNN: on one H200 a bf16 product of 8192 reached 770-800 TFLOP/s
+(0.79 of the peak) and a copy 4.3 TB/s (0.90). PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8
+of the link's nominal rate. A kernel launch costs 5 us of a step that PyTorch issues operator by operator.
+
+"cpu" is a class of machine, a 2-core server with AVX-512 (see `benchmarks/calibrate_cpu.py`, whose fit these
+constants are). They are frozen: a search never depends on a timing of the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from magis.errors import UsageError
+from magis.units import GIB, MIB
+
+__all__ = ["CONSTANTS_VERSION", "DeviceModel", "Rates", "UnknownDevice", "device_names", "find_device"]
+
+CONSTANTS_VERSION = 1
+"""Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
+it."""
+
+
+class UnknownDevice(UsageError):  # noqa: N818 (the name that users meet)
+    """No device of that name; the message lists the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Reachable shares, of the peak arithmetic and of the memory bandwidth, of one kind of operator."""
+
+    arithmetic: float
+    bandwidth: float
+    overhead_ns: int = 0
+    """Host time per call beyond the device's `launch_ns`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """A device's constants; rates are per second, sizes are bytes, overheads nanoseconds."""
+
+    name: str
+    matrix_flops: Mapping[str, float]
+    """Peak of matrix products by data type; the others run at `vector_flops`."""
+    vector_flops: float
+    bandwidth: float
+    memory_bytes: int
+    launch_ns: int
+    view_ns: int
+    rates: Mapping[str, Rates]
+    """By kind of operator (`magis.cost.families`); "unknown" is the default."""
+    rounding: int
+    link_bytes_per_s: float
+    """Host link, one direction; 0: nothing is swapped on this device."""
+    overlaps: bool
+    """Whether arithmetic and memory traffic of one operator hide each other (max) or not (sum)."""
+    half_outputs: int = 0
+    """Results of a matrix product (or convolution, attention) at which half of the peak is reached."""
+    half_elements: int = 0
+    """Elements of any other operator at which half of the bandwidth is reached."""
+    half_dimension: int = 0
+    """Smallest dimension of a matrix product at which half of the peak is reached."""
+    element_ns: Mapping[str, float] = field(default_factory=dict)
+    """Time per element by operator name, else by kind, instead of counted arithmetic."""
+    fault_ns_per_byte: float = 0.0
+    """Cost of touching fresh memory for the first time, for storages of at least `fault_bytes`."""
+    fault_bytes: int = 0
+
+
+_GPU_RATES = {
+    "matmul": Rates(0.75, 0.85),
+    "conv": Rates(0.60, 0.80),
+    "conv_backward": Rates(0.55, 0.80, 5_000),  # two kernels
+    "attention": Rates(0.50, 0.80),
+    "attention_backward": Rates(0.40, 0.80, 5_000),
+    "pointwise": Rates(0.50, 0.88),
+    "transcendental": Rates(0.50, 0.88),
+    "random": Rates(0.50, 0.80),
+    "copy": Rates(0.50, 0.88),
+    "strided_copy": Rates(0.50, 0.50),
+    "permuted_copy": Rates(0.50, 0.75),
+    "fill": Rates(0.50, 0.90),
+    "reduction": Rates(0.50, 0.80),
+    "softmax": Rates(0.50, 0.75),
+    "norm": Rates(0.50, 0.70),
+    "batch_norm": Rates(0.50, 0.75),
+    "pool": Rates(0.25, 0.70),
+    "resize": Rates(0.25, 0.70),
+    "gather": Rates(0.50, 0.60),
+    "scatter": Rates(0.25, 0.30, 10_000),  # sorts its indices first
+    "unknown": Rates(0.25, 0.60),
+}
+
+
+def _gpu(
+    name: str,
+    *,
+    multiprocessors: int,
+    tera: Mapping[str, float],
+    vector_tera: float,
+    bandwidth: float,
+    memory_bytes: int,
+    link_bytes_per_s: float,
+    matmul_share: float = 0.75,
+) -> DeviceModel:
+    """A GPU from its datasheet. `tera` holds TFLOP/s of matrix products by data type.
+
+    Utilization falls with the operator's size: half of the matrix peak at an eighth of a wave of 128 x 128
+    tiles (libraries use smaller tiles and split the inner dimension below a full wave), half of the bandwidth
+    at 1024 elements per multiprocessor.
+    """
+    return DeviceModel(
+        name=name,
+        matrix_flops={dtype: value * 1e12 for dtype, value in tera.items()},
+        vector_flops=vector_tera * 1e12,
+        bandwidth=bandwidth,
+        memory_bytes=memory_bytes,
+        launch_ns=5_000,
+        view_ns=0,
+        rates={**_GPU_RATES, "matmul": Rates(matmul_share, 0.85)},
+        rounding=512,
+        link_bytes_per_s=link_bytes_per_s,
+        overlaps=True,
+        half_outputs=multiprocessors * 128 * 128 // 8,
+        half_elements=multiprocessors * 1024,
+    )
+
+
+_GPUS = (
+    _gpu(
+        "rtx3090",
+        multiprocessors=82,
+        tera={"float64": 0.556, "float32": 35.6, "float16": 71.0, "bfloat16": 71.0},
+        vector_tera=35.6,
+        bandwidth=936e9,
+        memory_bytes=24 * GIB,
+        link_bytes_per_s=25e9,
+    ),
+    _gpu(
+        "v100",
+        multiprocessors=80,
+        tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
+        vector_tera=15.7,
+        bandwidth=900e9,
+        memory_bytes=32 * GIB,
+        link_bytes_per_s=12e9,
+    ),
+    _gpu(
+        "a100",
+        multiprocessors=108,
+        tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
+        vector_tera=19.5,
+        bandwidth=2039e9,
+        memory_bytes=80 * GIB,
+        link_bytes_per_s=25e9,
+    ),
+    _gpu(
+        "h100",
+        multiprocessors=132,
+        tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
+        vector_tera=66.9,
+        bandwidth=3350e9,
+        memory_bytes=80 * GIB,
+        link_bytes_per_s=50e9,
+        matmul_share=0.78,
+    ),
+    _gpu(
+        "h200",
+        multiprocessors=132,
+        tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
+        vector_tera=66.9,
+        bandwidth=4800e9,
+        memory_bytes=140 * GIB,
+        link_bytes_per_s=50e9,
+        matmul_share=0.78,
+    ),
+)
+
+_CPU_FLOPS = 400e9  # 2 cores x 64 flop a cycle (two AVX-512 fused multiply-adds) x 3.1 GHz
+_CPU_BANDWIDTH = 80e9  # last-level cache and memory mixed, as a step of a few hundred MB meets them
+
+CPU = DeviceModel(
+    name="cpu",
+    matrix_flops={"float32": _CPU_FLOPS, "float64": _CPU_FLOPS / 2, "bfloat16": _CPU_FLOPS},
+    vector_flops=_CPU_FLOPS / 2,
+    bandwidth=_CPU_BANDWIDTH,
+    memory_bytes=8 * GIB,
+    launch_ns=2_000,
+    view_ns=1_500,
+    rates={
+        "matmul": Rates(0.48, 0.9, 3_000),
+        # blocked layouts: inputs and outputs are re-laid out around the product, at a third of the bandwidth
+        "conv": Rates(0.95, 0.31, 80_000),
+        "conv_backward": Rates(0.82, 0.31, 160_000),
+        "attention": Rates(0.48, 0.9, 200_000),
+        "attention_backward": Rates(0.48, 0.9, 200_000),
+        "fill": Rates(0.5, 0.5),
+        "unknown": Rates(0.5, 0.9),
+    },
+    rounding=1,
+    link_bytes_per_s=0.0,
+    overlaps=False,
+    half_dimension=24,
+    element_ns={
+        # nanoseconds per element on both cores, beyond the memory traffic
+        "gelu": 0.16, "gelu_backward": 0.20, "exp": 0.34, "tanh": 1.18, "sigmoid": 0.09, "sqrt": 0.14,
+        "silu": 0.10, "silu_backward": 0.12, "pow": 0.90, "transcendental": 0.52,
+        "lt": 0.15, "le": 0.15, "gt": 0.15, "ge": 0.15, "eq": 0.15, "ne": 0.15, "where": 2.0, "masked_fill": 2.0,
+        "_fused_adamw": 0.02, "_fused_adam": 0.02, "_fused_sgd": 0.01,
+        "softmax": 0.20, "_softmax_backward_data": 0.05, "_log_softmax_backward_data": 0.08,
+        "norm": 0.10, "native_layer_norm_backward": 0.18,
+        "batch_norm": 0.66, "native_batch_norm_backward": 0.15,
+        "pool": 2.6, "max_pool2d_with_indices_backward": 0.35, "avg_pool2d": 1.1, "avg_pool2d_backward": 1.1,
+        "resize": 0.30, "upsample_nearest2d_backward": 0.35, "upsample_bilinear2d": 0.70,
+        "upsample_bilinear2d_backward": 2.0,
+        "reduction": 0.05, "var": 2.8, "var_mean": 2.8, "std": 2.8, "std_mean": 2.8,
+        "random": 6.0, "strided_copy": 0.48, "permuted_copy": 0.15, "_to_copy": 0.05, "scatter": 0.10,
+        "attention": 0.6, "attention_backward": 1.2,
+    },
+    fault_ns_per_byte=0.33,
+    fault_bytes=32 * MIB,  # glibc maps larger blocks afresh each time: its dynamic threshold ends here
+)  # fmt: skip
+
+_DEVICES = {"cpu": CPU, **{f"sim:{gpu.name}": replace(gpu, name=f"sim:{gpu.name}") for gpu in _GPUS}}
+
+
+def device_names() -> tuple[str, ...]:
+    """Names that `find_device` knows without a GPU: "cpu" and "sim:<name>"."""
+    return tuple(_DEVICES)
+
+
+def find_device(name: str, gpu: str = "") -> DeviceModel:
+    """The constants of "cpu", "sim:<name>", or of "cuda" for a GPU that calls itself `gpu` ("NVIDIA H200").
+
+    A GPU without constants of its own is taken for an A100. Nothing is swapped on "cuda" (link 0). Raises
+    UnknownDevice, which lists the names.
+    """
+    if name == "cuda":
+        plain = gpu.lower().replace(" ", "")
+        found = next((known for known in _GPUS if known.name.removeprefix("rtx") in plain), _GPUS[2])
+        return replace(found, name="cuda", link_bytes_per_s=0.0)
+    if name not in _DEVICES:
+        raise UnknownDevice(f"unknown device {name!r}", hint=f"choose one of cuda, {', '.join(_DEVICES)}")
+    return _DEVICES[name]

@@ -1,0 +1,266 @@
+"""What an operator does: floating-point operations, bytes read and written, by shapes alone.
+
+Bytes are counted the way a kernel that runs alone meets them: every input once (an expanded dimension, stride
+0, once in all), every output once, and what the kernel's algorithm passes over twice, twice. Operators that
+touch only part of an input (embedding, slices' gradients, loss of one class) are charged for that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from magis.aten.facts import is_view
+from magis.cost.families import Family, family, name_of
+from magis.ir.types import ITEM_SIZE, Op, Ref, Value
+
+__all__ = ["Work", "work"]
+
+_UNREAD = frozenset({"copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_"})
+"""In-place operators that overwrite their first argument without reading it."""
+
+_DESTINATIONS = frozenset({"out", "grad_input"})
+"""Keywords of the tensor that an operator's `out` form writes to."""
+
+_EASY_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
+"""Exponents that kernels work out by products and roots."""
+
+_CAUSAL = {  # position of the `is_causal` argument
+    "_scaled_dot_product_flash_attention_for_cpu": 4,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "_scaled_dot_product_flash_attention": 4,
+    "_scaled_dot_product_flash_attention_backward": 11,
+    "_scaled_dot_product_efficient_attention": 6,
+    "_scaled_dot_product_efficient_attention_backward": 11,
+    "_scaled_dot_product_cudnn_attention": 6,
+    "_scaled_dot_product_cudnn_attention_backward": 14,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one call does.
+
+    `kind` is a family's kind, "view", "strided_copy" (a copy that changes the innermost dimension) or
+    "unknown" (no family: bytes of inputs and outputs). `dtype` is the type that the arithmetic runs in.
+    """
+
+    kind: str
+    name: str
+    """The operator's name, "square" where a power is worked out by products."""
+    dtype: str
+    flops: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    fresh_bytes: int = 0
+    """Part of the written bytes that goes to storages which the call allocates."""
+    results: int = 0
+    """Results that can be computed at the same time."""
+    elements: int = 0
+    """Elements gone through one by one: of inputs or outputs, windows of a pooling, attention scores."""
+    smallest_dimension: int = 0
+    """Of a matrix product's three dimensions; 0 for other operators."""
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.read_bytes + self.written_bytes
+
+
+def work(op: Op, values: Mapping[int, Value]) -> Work:
+    """What `op` does; `values` holds its inputs and outputs."""
+    inputs = [values[number] for number in dict.fromkeys(_read(op))]
+    outputs = [values[number] for number in op.made()]
+    given = {values[number].storage for number in op.inputs()}
+    dtype = _arithmetic(inputs or outputs)
+    if is_view(op.target) and all(output.storage in given for output in outputs):
+        return Work("view", name_of(op.target), dtype)
+    read = sum(_distinct_bytes(value) for value in inputs)
+    # operators that update lists in place return nothing
+    written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
+    known = family(op.target)
+    elements = _elements(op, known, inputs, outputs)
+    matrix = known is not None and known.kind in ("matmul", "conv", "conv_backward")
+    done = Work(
+        kind=known.kind if known is not None else "unknown",
+        name=name_of(op.target),
+        dtype=dtype,
+        read_bytes=read,
+        written_bytes=written,
+        fresh_bytes=sum(output.nbytes for output in outputs if output.storage not in given),
+        results=max((value.numel for value in outputs), default=0) if matrix else elements,
+        elements=elements,
+    )
+    return done if known is None else _refined(done, known, op, values, outputs)
+
+
+def _refined(done: Work, known: Family, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> Work:
+    """`done` with the arithmetic of its kind, and the bytes that its algorithm skips or passes over again."""
+    name = name_of(op.target)
+    match known.kind:
+        case "matmul":
+            return _matmul(done, op, values, outputs)
+        case "conv":
+            return replace(done, flops=_convolution_flops(op, values, outputs))
+        case "conv_backward":
+            return replace(done, flops=_convolution_backward_flops(op, values))
+        case "attention" | "attention_backward":
+            return _attention(done, op, values)
+        case "none":
+            return Work("none", name, done.dtype, fresh_bytes=done.fresh_bytes)
+        case "copy":
+            return replace(done, kind=_copy_kind(op, values))
+        case "transcendental" if name == "pow" and op.args[1] in _EASY_POWERS:
+            return replace(done, kind="pointwise", name="square", flops=3 * done.elements)
+    read, written = _passes(op, values, known, done)
+    return replace(done, flops=known.per_element * done.elements, read_bytes=read, written_bytes=written)
+
+
+def _elements(op: Op, known: Family | None, inputs: list[Value], outputs: list[Value]) -> int:
+    """What an operator goes through one by one; for a pooling forward, its outputs times the window."""
+    elements = max((value.numel for value in (*outputs, *inputs)), default=0)
+    if not outputs:
+        return sum(value.numel for value in inputs)
+    if known is not None and known.kind == "pool" and len(op.args) > 1 and isinstance(op.args[1], tuple):
+        window = prod(size for size in op.args[1] if isinstance(size, int))
+        return max(elements, outputs[0].numel * window)
+    return elements
+
+
+def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
+    """ "strided_copy" where neighbours of an input are no neighbours in the output, or the other way round;
+    "permuted_copy" where they are but the order of the outer dimensions changes; else "copy".
+    """
+    touched = [values[number] for number in (*_read(op), *op.made())]
+    innermost = {v.stride[-1] != 1 for v in touched if v.shape and v.shape[-1] > 1 and v.stride[-1] != 0}
+    if len(innermost) > 1:
+        return "strided_copy"
+    rank = max((len(value.shape) for value in touched), default=0)
+    orders = {_order(value) for value in touched if len(value.shape) == rank}
+    return "permuted_copy" if len(orders) > 1 else "copy"
+
+
+def _order(value: Value) -> tuple[int, ...]:
+    """Dimensions from the outermost in memory to the innermost, those of size 1 and expanded ones last."""
+    idle = [step == 0 or size == 1 for size, step in zip(value.shape, value.stride, strict=True)]
+    return tuple(sorted(range(len(value.shape)), key=lambda dim: (idle[dim], -value.stride[dim] * (not idle[dim]))))
+
+
+def _read(op: Op) -> tuple[int, ...]:
+    """Value ids whose elements the call reads, the destination of `out=` and what it overwrites left out."""
+    overwrites = op.target.split(".")[1] in _UNREAD
+    kwargs = tuple((name, arg) for name, arg in op.kwargs if name not in _DESTINATIONS)
+    return replace(op, args=op.args[1:] if overwrites else op.args, kwargs=kwargs).inputs()
+
+
+def _distinct_bytes(value: Value) -> int:
+    """Bytes of the distinct elements of a value: expanded dimensions count once."""
+    sizes = (size for size, step in zip(value.shape, value.stride, strict=True) if step != 0 or size == 0)
+    return prod(sizes) * ITEM_SIZE[value.dtype]
+
+
+def _updated_bytes(op: Op, values: Mapping[int, Value]) -> int:
+    """Bytes of what a call without outputs updates: its first argument; all but the gradients if fused."""
+    lists = [arg if isinstance(arg, tuple) else (arg,) for arg in op.args]
+    updated = [*lists[:1], *lists[2:]] if "._fused_" in op.target else lists[:1]
+    numbers = {item.value for arg in updated for item in arg if isinstance(item, Ref)}
+    return sum(_distinct_bytes(values[number]) for number in numbers)
+
+
+def _arithmetic(values: list[Value]) -> str:
+    """The type of the arithmetic: the widest floating-point type among `values`, else the first type."""
+    floating = [value.dtype for value in values if value.dtype.startswith(("float", "bfloat", "complex"))]
+    if floating:
+        return max(floating, key=lambda dtype: (ITEM_SIZE[dtype], dtype))
+    return values[0].dtype if values else "float32"
+
+
+def _tensor(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
+    arg = op.args[position] if position < len(op.args) else None
+    return values[arg.value] if isinstance(arg, Ref) else None
+
+
+def _matmul(done: Work, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> Work:
+    """2 m n k, batches included: every element of the output is a sum of `k` products."""
+    name = name_of(op.target)
+    left = _tensor(op, values, 1 if name.startswith(("add", "baddbmm", "_addmm")) else 0)
+    if left is None or not outputs:
+        return done
+    if name in ("ger", "addr"):
+        return replace(done, flops=2 * outputs[0].numel, smallest_dimension=1)
+    inner = left.shape[-1] if left.shape else 1
+    batch = left.shape[0] if name == "addbmm" else 1
+    rows = left.shape[-2] if len(left.shape) > 1 else 1
+    columns = outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
+    return replace(done, flops=2 * batch * inner * outputs[0].numel, smallest_dimension=min(rows, columns, inner))
+
+
+def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]) -> int:
+    """Each output element sums in-channels / groups x kernel products; transposed: each input element does."""
+    image, weight = _tensor(op, values, 0), _tensor(op, values, 1)
+    if image is None or weight is None or weight.numel == 0 or not outputs:
+        return 0
+    transposed = name_of(op.target).endswith("convolution") and len(op.args) > 6 and op.args[6] is True
+    driver = image if transposed or "transpose" in op.target else outputs[0]
+    return 2 * driver.numel * (weight.numel // weight.shape[0])
+
+
+def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
+    """The forward's products once for each of the two large gradients asked for; a sum for the bias."""
+    gradient, image, weight = (_tensor(op, values, position) for position in range(3))
+    mask = op.args[-1]
+    if gradient is None or image is None or weight is None or not isinstance(mask, tuple):
+        return 0
+    driver = image if op.args[7] is True else gradient
+    products = 2 * driver.numel * (weight.numel // max(1, weight.shape[0]))
+    large = sum(1 for wanted in mask[:2] if wanted)
+    return products * large + (gradient.numel if mask[2] else 0)
+
+
+def _attention(done: Work, op: Op, values: Mapping[int, Value]) -> Work:
+    """Two products forward, five backward (one is computed again); half of each under a causal mask."""
+    first = 1 if done.kind == "attention_backward" else 0
+    query, key, value = (_tensor(op, values, first + step) for step in range(3))
+    if query is None or key is None or value is None:
+        return done
+    scores = prod(query.shape[:-1]) * key.shape[-2]
+    flops = 2 * scores * (query.shape[-1] + value.shape[-1])
+    if first:
+        flops = flops * 5 // 2
+    position = _CAUSAL.get(name_of(op.target), len(op.args))
+    causal = dict(op.kwargs).get("is_causal", op.args[position] if position < len(op.args) else False)
+    half = 2 if causal is True else 1
+    return replace(done, flops=flops // half, elements=scores // half, results=query.numel)
+
+
+def _passes(op: Op, values: Mapping[int, Value], known: Family, done: Work) -> tuple[int, int]:
+    """Bytes read and written, corrected for what the algorithm skips or passes over again."""
+    read, written = done.read_bytes, done.written_bytes
+    outputs = sum(values[number].nbytes for number in op.made())
+    name = name_of(op.target)
+    match known.kind:
+        case "batch_norm":  # once for the sums, once to apply them
+            return 2 * read, written
+        case "gather" if name.startswith("nll_loss"):
+            return _row_bytes(op, values), written
+        case "gather":
+            indices = sum(v.nbytes for v in map(values.__getitem__, op.inputs()) if v.dtype.startswith("int"))
+            return indices + outputs, written
+        case "fill":
+            return 0, written
+        case "scatter" if name == "embedding_dense_backward":  # cleared, then read and added to by row
+            gradient = values[op.inputs()[0]].nbytes
+            return read + gradient, written + gradient
+        case "scatter" if op.target.split(".")[1].endswith("_"):
+            touched = sum(values[number].nbytes for number in op.inputs()[1:])
+            return 2 * touched, touched
+        case _:
+            return read, written
+
+
+def _row_bytes(op: Op, values: Mapping[int, Value]) -> int:
+    """One element and one target per row: what a loss of one class per row reads."""
+    scores, target = _tensor(op, values, 0), _tensor(op, values, 1)
+    if scores is None or target is None:
+        return 0
+    return target.nbytes + target.numel * ITEM_SIZE[scores.dtype]
