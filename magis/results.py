@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+__all__ = ["Case", "CaseResult", "Memory", "RatioInterval", "SearchStats", "StepFigures"]
+
 
 @dataclass(frozen=True)
 class Case:

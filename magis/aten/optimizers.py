@@ -20,8 +20,8 @@ from magis.errors import UsageError
 class OptimizerSpec:
     """The weight update, with the hyper-parameters and defaults of `torch.optim`.
 
-    `kind` "sgd" is `SGD` without momentum, "momentum" `SGD` with it, "adam" and "adamw" are themselves, "none" means
-    inference: neither gradients nor an update.
+    `kind` "sgd" is `SGD` without momentum, "momentum" `SGD` with it, "adam" and "adamw" are themselves, "gradients"
+    stops after the backward and returns the gradients, "none" means inference: neither gradients nor an update.
     """
 
     kind: str
@@ -33,12 +33,10 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZER_KINDS:
-            raise UsageError(
-                f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}"
-            )
+            raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
 
 
-OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "none")
+OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "gradients", "none")
 SCALAR_NAMES = ("neg_lr", "neg_step_size", "decay", "bias_correction2_sqrt")
 _SENTINEL_BASE = 0.0078125
 
@@ -84,14 +82,12 @@ def scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
 
 
 def torch_optimizer(rule: OptimizerSpec, params: Sequence[Tensor]) -> torch.optim.Optimizer | None:
-    """The same update as an unfused, non-foreach ``torch.optim`` optimizer; None for "none"."""
-    if rule.kind == "none":
+    """The same update as an unfused, non-foreach ``torch.optim`` optimizer; None for "gradients" and "none"."""
+    if rule.kind in ("gradients", "none"):
         return None
     if rule.kind in ("sgd", "momentum"):
         momentum = rule.momentum if rule.kind == "momentum" else 0.0
-        return torch.optim.SGD(
-            params, lr=rule.lr, momentum=momentum, weight_decay=rule.weight_decay, foreach=False
-        )
+        return torch.optim.SGD(params, lr=rule.lr, momentum=momentum, weight_decay=rule.weight_decay, foreach=False)
     cls = torch.optim.AdamW if rule.kind == "adamw" else torch.optim.Adam
     return cls(
         params,
@@ -112,6 +108,8 @@ def update(
     numbers: Mapping[str, float],
 ) -> None:
     """Run the update; one state mapping per parameter, names as in ``state_names``. Gradients may be missing."""
+    if rule.kind in ("gradients", "none"):
+        return
     _STEPS[rule.kind](rule, params, grads, states, numbers)
 
 

@@ -58,8 +58,8 @@ class EagerStep:
         self._optimizer = optimizers.torch_optimizer(rule, [p for _, p in self._trained])
 
     def prepare(self) -> None:
-        if self._optimizer is not None:
-            self._optimizer.zero_grad(set_to_none=True)
+        for _, parameter in self._trained:
+            parameter.grad = None
 
     def run(self) -> Tensor:
         if self._explicit:
@@ -68,13 +68,14 @@ class EagerStep:
         return self._run()
 
     def _run(self) -> Tensor:
-        if self._optimizer is None:
+        if self._rule.kind == "none":
             with torch.no_grad():
-                return self._forward()
+                return first_tensor(self._forward())
         loss = self._forward()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        return loss.detach()
+        loss.backward()
+        if self._optimizer is not None:
+            self._optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
 
     def _forward(self) -> Any:
         if self._loss_fn is None:
@@ -91,11 +92,7 @@ class EagerStep:
             for name, parameter in self._trained:
                 state = self._optimizer.state.get(parameter, {})
                 found.update(
-                    {
-                        f"{kind}:{name}": state[kind]
-                        for kind in optimizers.state_names(self._rule)
-                        if kind in state
-                    }
+                    {f"{kind}:{name}": state[kind] for kind in optimizers.state_names(self._rule) if kind in state}
                 )
         return found
 
@@ -137,9 +134,7 @@ class GraphStep:
                 self._state[rest] = tensor
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)
-                tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(
-                    value.shape
-                )
+                tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
             else:
                 tensor = known[value.name]
             if tuple(tensor.shape) != value.shape or tensor.element_size() != ITEM_SIZE[value.dtype]:
@@ -160,3 +155,11 @@ class GraphStep:
 
     def state(self) -> Mapping[str, Tensor]:
         return self._state
+
+
+def first_tensor(result: Any) -> Tensor:
+    """The first tensor of a module's output, as in the graph's outputs."""
+    if isinstance(result, Tensor):
+        return result
+    parts = result.values() if isinstance(result, Mapping) else result
+    return first_tensor(next(iter(parts)))

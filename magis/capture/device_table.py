@@ -34,9 +34,7 @@ def device_forms(device: str) -> AbstractContextManager[Any]:
     return _CudaForms() if device == "cuda" else nullcontext()
 
 
-def _dropout(
-    func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:  # noqa: A002
+def _dropout(func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002
     if not training or p in (0.0, 1.0) or inplace:
         return func(input, p, training, inplace)  # type: ignore[no-any-return]
     return torch.native_dropout(input, p, True)[0]
@@ -46,15 +44,8 @@ def _attention(
     func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    plain = (
-        query.dim() == 4
-        and not enable_gqa
-        and query.shape[-1] == value.shape[-1]
-        and query.shape[-1] % 8 == 0
-    )
-    math_only = (
-        not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
-    )
+    plain = query.dim() == 4 and not enable_gqa and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    math_only = not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
     if math_only or not plain:
         return func(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -108,8 +108,7 @@ class Recorder(TorchDispatchMode):
         written = self._written(func, target, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
-            (storage, self._versions[storage])
-            for storage in fresh_inputs | ({GENERATOR} if random else set())
+            (storage, self._versions[storage]) for storage in fresh_inputs | ({GENERATOR} if random else set())
         )
         if random:
             written.add(GENERATOR)
@@ -169,9 +168,7 @@ class Recorder(TorchDispatchMode):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
-            self._value_of.pop(
-                self._key(item), None
-            )  # the same window, but on new contents: a value of its own
+            self._value_of.pop(self._key(item), None)  # the same window, but on new contents: a value of its own
         return self._value(item, "temporary", "")
 
     # -- identities ---------------------------------------------------------------------------------------------

@@ -19,9 +19,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.stateless import _reparametrize_module
 
 from magis.aten import optimizers
 from magis.capture.device_table import device_forms
@@ -37,7 +39,8 @@ class Captured:
     ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
     operators after which eager frees it (missing: it lives to the end), so that the graph in program order
     reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) of Python numbers that
-    eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names of the trained parameters.
+    eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names of the
+    trained parameters.
     """
 
     graph: Graph
@@ -71,30 +74,31 @@ def capture(
     marks = optimizers.sentinels()
     recorder = Recorder(marks.names)
     with mode:
-        states = [
-            {kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)}
-            for n in trained
-        ]
+        states = [{kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)} for n in trained]
         _register(recorder, fakes, trained, states)
         with ExitStack() as stack:
             stack.enter_context(_clear_errors(recorder))
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+            stack.enter_context(_reparametrize_module(module, {**fakes.params, **fakes.buffers}, tie_weights=True))
             stack.enter_context(recorder.watch(module))
             stack.enter_context(device_forms(device))
             stack.enter_context(recorder)
             with torch.set_grad_enabled(training):
                 result = _forward(module, fakes, loss_fn)
+            grads: Sequence[Tensor | None] = ()
             if training:
                 _check_loss(result)
                 recorder.phase = "backward"
                 leaves = [fakes.params[name] for name in trained]
                 # Held to the end of the step, as ``.grad`` holds them in eager.
-                grads = torch.autograd.grad(result, leaves, allow_unused=True)
+                grads = _gradients(result, leaves)
                 recorder.phase = "update"
                 with torch.no_grad():
                     optimizers.update(rule, leaves, grads, states, marks.numbers)
-            outputs = tuple(recorder.value_of(t) for t in _flat(result))
+            returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
+            outputs = tuple(dict.fromkeys(recorder.value_of(t) for t in returned))
             deaths = recorder.deaths
     return Captured(
         graph=recorder.graph(outputs),
@@ -153,10 +157,20 @@ def _register(
 
 
 def _forward(module: nn.Module, fakes: _Fakes, loss_fn: Callable[..., Tensor] | None) -> Any:
-    tensors = {**fakes.params, **fakes.buffers}
     if loss_fn is None:
-        return torch.func.functional_call(module, tensors, fakes.inputs)
-    return loss_fn(torch.func.functional_call(module, tensors, fakes.inputs), *fakes.targets)
+        return module(*fakes.inputs)
+    return loss_fn(module(*fakes.inputs), *fakes.targets)
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """``torch.autograd.grad(loss, leaves, allow_unused=True)``, without the detour through function modes.
+
+    That detour would switch ``device_forms`` off during the backward, in which checkpointing runs forwards again.
+    """
+    root = torch.ones_like(loss, memory_format=torch.preserve_format)
+    return _engine_run_backward(  # type: ignore[no-any-return]
+        (loss,), (root,), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
 
 
 def _fake_mode(module: nn.Module) -> FakeTensorMode:

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import rustworkx as rx
 
-from magis.aten.facts import COMMUTATIVE, IN_PLACE_FORM, OUT_FORM, undeclared_writes, without_statistics
 from magis.analysis.hazards import is_pure_view, order_edges
 from magis.analysis.windows import fills
+from magis.aten.facts import COMMUTATIVE, IN_PLACE_FORM, OUT_FORM, undeclared_writes, without_statistics
 from magis.ir import Graph, Op, Ref, Value
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.replay import replay, rounded
@@ -58,15 +58,18 @@ def redo_form(op: Op) -> Op:
     )
 
 
-def compile_problem(graph: Graph, costs: Costs) -> Compiled:
-    """The arrays of a verified graph whose in-place operators are in functional form where possible."""
+def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
+    """The arrays of a verified graph whose in-place operators are in functional form where possible.
+
+    Without ``reuse`` no operator takes over the memory of a dying input.
+    """
     views = {op.id for op in graph.ops if is_pure_view(graph, op)}
     sinks = _sinks(graph, views)
     nodes = tuple(op for op in graph.ops if op.id not in views and op.id not in sinks)
     blocks = _blocks(graph, sinks)
     facts = _Facts(graph, nodes, blocks)
     problem = build_problem(
-        [_node_row(graph, op, index, facts, costs) for index, op in enumerate(nodes)],
+        [_node_row(graph, op, index, facts, costs, reuse) for index, op in enumerate(nodes)],
         [_storage_row(graph, storage, facts, costs) for storage in facts.storages],
         [_block_row(graph, block, facts, costs) for block in blocks],
         persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
@@ -135,7 +138,7 @@ class _Facts:
         return storage in self.node_written
 
 
-def _node_row(graph: Graph, op: Op, index: int, facts: _Facts, costs: Costs) -> NodeRow:
+def _node_row(graph: Graph, op: Op, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
     taken = sorted({graph.values[value].storage for value in op.inputs()})
     made = sorted({graph.values[value].storage for value in op.made()} - set(taken))
     redo = redo_form(op)
@@ -146,6 +149,7 @@ def _node_row(graph: Graph, op: Op, index: int, facts: _Facts, costs: Costs) -> 
         and not any(facts.pinned(storage) for storage in made)
         and bool(made)
     )
+    candidates = reusable(graph, op) if reuse else ()
     return NodeRow(
         inputs=tuple(facts.number[s] for s in taken if s in facts.number),
         outputs=tuple(facts.number[s] for s in made if s in facts.number),
@@ -154,7 +158,7 @@ def _node_row(graph: Graph, op: Op, index: int, facts: _Facts, costs: Costs) -> 
         redo_ns=costs.nanoseconds(redo, graph.values),
         redo_ws=costs.workspace(redo, graph.values),
         redo_ok=redo_ok,
-        reuse=tuple(facts.number[graph.values[v].storage] for v in reusable(graph, op) if _may_reuse(graph, v, facts)),
+        reuse=tuple(facts.number[graph.values[v].storage] for v in candidates if _may_reuse(graph, v, facts)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
     )
@@ -187,9 +191,10 @@ def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
         value = graph.values[candidate]
         same = (value.shape, value.stride, value.dtype) == (output.shape, output.stride, output.dtype)
         alone = storage_uses.count(value.storage) == 1
-        if same and alone and candidate not in found and graph.storages[value.storage].kind == "temporary":
-            if fills(value, graph.storages[value.storage]) and fills(output, fresh):
-                found.append(candidate)
+        storage = graph.storages[value.storage]
+        whole = storage.kind == "temporary" and fills(value, storage) and fills(output, fresh)
+        if same and alone and whole and candidate not in found:
+            found.append(candidate)
     return tuple(found)
 
 

@@ -1,0 +1,65 @@
+"""The subjects of a process: made once per model, shared by its cases."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+
+import torch
+
+from magis.api.subject import Source, Subject
+from magis.cost.devices import device_names
+from magis.errors import UsageError
+from magis.models.registry import PRESETS, get
+from magis.results import Case
+
+KEPT = 2
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Bench:
+    """Keeps the last subjects, so that cases of one model capture and measure the original once."""
+
+    def __init__(self) -> None:
+        self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
+
+    def subject(self, case: Case) -> Subject:
+        """The subject of a case. Raises UsageError for an unknown model, preset, data type or device."""
+        if case.preset not in PRESETS:
+            raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
+        check_device(case.device)
+        spec = get(case.model)
+        dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else "float32")
+        if dtype not in DTYPES:
+            raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
+        make = functools.partial(spec.build, case.preset)
+        return self.keep((case.model, case.preset), Source(case.model, make, dtype, case.device, case.seed))
+
+    def keep(self, what: tuple[object, ...], source: Source) -> Subject:
+        """The subject of a source; ``what`` tells sources of one name apart."""
+        key = (*what, source.dtype, source.device, source.seed)
+        subject = self._subjects.pop(key, None) or Subject(source)
+        self._subjects[key] = subject
+        while len(self._subjects) > KEPT:
+            self._subjects.popitem(last=False)
+        return subject
+
+
+def available_devices() -> tuple[str, ...]:
+    """Devices that cases can run on here, the default one first; simulated ones last."""
+    real = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return (*real, *(name for name in device_names() if name.startswith("sim:")))
+
+
+def default_device() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return available_devices()[0]
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError unless cases can run on the device here."""
+    if name in available_devices():
+        return
+    if name == "cuda":
+        raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
+    raise UsageError(f"unknown device {name!r}", hint=f"use one of {', '.join(available_devices())}")

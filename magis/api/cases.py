@@ -1,0 +1,287 @@
+"""One case of the harness, from its request to its result: capture, plan, run, measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from magis.api.bench import Bench
+from magis.api.planning import Plan, plan, planning_workspaces
+from magis.api.subject import Subject
+from magis.backend.measure import device_identity
+from magis.backend.steps import Step
+from magis.backend.timing import Timing, interleave, ratio_interval
+from magis.capture.checkpoint import checkpointed
+from magis.errors import UsageError
+from magis.ir import Graph
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+from magis.units import format_bytes
+
+STEPS_COMPARED = 3
+TIMING_ROUNDS = 15
+WARM_UP = 2
+STRATEGIES = ("eager", "magis", "checkpoint")
+
+Progress = Callable[[str], None]
+
+
+def run_case(
+    case: Case,
+    *,
+    cache: Bench | None = None,
+    planning_workspaces: Mapping[str, int] | None = None,
+    expected_graph: str | None = None,
+    progress: Progress | None = None,
+) -> CaseResult:
+    """Run one case.
+
+    ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
+    where the graph is still the same, planning uses them, and comes to the same plan on every machine. ``progress`` is
+    told what is going on. Raises MagisError for what cannot be captured or run.
+    """
+    bench = cache if cache is not None else Bench()
+    run = CaseRun(case, bench.subject(case), progress)
+    return run.result(planning_workspaces, expected_graph)
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """The step that is compared with the original: its simulation, and how to make it."""
+
+    simulated: Memory
+    simulated_ns: int
+    make: Callable[[ExitStack], Step]
+    stats: SearchStats
+    workspaces: Mapping[str, int]
+
+
+class CaseRun:
+    """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
+
+    def __init__(self, case: Case, subject: Subject, progress: Progress | None = None) -> None:
+        if case.strategy not in STRATEGIES:
+            raise UsageError(f"unknown strategy {case.strategy!r}", hint=f"use one of {', '.join(STRATEGIES)}")
+        self.graph: Graph | None = None
+        self._case = case
+        self._subject = subject
+        self._progress = progress or (lambda _text: None)
+
+    def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
+        subject, case = self._subject, self._case
+        self._progress("capturing")
+        original_ns = subject.latency_ns(subject.captured.graph)
+        refusal = self._refusal()
+        measured = None
+        if refusal is None:
+            self._progress("measuring the original")
+            measured = subject.original_measured
+        reference = measured or subject.original
+        table = planning_workspaces(subject, stored, expected_graph)
+        limit = _share(case.memory_ratio, reference.peak_bytes)
+        candidate = self._candidate(table, limit, original_ns, reference)
+        numbers, optimized, timing = "not run", None, None
+        if refusal is None:
+            numbers, optimized, timing = self._execute(candidate)
+        return self._assembled(candidate, refusal, measured, optimized, timing, numbers, limit, original_ns)
+
+    # -- the candidate ------------------------------------------------------------------------------------------
+
+    def _candidate(
+        self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
+    ) -> _Candidate:
+        if self._case.strategy == "magis":
+            return self._planned(table, limit, original_ns, reference)
+        subject = self._subject
+        captured = subject.captured if self._case.strategy == "eager" else subject.checkpointed
+        if self._case.strategy == "checkpoint" and not subject.blocks:
+            raise UsageError(
+                f"model {self._case.model!r} names no blocks to checkpoint", hint="list them in Workload.blocks"
+            )
+        profile = subject.simulate(captured)
+
+        def make(stack: ExitStack) -> Step:
+            step = subject.eager()
+            if self._case.strategy == "checkpoint":
+                stack.enter_context(checkpointed(step.module, subject.blocks))
+            return step
+
+        return _Candidate(
+            Memory(profile.tensor_bytes, profile.peak_bytes),
+            subject.latency_ns(captured.graph),
+            make,
+            SearchStats(),
+            {},
+        )
+
+    def _planned(
+        self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
+    ) -> _Candidate:
+        case, subject = self._case, self._subject
+        self._progress("searching")
+        target = limit
+        if limit is not None and table is not None:
+            # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
+            target = _share(case.memory_ratio, self._stored_peak(table, reference))
+        latency_limit = None
+        if case.latency_ratio is not None:
+            latency_limit = int(Fraction(str(case.latency_ratio)) * original_ns)
+        if target is None and latency_limit is None:
+            raise UsageError("a magis case needs a memory ratio or a latency ratio")
+        found = plan(
+            subject,
+            memory_limit=target,
+            latency_limit_ns=latency_limit,
+            budget=case.budget,
+            seconds=case.seconds,
+            seed=case.seed,
+            stored=table,
+        )
+        self.graph = found.graph
+        return _Candidate(
+            subject.simulate_graph(found.graph),
+            found.latency_ns,
+            lambda _stack: subject.generated(found.graph),
+            self._stats(found),
+            found.workspaces,
+        )
+
+    def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
+        """Peak of the original with the baseline's workspaces."""
+        subject = self._subject
+        if subject.kind != "cpu":
+            return reference.peak_bytes
+        return subject.original_with(table).peak_bytes
+
+    def _stats(self, found: Plan) -> SearchStats:
+        return SearchStats(
+            seconds=found.seconds,
+            states=found.states,
+            stopped_by_seconds=found.stopped_by_seconds,
+            feasible=found.feasible,
+            recomputed_ops=found.recomputed_ops,
+            swapped_bytes=found.swapped_bytes,
+            estimated_share=self._subject.estimated_share,
+        )
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        """Why the case is not run but simulated; None if it is run."""
+        subject = self._subject
+        if subject.runs:
+            return None
+        if subject.simulated_only:
+            return "simulated device"
+        return (
+            f"not run: it needs about {format_bytes(subject.predicted_bytes)} of memory,"
+            f" {format_bytes(subject.free_bytes)} are free"
+        )
+
+    def _execute(self, candidate: _Candidate) -> tuple[str, Memory | None, Timing | None]:
+        subject, case = self._subject, self._case
+        if case.strategy == "eager":
+            return "bit-identical", subject.original_measured, None
+        with ExitStack() as stack:
+            eager = subject.eager()
+            step = candidate.make(stack)
+            self._progress("comparing numbers")
+            numbers = compare(eager, step, case.seed)
+            self._progress("measuring memory")
+            memory = subject.measure(step)
+            self._progress("timing")
+            timing = interleave(
+                _timed(eager),
+                _timed(step),
+                rounds=case.timing_rounds or TIMING_ROUNDS,
+                warmup=WARM_UP,
+                device=subject.torch_device,
+            )
+        return numbers, memory, timing
+
+    def _assembled(
+        self,
+        candidate: _Candidate,
+        refusal: str | None,
+        measured: Memory | None,
+        optimized: Memory | None,
+        timing: Timing | None,
+        numbers: str,
+        limit: int | None,
+        original_ns: int,
+    ) -> CaseResult:
+        case, subject = self._case, self._subject
+        first = timing.first_ms if timing else subject.original_times_ms if refusal is None else None
+        second = timing.second_ms if timing else first
+        original = StepFigures(subject.original, original_ns / 1e6, measured, *_median(first))
+        opt = StepFigures(candidate.simulated, candidate.simulated_ns / 1e6, optimized, *_median(second))
+        if case.strategy == "eager":
+            opt = original
+        ratio: RatioInterval | None = ratio_interval(timing) if timing else None
+        latency = original.measured_ms or original.simulated_ms
+        return CaseResult(
+            case=case,
+            dtype=subject.source.dtype,
+            identity=device_identity(case.device),
+            original=original,
+            optimized=opt,
+            ratio=ratio,
+            weight_bytes=subject.weight_bytes,
+            persistent_bytes=subject.captured.graph.persistent_bytes(),
+            memory_limit_bytes=limit,
+            latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
+            device_memory_bytes=subject.roofline.memory_bytes,
+            lower_bound_bytes=subject.lower_bound,
+            numbers=numbers,
+            graph_digest=subject.digest,
+            note=refusal or "",
+            search=candidate.stats,
+            planning_workspaces=dict(candidate.workspaces),
+        )
+
+
+def compare(eager: Step, step: Step, seed: int) -> str:
+    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
+    for index in range(STEPS_COMPARED):
+        losses = []
+        for each in (eager, step):
+            torch.manual_seed(seed + index)
+            each.prepare()
+            losses.append(each.run())
+        if not torch.equal(losses[0], losses[1]):
+            return f"differs: loss of step {index + 1} is {losses[1].item()!r}, eager's {losses[0].item()!r}"
+    expected, found = eager.module.state_dict(), step.module.state_dict()
+    for name, tensor in expected.items():
+        if not torch.equal(tensor, found[name]):
+            return f"differs: {name} after {STEPS_COMPARED} steps"
+    kept = step.state()
+    for name, tensor in eager.state().items():
+        if not torch.equal(tensor, kept[name]):
+            return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
+    return "bit-identical"
+
+
+def _timed(step: Step) -> Callable[[], object]:
+    def once() -> object:
+        step.prepare()
+        return step.run()
+
+    return once
+
+
+def _share(ratio: float | None, peak: int) -> int | None:
+    """Whole bytes of a ratio of the peak, rounded down; the ratio counts as the decimal that was written."""
+    return None if ratio is None else int(Fraction(str(ratio)) * peak)
+
+
+def _median(times: tuple[float, ...] | None) -> tuple[float | None, float | None]:
+    """Median and half the interquartile range."""
+    if not times:
+        return None, None
+    ordered = sorted(times)
+    count = len(ordered)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2

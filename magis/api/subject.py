@@ -1,0 +1,285 @@
+"""A model under test: everything that its cases share, made when first asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from magis.backend.measure import free_device_memory, tensor_peak, window_peak
+from magis.backend.steps import EagerStep, GraphStep, Step
+from magis.backend.timing import interleave
+from magis.backend.workspaces import measure_workspaces
+from magis.capture import Captured, Workload, capture
+from magis.capture.checkpoint import checkpointed
+from magis.cost.devices import find_device
+from magis.cost.model import CostModel, RooflineCosts
+from magis.cost.signature import signature
+from magis.ir import Graph, Op, Value, digest, verify
+from magis.results import Memory
+from magis.rewrite.normalize import functionalize
+from magis.simulate.compile import compile_problem, redo_form
+from magis.simulate.evaluator import lower_bound
+from magis.simulate.replay import MemoryProfile, replay
+
+ROUNDS_ALONE = 5
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a workload comes from: a recipe (seed -> workload), and the case's settings that shape it."""
+
+    name: str
+    make: Callable[[int], Workload]
+    dtype: str
+    device: str
+    seed: int
+    reuse: bool = True
+    """Whether an operator may take over the memory of an input that dies with it."""
+
+
+class Subject:
+    """One model at one size, data type and device. Heavy members are made once and kept."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.simulated_only = source.device.startswith("sim:")
+        self.kind = "cpu" if source.device == "cpu" else "cuda"
+        self._workspaces: dict[str, int] = {}
+
+    # -- the model ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The real workload, on the CPU."""
+        return self.source.make(self.source.seed).to(self.source.dtype)
+
+    @cached_property
+    def _fake(self) -> Workload:
+        with FakeTensorMode():
+            return self.source.make(self.source.seed).to(self.source.dtype)
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The step in program order, with eager's in-place operators; verified."""
+        return self._captured(self._fake)
+
+    @cached_property
+    def checkpointed(self) -> Captured:
+        """The same under activation checkpointing per block."""
+        with checkpointed(self._fake.module, self._fake.blocks, preserve_rng_state=False):
+            return self._captured(self._fake)
+
+    def _captured(self, workload: Workload) -> Captured:
+        found = capture(
+            workload.module,
+            workload.inputs,
+            workload.targets,
+            workload.loss_fn,
+            workload.optimizer,
+            device=self.kind,
+            explicit_attention=workload.explicit_attention,
+        )
+        verify(found.graph)
+        return found
+
+    @cached_property
+    def normal(self) -> Graph:
+        """The step in the form that the search works on."""
+        graph = functionalize(self.captured.graph)
+        verify(graph)
+        return graph
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.captured.graph)
+
+    # -- costs --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roofline(self) -> CostModel:
+        """Costs without any measurement."""
+        return self.costs({})
+
+    def costs(self, workspaces: Mapping[str, int]) -> CostModel:
+        """Costs with these workspaces where they are known."""
+        gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
+        return RooflineCosts(find_device(self.source.device, gpu), None, workspaces)
+
+    def workspaces(self, graph: Graph) -> Mapping[str, int]:
+        """Workspace bytes of this machine for every operator of the graph, measured in isolation.
+
+        Empty (estimates then take their place) on other devices than the CPU, and for steps too large to run.
+        """
+        if self.kind != "cpu" or not self.runs:
+            return {}
+        missing = [(op, graph.values) for op in graph.ops if not op.target.startswith("magis.")]
+        missing = [(op, values) for op, values in missing if signature(op, values) not in self._workspaces]
+        if missing:
+            self._workspaces.update(measure_workspaces(missing))
+        return self._workspaces
+
+    @cached_property
+    def base_workspaces(self) -> Mapping[str, int]:
+        """Those of the original step, of its normal form, and of operators as they are recomputed."""
+        for graph in (self.captured.graph, self.normal, redo_graph(self.normal)):
+            self.workspaces(graph)
+        return dict(self._workspaces)
+
+    # -- the original -------------------------------------------------------------------------------------------
+
+    def simulate(self, captured: Captured) -> MemoryProfile:
+        """Eager's memory, by its own lifetimes."""
+        return self._profile(captured, self.workspaces(captured.graph))
+
+    def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
+        graph = captured.graph
+        costs = self.costs(workspaces)
+        return replay(
+            graph,
+            lambda op: costs.workspace(op, graph.values),
+            deaths=captured.deaths,
+            rounding=costs.rounding,
+            numbers=captured.numbers if self.kind == "cpu" else (),
+        )
+
+    @cached_property
+    def original(self) -> Memory:
+        """Simulated memory of the original step."""
+        profile = self.simulate(self.captured)
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    @cached_property
+    def original_measured(self) -> Memory:
+        """Measured memory of the original step."""
+        step = self.eager()
+        for _ in range(2):  # the first step makes the optimizer's state
+            step.prepare()
+            step.run()
+        return self.measure(step)
+
+    @cached_property
+    def original_times_ms(self) -> tuple[float, ...]:
+        """Times of the original step alone."""
+        step = self.eager()
+
+        def once() -> object:
+            step.prepare()
+            return step.run()
+
+        return interleave(once, once, rounds=ROUNDS_ALONE, warmup=2, device=self.torch_device).first_ms
+
+    def original_with(self, workspaces: Mapping[str, int]) -> Memory:
+        """The original's memory if operators had these workspaces, and none where there is no entry."""
+        known = {**dict.fromkeys(signatures(self.captured.graph), 0), **workspaces}
+        profile = self._profile(self.captured, known)
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def simulate_graph(self, graph: Graph) -> Memory:
+        """What this machine should measure for a graph of ours."""
+        costs = self.costs(self.workspaces(graph))
+        profile = replay(graph, lambda op: costs.workspace(op, graph.values), rounding=costs.rounding)
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def latency_ns(self, graph: Graph) -> int:
+        """Simulated latency of a graph without swaps."""
+        return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
+
+    @cached_property
+    def estimated_share(self) -> float:
+        """Share of the original's simulated latency that comes from operators without profile."""
+        graph = self.captured.graph
+        total = self.latency_ns(graph)
+        alone = [op for op in graph.ops if self.roofline.is_estimated(op, graph.values)]
+        return sum(self.roofline.nanoseconds(op, graph.values) for op in alone) / total if total else 0.0
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        storages = self.captured.graph.storages.values()
+        return sum(storage.nbytes for storage in storages if storage.kind == "parameter")
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Bytes below which no plan without fission gets: persistent ones and one operator's working set."""
+        known = self.base_workspaces if self.kind == "cpu" and self.runs else {}
+        return lower_bound(compile_problem(self.normal, self.costs(known), reuse=self.source.reuse).problem)
+
+    @cached_property
+    def predicted_bytes(self) -> int:
+        """Free memory that running the case takes: two modules with their state beside one step's peak."""
+        graph = self.captured.graph
+        profile = replay(
+            graph,
+            lambda op: self.roofline.workspace(op, graph.values),
+            deaths=self.captured.deaths,
+            rounding=self.roofline.rounding,
+        )
+        return profile.peak_bytes + 2 * graph.persistent_bytes()
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether cases run for real: there is a device, and the step fits into what is free there."""
+        return not self.simulated_only and self.predicted_bytes <= self.free_bytes
+
+    @cached_property
+    def free_bytes(self) -> int:
+        return free_device_memory(self.torch_device)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def fresh(self) -> Workload:
+        """A workload of its own, with the same weights and batch, on the device."""
+        device = self.torch_device
+        base = self.workload
+        return replace(
+            base,
+            module=copy.deepcopy(base.module).to(device),
+            inputs=tuple(t.to(device) for t in base.inputs),
+            targets=tuple(t.to(device) for t in base.targets),
+        )
+
+    def eager(self) -> EagerStep:
+        work = self.fresh()
+        return EagerStep(
+            work.module,
+            work.inputs,
+            work.targets,
+            work.loss_fn,
+            work.optimizer,
+            explicit_attention=work.explicit_attention,
+        )
+
+    def generated(self, graph: Graph) -> GraphStep:
+        work = self.fresh()
+        return GraphStep(graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device)
+
+    def measure(self, step: Step) -> Memory:
+        """Measured memory of one step that has run before."""
+        persistent = self.captured.graph.persistent_bytes()
+        step.prepare()
+        peak = window_peak(step.run, self.torch_device).peak_bytes
+        step.prepare()
+        tensors = tensor_peak(step.run)
+        return Memory(persistent + tensors, persistent + peak)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self._fake.blocks
+
+
+def redo_graph(graph: Graph) -> Graph:
+    """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
+    return replace(graph, ops=tuple(redo_form(op) for op in graph.ops))
+
+
+def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
+    """Every distinct operator signature of a graph with an example; swaps left out."""
+    return {signature(op, graph.values): (op, graph.values) for op in graph.ops if not op.target.startswith("magis.")}
