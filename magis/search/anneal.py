@@ -1,0 +1,78 @@
+"""Threshold annealing on single flags and pairs of flags, with the exact evaluator (PLANNER, polish)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from magis.search.judge import Goal, Judge, Plan
+from magis.search.moves import alternatives
+from magis.simulate.problem import Int64s
+
+__all__ = ["anneal"]
+
+PAIRS = 0.6  # share of steps that change two storages at once: one leaves, one returns
+
+
+def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allow_swap: bool) -> None:
+    """Walk from a plan for so many new states; the judge keeps the best.
+
+    The walk may break the limit, at a price that is twice the mean one of the bytes saved so far; it accepts what
+    is worse by less than a threshold that sinks to nothing. Integers and one seeded generator, so it repeats.
+    """
+    judge.use(plan.order)
+    evaluator = judge.evaluator
+    movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & _worth_moving(judge))
+    options = {storage: alternatives(evaluator, storage, -1, allow_swap=allow_swap) for storage in movable.tolist()}
+    choices = [storage for storage, flags in options.items() if len(flags) > 1]
+    if not choices:
+        return
+    price = _Price(judge, goal, plan)
+    random = np.random.Generator(np.random.PCG64(seed))
+    flags = plan.flags.copy()
+    value = price.value(plan.peak, plan.latency_ns)
+    start, stop = judge.states, judge.states + states
+    tries = 0
+    while judge.states < stop and tries < 4 * states:  # plans seen before cost no states
+        tries += 1
+        threshold = price.step * (stop - judge.states) // (stop - start)
+        before: list[tuple[int, int]] = []
+        for _ in range(2 if random.random() < PAIRS else 1):
+            storage = choices[int(random.integers(len(choices)))]
+            before.append((storage, int(flags[storage])))
+            others = [flag for flag in options[storage] if flag != flags[storage]]
+            flags[storage] = others[int(random.integers(len(others)))]
+        found = price.value(*judge.cost(flags))
+        if found <= value + threshold:
+            value = found
+        else:
+            for storage, flag in reversed(before):
+                flags[storage] = flag
+
+
+def _worth_moving(judge: Judge) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """[s] storages of at least a thousandth of what all temporary ones could save together on average."""
+    nbytes: Int64s = judge.problem.nbytes
+    worth: np.ndarray[tuple[int], np.dtype[np.bool_]] = nbytes * 1000 >= nbytes.max(initial=0)
+    return worth
+
+
+class _Price:
+    """One number for a plan: what the goal minimizes, plus the excess over the limit at a price."""
+
+    def __init__(self, judge: Judge, goal: Goal, plan: Plan) -> None:
+        problem = judge.problem
+        latency = int(problem.node_ns.sum() + problem.blk_ns.sum())
+        peak = max(1, plan.peak - problem.persistent_bytes)
+        self._goal = goal
+        spent = max(plan.latency_ns - latency, latency // 100, 1)
+        if goal.memory_limit is not None:
+            self._num, self._den = 2 * spent, peak
+            self.step = max(1, spent // 100)
+        else:
+            self._num, self._den = 2 * peak, spent
+            self.step = max(1, peak // 100)
+
+    def value(self, peak: int, latency_ns: int) -> int:
+        if self._goal.memory_limit is not None:
+            return latency_ns + max(0, peak - self._goal.memory_limit) * self._num // self._den
+        return peak + max(0, latency_ns - (self._goal.latency_limit_ns or 0)) * self._num // self._den

@@ -1,0 +1,212 @@
+"""The search: from a step and a limit to the best plan found.
+
+Proposals from minimum cuts on the way to the limit, with checkpoints at several distances; what room they leave is
+given back; cheap and lean ones are mixed; the best of them are polished by best-first search and annealing. The
+order is improved by windows before and in between. Everything repeats exactly for equal budgets and seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from magis.errors import UsageError
+from magis.schedule.window import window_orders
+from magis.search.anneal import anneal
+from magis.search.best_first import best_first
+from magis.search.judge import Goal, Judge, Plan, SearchOver
+from magis.search.moves import climb, relink
+from magis.search.prices import CutModel, checkpoints, follow_prices
+from magis.simulate.evaluator import lower_bound
+from magis.simulate.events import DROP, RECOMPUTE
+from magis.simulate.problem import Bools, Int8s, Int32s, Problem
+
+__all__ = ["DEFAULT_BUDGET", "SearchResult", "search"]
+
+DEFAULT_BUDGET = 30_000
+"""States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
+
+LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
+ROUNDS = 48  # of prices per proposal series
+BISECTIONS = 10
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """The best plan found, and how."""
+
+    order: Int32s
+    flags: Int8s
+    peak: int
+    """Bytes, persistent ones and workspace included."""
+    latency_ns: int
+    states: int
+    """Different plans evaluated."""
+    stopped_by_seconds: bool
+    """The seconds cap ended the search: the result depends on the machine's speed."""
+    feasible: bool
+    """The limit is kept."""
+    lower_bound: int
+    """Bytes that no plan avoids."""
+
+
+def search(
+    problem: Problem,
+    *,
+    memory_limit: int | None = None,
+    latency_limit_ns: int | None = None,
+    budget: int = DEFAULT_BUDGET,
+    seconds: float | None = None,
+    allow_swap: bool = True,
+    seed: int = 0,
+) -> SearchResult:
+    """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
+
+    Where the limit cannot be kept, the plan that exceeds it least. UsageError unless exactly one limit is given.
+    """
+    if (memory_limit is None) == (latency_limit_ns is None):
+        raise UsageError("a search needs a memory limit or a latency limit, and not both")
+    if budget < 1:
+        raise UsageError(f"a search needs a budget of at least 1 state, not {budget}")
+    goal = Goal(memory_limit, latency_limit_ns)
+    judge = Judge(problem, goal, budget, seconds)
+    allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
+    with contextlib.suppress(SearchOver):
+        _Search(judge, allow_swap=allow_swap, seed=seed).run()
+    best = judge.best
+    if best is None:
+        raise UsageError(f"the search was given {seconds} seconds, not enough for a single plan")
+    return SearchResult(
+        order=best.order.copy(),
+        flags=best.flags,
+        peak=best.peak,
+        latency_ns=best.latency_ns,
+        states=judge.states,
+        stopped_by_seconds=judge.stopped_by_seconds,
+        feasible=best.met(goal),
+        lower_bound=lower_bound(problem),
+    )
+
+
+class _Search:
+    """The stages of one search; every stage ends early by SearchOver when the budget does."""
+
+    def __init__(self, judge: Judge, *, allow_swap: bool, seed: int) -> None:
+        self.judge = judge
+        self.goal = judge.goal
+        self.allow_swap = allow_swap
+        self.seed = seed
+        self.untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
+
+    def run(self) -> None:
+        """All stages."""
+        judge, goal = self.judge, self.goal
+        base = judge.plan(self.untouched)
+        if goal.memory_limit is not None and base.met(goal):
+            return  # nothing to pay for
+        base = self.reorder(base)
+        if goal.memory_limit is not None:
+            plans = self.propose(base.order, goal.memory_limit, thorough=True)
+        else:
+            plans = self.bisect(base)
+        plans = self.mix(plans)
+        for _ in range(2):
+            share = (judge.budget - judge.states) // 4
+            best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
+            best = self.best(plans)[0]
+            anneal(judge, goal, best, share, seed=self.seed, allow_swap=self.allow_swap)
+            self.climb_best()
+
+    def best(self, plans: list[Plan]) -> list[Plan]:
+        """The best plan so far, first of a list."""
+        return [self.judge.best] if self.judge.best is not None else plans[:1]
+
+    def climb_best(self) -> None:
+        best = self.judge.best
+        if best is not None:
+            self.judge.use(best.order)
+            climb(self.judge, self.goal, best, allow_swap=self.allow_swap)
+
+    def reorder(self, plan: Plan) -> Plan:
+        """Lower the peak of a plan by windows, as long as one does."""
+        judge = self.judge
+        better = True
+        while better:
+            better = False
+            judge.use(plan.order)
+            judge.look(plan.flags)
+            for order in list(window_orders(judge.evaluator)):
+                judge.use(order)
+                child = judge.plan(plan.flags)
+                if child.peak < plan.peak:
+                    plan, better = child, True
+                    break
+        judge.use(plan.order)
+        return plan
+
+    def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[Plan]:
+        """Plans for a memory limit on one order, distinct in what they cost, best first."""
+        judge = self.judge
+        judge.use(order)
+        goal = Goal(memory_limit=limit)
+        model = CutModel(judge.evaluator)
+        sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
+        if not thorough:
+            sets = sets[:: max(1, len(sets) // 4)]
+        rounds = ROUNDS if thorough else ROUNDS // 2
+        plans: list[Plan] = []
+        for kept in sets:
+            for learning in (True, False) if thorough else (True,):
+                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, learning=learning)
+            if kept is not None:
+                plans.append(judge.plan(self.all_but(kept)))
+        for price in LINK_PRICES if self.allow_swap else ():
+            for kept in sets[:: len(sets) // 2]:
+                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, link_price=price)
+        return _distinct(plans, goal)
+
+    def all_but(self, kept: Bools) -> Int8s:
+        """Make everything again except checkpoints: the leanest that recomputation between them can be."""
+        flags = np.where(self.judge.evaluator.step.redoable, RECOMPUTE, 0).astype(np.int8)
+        flags[kept] = 0
+        return flags
+
+    def bisect(self, base: Plan) -> list[Plan]:
+        """Latency mode: plans at ever closer memory limits around the lowest that the latency limit allows."""
+        judge, goal = self.judge, self.goal
+        low, high = lower_bound(judge.problem), base.peak
+        plans = [base]
+        for _ in range(BISECTIONS):
+            if high - low <= base.peak // 1000:
+                break
+            limit = (low + high) // 2
+            found = self.propose(base.order, limit, thorough=False)
+            tight = Goal(memory_limit=limit)
+            found = [climb(judge, tight, plan, allow_swap=self.allow_swap) for plan in found[:2]] + found[2:]
+            plans += found
+            if min(plan.key(tight) for plan in found) <= (limit, goal.latency_limit_ns or 0):
+                high = limit
+            else:
+                low = limit
+        return _distinct(plans, goal)
+
+    def mix(self, plans: list[Plan]) -> list[Plan]:
+        """Climb from the best plans, and mix cheap ones above the limit with lean ones below."""
+        judge, goal = self.judge, self.goal
+        climbed = [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in plans[:6]]
+        best = min(plan.key(goal) for plan in climbed)
+        lean = [plan for plan in plans if plan.met(goal)][:8]
+        cheap = [plan for plan in plans if not plan.met(goal) and plan.key(goal)[1] < best[1]][:8]
+        mixed = [relink(judge, goal, over, under) for over in cheap for under in lean]
+        found = _distinct([*climbed, *(plan for plan in mixed if plan is not None)], goal)
+        return [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in found[:4]] + found[4:]
+
+
+def _distinct(plans: list[Plan], goal: Goal) -> list[Plan]:
+    """One plan per pair of costs, sorted by the goal's key."""
+    unique: dict[tuple[int, int], Plan] = {}
+    for plan in plans:
+        unique.setdefault((plan.peak, plan.latency_ns), plan)
+    return sorted(unique.values(), key=lambda plan: plan.key(goal))

@@ -1,0 +1,125 @@
+"""What a search is after, and the books it keeps: states evaluated, plans seen, the best so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.problem import Int8s, Int32s, Problem
+
+__all__ = ["Goal", "Judge", "Plan", "SearchOver"]
+
+
+class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands; nothing went wrong)
+    """The budget is spent."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A limit of memory (bytes) or of latency (ns); exactly one of them is given."""
+
+    memory_limit: int | None = None
+    latency_limit_ns: int | None = None
+
+    def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
+        """Orders plans, smallest first (PAPER, Algorithm 3): excess over the limit, then the other quantity."""
+        if self.memory_limit is not None:
+            return max(peak, self.memory_limit), latency_ns
+        return max(latency_ns, self.latency_limit_ns or 0), peak
+
+    def met(self, peak: int, latency_ns: int) -> bool:
+        """Is the limit kept?"""
+        if self.memory_limit is not None:
+            return peak <= self.memory_limit
+        return latency_ns <= (self.latency_limit_ns or 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A judged plan: peak in bytes, latency in nanoseconds."""
+
+    order: Int32s
+    flags: Int8s
+    peak: int
+    latency_ns: int
+
+    def key(self, goal: Goal) -> tuple[int, int]:
+        return goal.key(self.peak, self.latency_ns)
+
+    def met(self, goal: Goal) -> bool:
+        return goal.met(self.peak, self.latency_ns)
+
+
+class Judge:
+    """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
+
+    Plans are judged on the order of the last ``use``. ``seconds`` is an extra cap: when it ends the search,
+    ``stopped_by_seconds`` says so, and the result depends on the machine's speed. Without it the same calls give
+    the same answers everywhere.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        goal: Goal,
+        budget: int,
+        seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.problem = problem
+        self.goal = goal
+        self.budget = budget
+        self.states = 0
+        self.stopped_by_seconds = False
+        self.best: Plan | None = None
+        self._clock = clock
+        self._deadline = None if seconds is None else clock() + seconds
+        self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+        self._seen: dict[bytes, tuple[int, int]] = {}
+        order = self.evaluator.order.tobytes()
+        self._orders = {order: (self.evaluator, self._seen)}
+
+    def use(self, order: Int32s) -> None:
+        """Judge plans on this order from now on."""
+        digest = order.tobytes()
+        if digest not in self._orders:
+            self._orders[digest] = (Evaluator(self.problem, order, self.evaluator.step), {})
+        self.evaluator, self._seen = self._orders[digest]
+
+    def cost(self, flags: Int8s) -> tuple[int, int]:
+        """Peak and latency of a plan; raises SearchOver when a new state would exceed the budget."""
+        digest = flags.tobytes()
+        known = self._seen.get(digest)
+        if known is not None:
+            return known
+        self.check_budget()
+        self.states += 1
+        found = self.evaluator.quick(flags)
+        self._seen[digest] = found
+        if self.best is None or self.goal.key(*found) < self.best.key(self.goal):
+            self.best = Plan(self.evaluator.order, flags.copy(), *found)
+        return found
+
+    def plan(self, flags: Int8s) -> Plan:
+        """The judged plan, with flags of its own."""
+        return Plan(self.evaluator.order, flags.copy(), *self.cost(flags))
+
+    def look(self, flags: Int8s) -> tuple[int, int]:
+        """As ``cost``, and ``evaluator`` then describes this plan."""
+        before = self.states
+        found = self.cost(flags)
+        if self.states == before:
+            self.evaluator.quick(flags)
+        return found
+
+    def check_budget(self) -> None:
+        """Raise SearchOver if nothing may be evaluated any more."""
+        if self.states >= self.budget:
+            raise SearchOver
+        if self._deadline is not None and self._clock() > self._deadline:
+            self.stopped_by_seconds = True
+            raise SearchOver

@@ -1,0 +1,153 @@
+"""Moves from plan to plan: one storage at a time, and whole groups of storages that belong together.
+
+A single drop often costs many times what it should (PLANNER, pitfalls), because its chain of inputs has to stay or
+to be made again too. So plans come from minimum cuts first, and the moves here give back what the limit allows
+(``climb``) or exchange connected groups of decisions between a cheap plan above the limit and a lean one below
+(``relink``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from magis.search.judge import Goal, Judge, Plan
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
+from magis.simulate.problem import Bools, Int8s, Int64s, Problem
+
+__all__ = ["alternatives", "climb", "giving_back", "hot", "relink", "saving"]
+
+
+def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
+    """Other flags that a storage may have and that change something."""
+    idle = evaluator.gaps.start[storage] >= 0
+    flags = [KEEP]
+    if evaluator.step.redoable[storage]:
+        flags += [RECOMPUTE] if idle else []
+        flags += [DROP]
+    if allow_swap and idle and evaluator.step.swappable[storage]:
+        flags += [SWAP]
+    return [other for other in flags if other != flag]
+
+
+def hot(evaluator: Evaluator) -> Bools:
+    """[s] storages with a copy in memory at the peak of the plan judged last: PAPER's memory hot-spots."""
+    birth, death = evaluator.lifetimes()
+    at = evaluator.peak_run
+    alive: Bools = np.any((birth <= at) & (at <= death), axis=0)
+    return alive
+
+
+def giving_back(evaluator: Evaluator, flags: Int8s) -> list[int]:
+    """Storages that the plan judged last makes again or swaps although it need not, longest recomputation first."""
+    redo_ns = evaluator.problem.redo_ns[evaluator.problem.producer]
+    spent = evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)
+    spent &= (flags != KEEP) & ~evaluator.problem.pinned
+    found = np.flatnonzero(spent)
+    return found[np.argsort(-redo_ns[found], kind="stable")].tolist()  # type: ignore[no-any-return]
+
+
+def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -> list[tuple[int, int]]:
+    """Moves (storage, flag) that may lower the peak of the plan judged last, most bytes per nanosecond first."""
+    step, gaps = evaluator.step, evaluator.gaps
+    at = evaluator.peak_run
+    birth, death = evaluator.lifetimes()
+    first_alive = (birth[0] <= at) & (at <= death[0])
+    position = int(np.count_nonzero((evaluator.runs[: at + 1] & 1) == 0))
+    in_gap = (gaps.start >= 0) & (gaps.start + 1 < position) & (position <= gaps.end)
+    over = gaps.last + 1 < position
+    redo_ns = evaluator.problem.redo_ns[step.producer]
+    found: list[tuple[float, int, int]] = []
+    movable = first_alive & (in_gap | over) & (step.nbytes > 0)
+    for storage in np.flatnonzero(movable).tolist():
+        nbytes = int(step.nbytes[storage])
+        if step.redoable[storage]:
+            flag = RECOMPUTE if in_gap[storage] else DROP
+            found.append((-nbytes / (1 + int(redo_ns[storage])), storage, flag))
+        if allow_swap and step.swappable[storage] and in_gap[storage]:
+            found.append((-nbytes / (1 + int(step.xfer_ns[storage]) / 4), storage, SWAP))
+    found.sort()
+    return [(storage, flag) for _, storage, flag in found if flags[storage] != flag][:most]
+
+
+def climb(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool, most: int = 48) -> Plan:
+    """Single moves as long as one improves the goal's key: giving back where there is room, saving at the peak."""
+    while True:
+        flags = plan.flags.copy()
+        judge.look(flags)
+        moves = [(s, KEEP) for s in giving_back(judge.evaluator, flags)]
+        if goal.memory_limit is None or not plan.met(goal):
+            judge.look(flags)
+            moves += saving(judge.evaluator, flags, most, allow_swap=allow_swap)
+        better: list[tuple[tuple[int, int], int, int]] = []
+        for storage, flag in moves:
+            before, flags[storage] = int(flags[storage]), flag
+            key = goal.key(*judge.cost(flags))
+            flags[storage] = before
+            if key < plan.key(goal):
+                better.append((key, storage, flag))
+        if not better:
+            return plan
+        for _, storage, flag in sorted(better):  # together as many as fit, the best first
+            before, flags[storage] = int(flags[storage]), flag
+            found = judge.cost(flags)
+            if goal.key(*found) < plan.key(goal):
+                plan = Plan(judge.evaluator.order, flags.copy(), *found)
+            else:
+                flags[storage] = before
+
+
+def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
+    """Differing storages in connected groups: one is an input of the other's producer, or they share it."""
+    root = {int(storage): int(storage) for storage in differing}
+
+    def find(storage: int) -> int:
+        while root[storage] != storage:
+            root[storage] = root[root[storage]]
+            storage = root[storage]
+        return storage
+
+    for storage in differing.tolist():
+        node = int(problem.producer[storage])
+        for other in (*problem.inputs(node).tolist(), *problem.outputs(node).tolist()):
+            if other in root:
+                low, high = sorted((find(other), find(storage)))
+                root[high] = low
+    groups: dict[int, list[int]] = {}
+    for storage in differing.tolist():
+        groups.setdefault(find(storage), []).append(storage)
+    return list(groups.values())
+
+
+def relink(judge: Judge, goal: Goal, cheap: Plan, lean: Plan) -> Plan | None:
+    """The best mixture found of two plans on one order: ``cheap`` breaks the memory limit, ``lean`` keeps it.
+
+    Groups go over from cheap to lean, those first that save most bytes per nanosecond, until the limit is kept;
+    then those that are not needed go back, the dearest first. None: no mixture keeps the limit.
+    """
+    groups = _groups(judge.problem, np.flatnonzero(cheap.flags != lean.flags))
+    if len(groups) < 2:
+        return None
+    ranked: list[tuple[float, int]] = []
+    for index, group in enumerate(groups):
+        flags = cheap.flags.copy()
+        flags[group] = lean.flags[group]
+        peak, latency = judge.cost(flags)
+        saved, spent = cheap.peak - peak, latency - cheap.latency_ns
+        ranked.append((spent / saved if saved > 0 else 1e12 + spent, index))
+    ranked.sort()
+    flags = cheap.flags.copy()
+    for _, index in ranked:
+        flags[groups[index]] = lean.flags[groups[index]]
+        if goal.met(*judge.cost(flags)):
+            break
+    plan = judge.plan(flags)
+    if not plan.met(goal):
+        return None
+    for _, index in reversed(ranked):
+        trial = plan.flags.copy()
+        trial[groups[index]] = cheap.flags[groups[index]]
+        found = judge.cost(trial)
+        if goal.key(*found) < plan.key(goal):
+            plan = Plan(plan.order, trial, *found)
+    return plan

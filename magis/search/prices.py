@@ -1,0 +1,210 @@
+"""Proposals from minimum cuts: the cheapest recomputation at given prices of memory.
+
+The linear program of PLANNER, relaxed the Lagrangian way. With a price for every byte at every position of the
+order, the best choice of what to keep and what to make again is a minimum cut, found in a fraction of a
+millisecond: a storage that is needed again is kept (costs its bytes times the prices over its gap), swapped (costs
+time of the link), or its producer runs again, which needs the producer's inputs. Prices rise where the plan
+exceeds the limit and fall elsewhere. How early a second copy is made, the model learns from the plan before;
+*checkpoints*, storages that must not be made again, bound the chains that are recomputed in one go. The exact
+evaluator judges every proposal.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from magis.search.cut import min_cut
+from magis.search.judge import Judge, Plan
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
+from magis.simulate.problem import Bools, Int8s, Int32s, Int64s
+
+__all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position"]
+
+Floats = npt.NDArray[np.float64]
+
+UNBOUNDED = 1 << 60
+MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
+
+
+class CutModel:
+    """The network of one order; vertices: storages (there when needed again), nodes (run again), source, sink."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        problem, step, gaps = evaluator.problem, evaluator.step, evaluator.gaps
+        self.evaluator = evaluator
+        self._redoable = step.redoable
+        self._has_gap = gaps.start >= 0
+        self._wanted = self._has_gap & step.redoable
+        needed_at = _needed_at(evaluator, self._wanted)
+        # The stretch that keeping pays for: the gap, or from the last touch to the recomputation that wants it.
+        self._from = np.where(self._has_gap, gaps.start, gaps.last) + 1
+        self._latest = np.where(self._has_gap, gaps.end, np.maximum(needed_at, self._from))
+        self._until = self._latest.copy()
+        self._source = problem.n_storages + problem.n_nodes
+        tails, heads, redo_edges, redo_nodes = self._edges()
+        self._tail = np.array(tails, dtype=np.int32)
+        self._head = np.array(heads, dtype=np.int32)
+        self._capacity = np.full(len(tails), UNBOUNDED, dtype=np.int64)
+        self._capacity[redo_edges] = np.maximum(1, problem.redo_ns[redo_nodes])
+
+    def _edges(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Tails, heads; which of the edges are runs of which node. The first edges are the keeping of storages."""
+        problem = self.evaluator.problem
+        storages = problem.n_storages
+        sink = self._source + 1
+        tails = list(range(storages))  # keep it, or run its producer
+        heads = np.where(self._redoable, storages + problem.producer, sink).tolist()
+        for storage in np.flatnonzero(self._wanted).tolist():
+            tails.append(self._source)
+            heads.append(storage)
+        redo_edges: list[int] = []
+        redo_nodes = np.flatnonzero(problem.redo_ok).tolist()
+        for node in redo_nodes:
+            redo_edges.append(len(tails))
+            tails.append(storages + node)
+            heads.append(sink)
+            for used in problem.inputs(node).tolist():
+                tails.append(storages + node)
+                heads.append(used)
+        return tails, heads, redo_edges, redo_nodes
+
+    def solve(self, prices: Floats, link_price: float, kept: Bools | None = None) -> Int8s:
+        """The plan of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns.
+
+        A negative link price: no swaps. Storages in ``kept`` are not made again.
+        """
+        step, storages = self.evaluator.step, len(self._from)
+        total = np.concatenate(([0.0], np.cumsum(prices)))
+        cost = np.minimum(step.nbytes * (total[self._until] - total[self._from]), MOST_COST).astype(np.int64)
+        swaps = np.zeros(storages, dtype=np.bool_)
+        if link_price >= 0.0:
+            link = np.minimum(step.xfer_ns * link_price + 1.0, MOST_COST).astype(np.int64)
+            swaps = step.swappable & self._has_gap & (link < cost)
+            cost = np.where(swaps, link, cost)
+        if kept is not None:
+            cost[kept] = 0
+        self._capacity[:storages] = cost
+        side = min_cut(self._source + 2, self._tail, self._head, self._capacity, self._source, self._source + 1)
+        there = side[:storages]
+        made = there & self._redoable & side[storages + step.producer]
+        flags = np.full(storages, DROP, dtype=np.int8)
+        flags[there & ~made] = KEEP
+        flags[made & self._wanted] = RECOMPUTE
+        flags[swaps & ~made] = SWAP
+        return flags
+
+    def learn(self, flags: Int8s) -> None:
+        """Correct the stretches that keeping pays for, from the plan that the evaluator judged last.
+
+        Where a storage was made again, its keeping saves memory only until then; where it was kept, what was
+        learnt fades.
+        """
+        made_at = _positions(self.evaluator)[self.evaluator.lifetimes()[0][1]]
+        again = self.evaluator.recomputed()
+        faded = self._until + ((self._latest - self._until) >> 3)
+        seen = np.clip(made_at, self._from, self._latest)
+        self._until = np.where(again, seen, np.where(flags == KEEP, faded, self._until))
+
+    def forget(self) -> None:
+        """As if nothing had been learnt."""
+        self._until = self._latest.copy()
+
+
+def follow_prices(
+    judge: Judge,
+    model: CutModel,
+    limit: int,
+    *,
+    rounds: int,
+    link_price: float = -1.0,
+    kept: Bools | None = None,
+    learning: bool = True,
+) -> list[Plan]:
+    """Plans on the way of the prices to a memory limit (bytes), at most one a round.
+
+    Prices start equal over all positions where the plan without any recomputation exceeds the limit; they rise
+    by ever smaller steps where a plan exceeds it, and sink elsewhere. Only sums and products, no functions of the
+    mathematical library, so that they are the same on every machine.
+    """
+    judge.look(np.full(judge.problem.n_storages, DROP, dtype=np.int8))
+    over = levels_by_position(judge.evaluator) > limit
+    if not over.any():
+        return []
+    model.forget()
+    prices = np.where(over, 1e-4 / int(over.sum()), 0.0)
+    step = 0.4
+    plans = []
+    for _ in range(rounds):
+        flags = model.solve(prices, link_price, kept)
+        plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
+        over = levels_by_position(judge.evaluator) > limit
+        if learning:
+            model.learn(flags)
+        prices = np.where(over, (prices + 1e-7) * (1.0 + step), prices * (1.0 - step / 4))
+        step *= 0.97
+    return plans
+
+
+def _needed_at(evaluator: Evaluator, wanted: Bools) -> Int32s:
+    """[s] last position at which a recomputation may want a storage that is not touched any more; -1 none."""
+    problem = evaluator.problem
+    needed = np.where(wanted, evaluator.gaps.end, -1).astype(np.int32)
+    for node in evaluator.order[::-1].tolist():
+        if not problem.redo_ok[node]:
+            continue
+        made = problem.outputs(node)
+        latest = int(needed[made[evaluator.step.redoable[made]]].max(initial=-1))
+        if latest >= 0:
+            used = problem.inputs(node)
+            used = used[~wanted[used]]
+            needed[used] = np.maximum(needed[used], latest)
+    return needed
+
+
+def _positions(evaluator: Evaluator) -> Int64s:
+    """[r] position in the order of each run of the last plan; a recomputation has that of the node it serves."""
+    first = (evaluator.runs & 1) == 0
+    positions: Int64s = np.cumsum(first) - first
+    return positions
+
+
+def levels_by_position(evaluator: Evaluator) -> Int64s:
+    """[n] bytes at the worst moment of each position of the order, its recomputations included, of the last plan."""
+    levels = np.zeros(evaluator.problem.n_nodes, dtype=np.int64)
+    np.maximum.at(levels, _positions(evaluator), evaluator.levels)
+    return levels
+
+
+def checkpoints(evaluator: Evaluator) -> list[Bools]:
+    """Sets of storages to keep, such that all between two of their cut points may be made again.
+
+    At a cut point all that crosses it on its way to a later node of the same pass is kept; a gap does not cross.
+    Cut points are the positions of fewest crossing bytes in equal stretches of time; one set per number of them.
+    """
+    problem, gaps = evaluator.problem, evaluator.gaps
+    n = problem.n_nodes
+    made_at = np.empty(n, dtype=np.int64)
+    made_at[evaluator.order] = np.arange(n)
+    birth = made_at[problem.producer]
+    leave = np.where(gaps.start >= 0, gaps.start, gaps.last)
+    change = np.zeros(n + 1, dtype=np.int64)
+    np.add.at(change, birth, problem.nbytes)
+    np.add.at(change, leave, -problem.nbytes)
+    crossing = np.cumsum(change)
+    turn = int(gaps.start.max(initial=-1)) + 1  # where the last gap opens, the forward pass is over
+    ends_ns = np.cumsum(problem.node_ns[evaluator.order])[:turn]
+    sets: list[Bools] = []
+    count = 2
+    while count <= min(96, turn):
+        bounds = np.searchsorted(ends_ns, [int(ends_ns[-1]) * k // count for k in range(count + 1)])
+        kept = np.zeros(problem.n_storages, dtype=np.bool_)
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            if low < high:
+                cut = low + int(np.argmin(crossing[low:high]))
+                kept |= (birth <= cut) & (leave > cut)
+        if not any(np.array_equal(kept, other) for other in sets):
+            sets.append(kept)
+        count += max(1, count // 3)
+    return sets
