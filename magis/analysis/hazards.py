@@ -25,10 +25,10 @@ def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
     writer: dict[tuple[int, int], int] = {}
     readers: dict[tuple[int, int], list[int]] = {}
     for position, op in enumerate(ops):
-        for version in op.reads:
-            readers.setdefault(version, []).append(position)
-        for version in op.writes:
-            writer[version] = position
+        for pair in op.reads:
+            readers.setdefault(pair, []).append(position)
+        for pair in op.writes:
+            writer[pair] = position
     edges: set[tuple[int, int]] = set()
     for (storage, version), position in writer.items():
         before = readers.get((storage, version - 1), [])

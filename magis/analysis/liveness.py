@@ -38,9 +38,7 @@ def lifetimes(graph: Graph, deaths: Mapping[int, int] | None = None) -> Lifetime
             dies[storage] = position
     end = len(graph.ops)
     if deaths is not None:
-        dies = {
-            storage: max(deaths[storage] - 1, born[storage]) if storage in deaths else end for storage in dies
-        }
+        dies = {storage: max(deaths[storage] - 1, born[storage]) if storage in deaths else end for storage in dies}
     for value in graph.outputs:
         if storage_of[value] in dies:
             dies[storage_of[value]] = end

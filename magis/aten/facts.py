@@ -7,6 +7,8 @@ which lists the writes that schemas do not declare.
 
 from __future__ import annotations
 
+from magis.ir.types import Arg
+
 VIEWS = frozenset(
     f"aten.{name}"
     for name in (
@@ -140,7 +142,7 @@ def is_random(target: str, args: tuple[object, ...]) -> bool:
     return args[position] != 0.0
 
 
-def without_statistics(target: str, args: tuple[object, ...]) -> tuple[object, ...]:
+def without_statistics(target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
     """Arguments of the call that computes the same outputs without updating running statistics a second time."""
     positions = UNDECLARED_WRITES.get(target, ())
     return tuple(None if index in positions else arg for index, arg in enumerate(args))

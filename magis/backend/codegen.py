@@ -14,13 +14,16 @@ from torch import Tensor
 
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
-from magis.backend.host import HostBuffers
+from magis.backend.host import Host
 from magis.ir import Arg, Const, Graph, Op, Ref, Scalar
 
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
 """Takes the tensors of ``graph.inputs`` in order and the named scalars; returns those of ``graph.outputs``."""
 
-_SWAP = {"magis.store": "host.store", "magis.load": "host.load", "magis.wait": "host.wait"}
+_OWN = {
+    f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")
+}
+"""Operators of our own: what happens on the host."""
 
 
 def generate(graph: Graph) -> str:
@@ -28,9 +31,7 @@ def generate(graph: Graph) -> str:
     lines = ["def step(tensors, scalars):"]
     if graph.inputs:
         lines.append(f"    ({', '.join(_name(v) for v in graph.inputs)},) = tensors")
-    names = sorted(
-        {scalar for op in graph.ops for scalar in _scalars((op.args, tuple(a for _, a in op.kwargs)))}
-    )
+    names = sorted({scalar for op in graph.ops for scalar in _scalars((op.args, tuple(a for _, a in op.kwargs)))})
     lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
     module = None
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
@@ -41,17 +42,15 @@ def generate(graph: Graph) -> str:
         lines.append(f"    {_call(op)}")
         if forget:
             lines.append(f"    del {', '.join(_name(value) for value in forget)}")
-    lines.append(
-        f"    return ({', '.join(_name(v) for v in graph.outputs)},)" if graph.outputs else "    return ()"
-    )
+    lines.append(f"    return ({', '.join(_name(v) for v in graph.outputs)},)" if graph.outputs else "    return ()")
     return "\n".join(lines) + "\n"
 
 
 def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
     """The step as a callable on ``device``; it runs without autograd and changes the weights in place."""
-    namespace: dict[str, Any] = {"host": HostBuffers()}
+    namespace: dict[str, Any] = {"host": Host(device)}
     for op in graph.ops:
-        if op.target not in _SWAP:
+        if op.target not in _OWN:
             # The builtin behind the overload: one Python call less per operator.
             namespace[_function(op.target)] = resolve(op.target)._op
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
@@ -69,7 +68,7 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
 
 def _call(op: Op) -> str:
     args = [_arg(arg) for arg in op.args] + [f"{name}={_arg(arg)}" for name, arg in op.kwargs]
-    function = _SWAP.get(op.target) or _function(op.target)
+    function = _OWN.get(op.target) or _function(op.target)
     call = f"{function}({', '.join(args)})"
     names = [_name(value) if value is not None else "none" for value in op.outputs]
     if not names or (not op.many and names == ["none"]):

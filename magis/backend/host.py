@@ -1,4 +1,4 @@
-"""Host memory for swapped tensors, outside of torch's allocator."""
+"""What a step keeps on the host: swapped tensors and states of the generator, outside of torch's allocator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, default_generator
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,35 @@ class Stored:
     stride: tuple[int, ...]
 
 
-class HostBuffers:
-    """Copies of tensors in plain numpy memory, with the tensors' layout kept.
+class Host:
+    """Copies of tensors in plain numpy memory, with the tensors' layout kept; the device's generator.
 
     Swapping frees nothing on a CPU, where host and device are one; it runs there all the same, so that swapping plans
     can be executed and checked without a GPU.
     """
 
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        on_gpu = torch.device(device).type == "cuda"
+        self._generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else default_generator
+
+    def rng_save(self) -> npt.NDArray[np.uint8]:
+        """The generator's state."""
+        return self._generator.get_state().numpy().copy()  # type: ignore[no-any-return]
+
+    def rng_enter(self, state: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Put an earlier state back; returns the present one."""
+        present = self.rng_save()
+        self._generator.set_state(torch.from_numpy(state))
+        return present
+
+    def rng_leave(self, state: npt.NDArray[np.uint8]) -> None:
+        """Go on where ``rng_enter`` interrupted."""
+        self._generator.set_state(torch.from_numpy(state))
+
     def store(self, tensor: Tensor) -> Stored:
         """Copy the bytes that ``tensor`` covers."""
         span = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
-        return Stored(
-            span.view(torch.uint8).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
-        )
+        return Stored(span.view(torch.uint8).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
         """Nothing to wait for: the copy is made when it is asked for."""

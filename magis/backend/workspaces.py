@@ -103,9 +103,7 @@ def _marked_windows(log: Any) -> dict[str, list[Allocation]]:
     return windows
 
 
-def make_tensors(
-    op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu"
-) -> dict[int, torch.Tensor]:
+def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
     """Made-up tensors for the inputs of `op` by value id: exact shapes, strides and types, storages apart.
 
     The numbers come from a fixed seed and are the same for every call.

@@ -14,22 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.aten.call import from_torch
 from magis.aten.facts import SAVED_NUMBERS, is_random, undeclared_writes
 from magis.errors import CaptureError
-from magis.ir import Arg, Graph, Op, Ref, Scalar, Storage, Value
-
-GENERATOR = 0
-"""Id of the storage that stands for the random-number generator."""
+from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
 
 class Recorder(TorchDispatchMode):
     """Collects storages, values and operators. Use as a context manager around the step, then call ``graph``."""
 
     def __init__(self, scalars: dict[float, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels = scalars
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -122,8 +120,8 @@ class Recorder(TorchDispatchMode):
                 return  # detach and the like, or a window that exists already
             reads = []  # a view looks at no data
         outputs = [self._output(item, written, renew=view and many) for item in returned]
-        node = torch._C._current_autograd_node()
-        sequence = torch.autograd._get_sequence_nr() if node is None else node._sequence_nr()
+        node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
+        sequence = _get_sequence_nr() if node is None else node._sequence_nr()
         if self.phase == "forward":
             module = self._modules[-1]
             self._module_of_node[sequence] = module

@@ -168,7 +168,7 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     That detour would switch ``device_forms`` off during the backward, in which checkpointing runs forwards again.
     """
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
-    return _engine_run_backward(  # type: ignore[no-any-return]
+    return _engine_run_backward(
         (loss,), (root,), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
 

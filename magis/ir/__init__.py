@@ -2,6 +2,7 @@
 
 from magis.ir.text import GraphTextError, digest, dump, parse
 from magis.ir.types import (
+    GENERATOR,
     ITEM_SIZE,
     PERSISTENT_KINDS,
     Arg,
@@ -17,6 +18,7 @@ from magis.ir.types import (
 from magis.ir.verify import verify
 
 __all__ = [
-    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Op", "Ref", "Scalar", "Storage", "Value",
-    "digest", "dump", "parse", "replace_refs", "verify",
+    "GENERATOR",
+    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Op", "Ref", "Scalar", "Storage",
+    "Value", "digest", "dump", "parse", "replace_refs", "verify",
 ]  # fmt: skip

@@ -200,7 +200,7 @@ class _Reader:
 
     def line(self, line: _Line) -> None:
         word = line.take()
-        readers = {
+        readers: dict[str, Callable[[_Line], None]] = {
             "storage": self._storage, "value": self._value, "constant": self._constant, "op": self._op,
             "input": lambda rest: self._inputs.append(rest.integer()),
             "output": lambda rest: self._outputs.append(rest.integer()),
