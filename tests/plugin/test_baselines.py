@@ -21,9 +21,9 @@ def stored(gate) -> dict:
 
 
 @pytest.mark.parametrize("given", [["--magis-baselines=kept/here"], ["-o", "magis_baselines=kept/here"]])
-def test_another_directory_can_be_given(gate, given, workers):
+def test_another_directory_can_be_given(gate, given):
     gate.accept("--magis-models=bert", *given)
-    gate("--magis-models=bert", *given, workers=workers).assert_outcomes(passed=3)
+    gate("--magis-models=bert", *given).assert_outcomes(passed=3)
     assert (gate.root / "kept" / "here" / "cpu" / "bert.json").is_file()
     assert not (gate.root / "baselines").exists()
 

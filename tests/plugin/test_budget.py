@@ -17,7 +17,7 @@ def test_the_ini_file_is_checked_too(gate, workers):
 
 def test_another_budget_is_another_case(gate, workers):
     gate.accept("--magis-models=bert")
-    result = gate("--magis-models=bert", "--magis-budget=50", workers=workers)
+    result = gate("--magis-models=bert", "--magis-budget=50")
     result.assert_outcomes(passed=1, failed=2)  # eager searches nothing
     result.stdout.fnmatch_lines(["create it with: pytest *--magis-budget=50 --magis-update=new"])
     gate.accept("--magis-models=bert", "--magis-budget=50")

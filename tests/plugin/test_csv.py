@@ -17,15 +17,15 @@ def test_the_default_is_in_the_directory_of_the_call(gate, workers, monkeypatch)
 
 
 @pytest.mark.parametrize("given", [["--magis-csv=out/rows.csv"], ["-o", "magis_csv=out/rows.csv"]])
-def test_another_file_can_be_given(gate, given, workers):
+def test_another_file_can_be_given(gate, given):
     (gate.root / "out").mkdir()
-    gate("--magis-models=bert", *given, workers=workers)
+    gate("--magis-models=bert", *given)
     assert len(gate.rows("out/rows.csv")) == 3
     assert not (gate.root / "results.csv").exists()
 
 
 def test_rows_are_those_of_this_run_in_the_order_of_the_plan(gate, workers):
-    gate("--magis-models=vit", workers=workers)
+    gate("--magis-models=vit")
     gate("--magis-models=vit,bert,mlp", workers=workers)
     rows = gate.rows()
     assert [(row["name"], row["strategy"], row["memory limit ratio"]) for row in rows] == [

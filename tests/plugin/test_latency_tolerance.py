@@ -39,12 +39,12 @@ def test_a_slow_down_is_red_in_one_line(gate, workers):
     result.stdout.fnmatch_lines([expected])
 
 
-def test_a_speed_up_passes_and_says_how_to_keep_it(gate, workers):
+def test_a_speed_up_passes_and_says_how_to_keep_it(gate):
     gate.accept(*ARGUMENTS)
     gate.fake(any_case={"latency": 0.9})
-    result = gate(*ARGUMENTS, workers=workers)
+    result = gate(*ARGUMENTS)
     result.assert_outcomes(passed=2)
     result.stdout.fnmatch_lines(["*better: latency ratio (opt/ori): 0.900 *", "accept everything *=better"])
     gate.accept(*ARGUMENTS, update="better")
     gate.fake()
-    gate(*ARGUMENTS, workers=workers).assert_outcomes(failed=2)
+    gate(*ARGUMENTS).assert_outcomes(failed=2)

@@ -34,8 +34,8 @@ def test_the_ini_file_is_checked_too(gate, workers):
     assert message == "ERROR: --magis-memory-ratios: '2' is not a number above 0 and at most 1"
 
 
-def test_rows_hold_ratio_and_limit(gate, workers):
-    gate("--magis-models=bert", "--magis-memory-ratios=0.8,0.3", workers=workers)
+def test_rows_hold_ratio_and_limit(gate):
+    gate("--magis-models=bert", "--magis-memory-ratios=0.8,0.3")
     eager, first, second = gate.rows()
     assert (eager["memory limit ratio"], eager["memory limit"]) == ("", "")
     assert (first["memory limit ratio"], second["memory limit ratio"]) == ("0.8", "0.3")
@@ -59,7 +59,7 @@ def test_a_peak_above_the_limit_is_red_and_nothing_accepts_it(gate, workers):
 def test_an_infeasible_limit_must_be_accepted_once(gate, workers):
     gate.fake(**{"bert[magis-mem0.2]": {"feasible": False}})
     arguments = ("--magis-models=bert", "--magis-memory-ratios=0.2")
-    result = gate(*arguments, workers=workers)
+    result = gate(*arguments)
     result.stdout.fnmatch_lines(["note: infeasible: the lower bound * exceeds the limit *"])
     result.assert_outcomes(failed=2)
     gate.accept(*arguments)

@@ -6,8 +6,8 @@ import pytest
 
 
 @pytest.mark.parametrize("given", ["-0.01", "nan", "inf", "5%", ""])
-def test_bad_tolerances_are_refused(gate, given, workers):
-    message = gate.refuses("--magis-models=bert", f"--magis-memory-tolerance={given}", workers=workers)
+def test_bad_tolerances_are_refused(gate, given):
+    message = gate.refuses("--magis-models=bert", f"--magis-memory-tolerance={given}")
     assert message.startswith("ERROR: --magis-memory-tolerance")
 
 
@@ -32,7 +32,7 @@ def test_it_holds_for_the_original_too(gate, workers):
     gate.accept("--magis-models=bert", "--magis-strategies=eager")
     gate.fake(any_case={"ori_tensor": 1.05})
     arguments = ("--magis-models=bert", "--magis-strategies=eager")
-    gate(*arguments, workers=workers).assert_outcomes(failed=1)
+    gate(*arguments).assert_outcomes(failed=1)
     gate(*arguments, "--magis-memory-tolerance=0.06", workers=workers).assert_outcomes(passed=1)
 
 

@@ -28,7 +28,7 @@ def test_unknown_presets_are_refused(gate, given, workers):
 
 def test_presets_do_not_share_baselines(gate, workers):
     gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "--magis-preset=paper", workers=workers).assert_outcomes(failed=3)
+    gate("--magis-models=bert", "--magis-preset=paper").assert_outcomes(failed=3)
     gate.accept("--magis-models=bert", "--magis-preset=paper")
     gate("--magis-models=bert", workers=workers).assert_outcomes(passed=3)
     assert sorted(gate.baseline()["configurations"]) == ["paper", "small"]

@@ -17,7 +17,7 @@ def test_the_ini_file_is_checked_too(gate, workers):
 
 def test_another_seed_is_another_case(gate, workers):
     gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "--magis-seed=0", workers=workers).assert_outcomes(passed=3)
+    gate("--magis-models=bert", "--magis-seed=0").assert_outcomes(passed=3)
     gate("--magis-models=bert", "--magis-seed=7", workers=workers).assert_outcomes(failed=3)
     gate.accept("--magis-models=bert", "--magis-seed=7")
     assert "magis-mem0.8 seed=7" in gate.baseline()["configurations"]["small"]["cases"]

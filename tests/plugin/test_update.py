@@ -39,14 +39,14 @@ def test_each_permission_accepts_its_own_kind_only(gate, kind, permission):
     result.assert_outcomes(**({"passed": 1} if stored or kind == "better" else {"failed": 1}))
 
 
-@pytest.mark.parametrize("kind", ["better", "worse"])
+@pytest.mark.parametrize(("kind", "workers"), [("better", 0), ("worse", 0), ("worse", 2)])
 def test_what_was_accepted_is_what_the_next_run_compares_with(gate, kind, workers):
     gate.accept("--magis-models=bert")
     gate.fake(any_case=CHANGES[kind])
     result = gate("--magis-models=bert", f"--magis-update={kind}", workers=workers)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines([f"*accepted, {kind}: optimized tensor bytes: *", "baseline updated: *bert.json (*)"])
-    result = gate("--magis-models=bert", workers=workers)
+    result = gate("--magis-models=bert")
     result.assert_outcomes(passed=3)
     assert {row["verdict"] for row in gate.rows()} == {"pass"}
 
@@ -95,9 +95,9 @@ def test_a_run_without_findings_writes_no_baseline(gate):
 
 
 @pytest.mark.parametrize("change", [{"numbers": "differs: loss 1 != 2"}, {"simulator_off": 4}])
-def test_what_is_broken_cannot_be_accepted(gate, change, workers):
+def test_what_is_broken_cannot_be_accepted(gate, change):
     gate.fake(**{"bert[magis-mem0.8]": change})
-    result = gate("--magis-models=bert", "--magis-update=new,better,worse", workers=workers)
+    result = gate("--magis-models=bert", "--magis-update=new,better,worse")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["broken: *", "no baseline can accept this"])
     assert "magis-mem0.8" not in gate.baseline()["configurations"]["small"]["cases"]
@@ -111,9 +111,9 @@ def test_in_ci_an_ini_file_stores_nothing(gate, monkeypatch, workers):
     assert not (gate.root / "baselines").exists()
 
 
-def test_in_ci_the_command_line_still_decides(gate, monkeypatch, workers):
+def test_in_ci_the_command_line_still_decides(gate, monkeypatch):
     monkeypatch.setenv("CI", "true")
-    gate("--magis-models=bert", "--magis-update=new", workers=workers).assert_outcomes(passed=3)
+    gate("--magis-models=bert", "--magis-update=new").assert_outcomes(passed=3)
     assert (gate.root / "baselines" / "cpu" / "bert.json").is_file()
 
 
