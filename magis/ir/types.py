@@ -26,6 +26,10 @@ PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
 """Storages that exist before and after the step; they count towards the peak the whole time."""
 
 
+GENERATOR = 0
+"""Id of the storage that stands for the random-number generator."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """An argument that is a tensor: the id of a value."""

@@ -2,6 +2,7 @@
 
     node again      -> the operator's redo form on fresh storages
     take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
+    random again    -> its generator state of the first time around it (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
     store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
 
 Views are opened again, where they are first needed, on whichever copy of their storage is current. Storage versions
@@ -19,10 +20,15 @@ from magis.errors import VerifyError
 from magis.ir import Graph, Op, Ref, Storage, Value, replace_refs
 from magis.simulate.compile import Compiled, redo_form, reusable
 from magis.simulate.events import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
+from magis.simulate.grouping import Group
+
+GENERATOR_BYTES = 5056
+"""State of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's is 16 bytes."""
 
 
 def realize(compiled: Compiled, events: Events) -> Graph:
     """The graph that the events describe."""
+    again = {int(arg) for kind, arg in zip(events.kind, events.arg, strict=True) if kind == REDO}
     builder = _Builder(compiled.graph)
     for index in range(len(events)):
         kind, arg = int(events.kind[index]), int(events.arg[index])
@@ -30,7 +36,12 @@ def realize(compiled: Compiled, events: Events) -> Graph:
             taken = int(events.reuse[index])
             storage = compiled.storages[taken] if taken >= 0 else None
             renewed = {compiled.storages[s] for s in events.renews(index).tolist()} if kind == REDO else None
-            builder.node(compiled.nodes[arg], renewed, storage)
+            group = compiled.nodes[arg]
+            if arg in again and any(op.random for op in group):
+                builder.with_generator(group, arg, renewed)
+            else:
+                for op in group:
+                    builder.node(op, renewed, storage)
         elif kind == BLOCK:
             for op in compiled.blocks[arg]:
                 builder.node(op, None, None)
@@ -61,6 +72,13 @@ class _Builder:
         self._open: dict[tuple[int, int], int] = {}
         self._host: dict[int, tuple[int, int]] = {}
         self._main: dict[int, int] = {}  # storage -> source value that shows all of it
+        self._direct: dict[int, list[int]] = {}  # storage -> source values that are no views of others
+        for op in source.ops:
+            if not is_pure_view(source, op):
+                for value in op.made():
+                    self._direct.setdefault(source.values[value].storage, []).append(value)
+        self._final = {storage: version for op in source.ops for storage, version in op.writes}
+        self._saved: dict[int, int] = {}  # node -> value of the generator's state before its first run
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -76,6 +94,23 @@ class _Builder:
         copies = self._allocate(op, renewed)
         outputs = tuple(None if value is None else self._made(value, copies) for value in op.outputs)
         self._emit(form, mapping, reads, writes, outputs)
+
+    def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
+        """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
+        if renewed is None:
+            self._saved[node] = self._state_value()
+            self._emit_own("magis.rng_save", (), (self._saved[node],))
+        else:
+            present = self._state_value()
+            self._emit_own("magis.rng_enter", (Ref(self._saved[node]),), (present,))
+        for op in group:
+            self.node(op, renewed, None)
+        if renewed is not None:
+            self._emit_own("magis.rng_leave", (Ref(present),), ())
+
+    def _state_value(self) -> int:
+        storage = self._new_storage(GENERATOR_BYTES, "host")
+        return self._new_value(Value(0, (GENERATOR_BYTES,), (1,), "uint8", storage))
 
     def _allocate(self, op: Op, renewed: set[int] | None) -> dict[int, int]:
         """Fresh storages for what ``op`` makes; all of them become current the first time, else those renewed.
@@ -100,22 +135,27 @@ class _Builder:
         host_storage = self._new_storage(self._source.storages[storage].nbytes, "host")
         host = self._new_value(replace(self._source.values[self._main[storage]], storage=host_storage))
         self._host[storage] = (host, value)
-        self._emit_swap("magis.store", (Ref(value),), (host,), reads=(self._version((storage, 0)),))
+        self._emit_own(
+            "magis.store", (Ref(value),), (host,), reads=(self._version((storage, self._final.get(storage, 0))),)
+        )
 
     def wait(self, storage: int) -> None:
         """The device copy goes once the host has it."""
         host, value = self._host[storage]
-        self._emit_swap("magis.wait", (Ref(value), Ref(host)), ())
+        self._emit_own("magis.wait", (Ref(value), Ref(host)), ())
         del self._copy[storage]
 
     def load(self, storage: int) -> None:
         """A new device copy from the host."""
         host, _ = self._host[storage]
         copy = self._new_storage(self._source.storages[storage].nbytes, "temporary")
-        self._copy[storage] = (copy, 0)
+        self._copy[storage] = (copy, -self._final.get(storage, 0))
         value = self._new_value(replace(self._source.values[self._main[storage]], storage=copy))
-        self._open[self._main[storage], copy] = value
-        self._emit_swap("magis.load", (Ref(host),), (value,))
+        main = self._source.values[self._main[storage]]
+        for source in self._direct[storage]:  # one for every step in which the contents were made
+            if replace(self._source.values[source], id=main.id, name=main.name) == main:
+                self._open[source, copy] = value
+        self._emit_own("magis.load", (Ref(host),), (value,))
 
     def graph(self) -> Graph:
         outputs = tuple(self._value(value) for value in self._source.outputs)
@@ -226,7 +266,7 @@ class _Builder:
             )
         )
 
-    def _emit_swap(
+    def _emit_own(
         self, target: str, args: tuple[Ref, ...], outputs: tuple[int, ...], reads: tuple[tuple[int, int], ...] = ()
     ) -> None:
         self._ops.append(Op(len(self._ops), target, args, (), outputs, reads=reads))

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import rustworkx as rx
-
-from magis.analysis.hazards import is_pure_view, order_edges
+from magis.analysis.hazards import order_edges
 from magis.analysis.windows import fills
 from magis.aten.facts import COMMUTATIVE, IN_PLACE_FORM, OUT_FORM, undeclared_writes, without_statistics
-from magis.ir import Graph, Op, Ref, Value
+from magis.ir import GENERATOR, Graph, Op, Ref, Value
+from magis.simulate.grouping import Group, split
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
-from magis.simulate.replay import replay, rounded
+from magis.simulate.replay import MemoryProfile, replay, rounded
+
+
+GENERATOR_NS = 10_000
+"""Putting a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
 
 
 class Costs(Protocol):
@@ -40,21 +43,30 @@ class Compiled:
 
     graph: Graph
     problem: Problem
-    nodes: tuple[Op, ...]
+    nodes: tuple[Group, ...]
     storages: tuple[int, ...]
-    blocks: tuple[tuple[Op, ...], ...]
+    blocks: tuple[Group, ...]
 
 
 def redo_form(op: Op) -> Op:
-    """The operator as it runs when it is run again: without updating running statistics a second time."""
-    if not undeclared_writes(op.target, op.args):
+    """The operator as it runs when it is run again.
+
+    It updates no running statistics a second time, and its random numbers come from the generator's state of the first
+    time, which is put back for the while: it neither reads nor moves the generator of the step.
+    """
+    dropped = {GENERATOR} if op.random else set()
+    args = op.args
+    if undeclared_writes(op.target, op.args):
+        args = without_statistics(op.target, op.args)
+        dropped |= {storage for storage, _ in op.writes}
+    if not dropped:
         return op
-    written = {storage for storage, _ in op.writes}
     return replace(
         op,
-        args=without_statistics(op.target, op.args),
-        reads=tuple(read for read in op.reads if read[0] not in written),
-        writes=(),
+        args=args,
+        reads=tuple(read for read in op.reads if read[0] not in dropped),
+        writes=tuple(write for write in op.writes if write[0] not in dropped),
+        random=False,
     )
 
 
@@ -63,13 +75,10 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
 
     Without ``reuse`` no operator takes over the memory of a dying input.
     """
-    views = {op.id for op in graph.ops if is_pure_view(graph, op)}
-    sinks = _sinks(graph, views)
-    nodes = tuple(op for op in graph.ops if op.id not in views and op.id not in sinks)
-    blocks = _blocks(graph, sinks)
+    nodes, blocks = split(graph)
     facts = _Facts(graph, nodes, blocks)
     problem = build_problem(
-        [_node_row(graph, op, index, facts, costs, reuse) for index, op in enumerate(nodes)],
+        [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)],
         [_storage_row(graph, storage, facts, costs) for storage in facts.storages],
         [_block_row(graph, block, facts, costs) for block in blocks],
         persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
@@ -78,89 +87,90 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
     return Compiled(graph, problem, nodes, facts.storages, blocks)
 
 
-def _sinks(graph: Graph, views: set[int]) -> set[int]:
-    """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds."""
-    found = set()
-    for op in graph.ops:
-        if op.id in views or op.random:
-            continue
-        kinds = {graph.storages[graph.values[value].storage].kind for value in (*op.inputs(), *op.made())}
-        if op.phase == "update" or (op.writes and "temporary" not in kinds):
-            found.add(op.id)
-    return found
-
-
-def _blocks(graph: Graph, sinks: set[int]) -> tuple[tuple[Op, ...], ...]:
-    """Sinks that belong together: they touch a storage that one of them writes or makes."""
-    ops = [op for op in graph.ops if op.id in sinks]
-    own = {graph.values[value].storage for op in ops for value in op.made()}
-    own |= {storage for op in ops for storage, _ in op.writes}
-    links: rx.PyGraph[int, None] = rx.PyGraph()
-    links.add_nodes_from(range(len(ops)))
-    owner: dict[int, int] = {}
-    for index, op in enumerate(ops):
-        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
-        for storage in sorted(touched & own):
-            if storage in owner:
-                links.add_edge(owner[storage], index, None)
-            owner[storage] = index
-    groups = [sorted(group) for group in rx.connected_components(links)]
-    return tuple(tuple(ops[index] for index in group) for group in sorted(groups))
-
-
 class _Facts:
     """What several rows ask for: numberings, writers, final versions."""
 
-    def __init__(self, graph: Graph, nodes: tuple[Op, ...], blocks: tuple[tuple[Op, ...], ...]) -> None:
+    def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
         self.producer: dict[int, int] = {}
         self.last_write: dict[int, int] = {}
         self.final: dict[int, int] = {}
-        self.node_written: set[int] = set()
-        for index, op in enumerate(nodes):
-            for value in op.made():
-                storage = graph.values[value].storage
-                if graph.storages[storage].kind == "temporary":
-                    self.producer.setdefault(storage, index)
-            for storage, version in op.writes:
-                self.last_write[storage] = index
-                self.final[storage] = version
-                self.node_written.add(storage)
+        for index, group in enumerate(nodes):
+            for op in group:
+                for value in op.made():
+                    storage = graph.values[value].storage
+                    if graph.storages[storage].kind == "temporary":
+                        self.producer.setdefault(storage, index)
+                for storage, version in op.writes:
+                    self.last_write[storage] = index
+                    self.final[storage] = version
         self.storages = tuple(sorted(self.producer, key=lambda storage: (self.producer[storage], storage)))
         self.number = {storage: index for index, storage in enumerate(self.storages)}
         written = sorted({s for block in blocks for op in block for s, _ in op.writes if graph.storages[s].persistent})
         self.written = {storage: index for index, storage in enumerate(written)}
         self.returned = {graph.values[value].storage for value in graph.outputs}
         self.extra: dict[int, set[int]] = {}
-        for before, after in order_edges(nodes):
-            self.extra.setdefault(after, set()).add(before)
+        owner = [index for index, group in enumerate(nodes) for _ in group]
+        for before, after in order_edges(tuple(op for group in nodes for op in group)):
+            if owner[before] != owner[after]:
+                self.extra.setdefault(owner[after], set()).add(owner[before])
 
     def pinned(self, storage: int) -> bool:
-        return storage in self.node_written
+        """Whether a node other than its producer writes to the storage."""
+        return storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
 
 
-def _node_row(graph: Graph, op: Op, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
-    taken = sorted({graph.values[value].storage for value in op.inputs()})
-    made = sorted({graph.values[value].storage for value in op.made()} - set(taken))
-    redo = redo_form(op)
-    redo_ok = (
-        not op.random
-        and not redo.writes
-        and all(facts.final.get(storage, 0) == version for storage, version in redo.reads)
-        and not any(facts.pinned(storage) for storage in made)
-        and bool(made)
-    )
-    candidates = reusable(graph, op) if reuse else ()
+def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
+    made = sorted({s for op in group for s in _made(graph, op)})
+    taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
+    redo = tuple(redo_form(op) for op in group)
+    candidates = reusable(graph, group[0]) if reuse and len(group) == 1 else ()
     return NodeRow(
         inputs=tuple(facts.number[s] for s in taken if s in facts.number),
         outputs=tuple(facts.number[s] for s in made if s in facts.number),
-        ns=costs.nanoseconds(op, graph.values),
-        ws=costs.workspace(op, graph.values),
-        redo_ns=costs.nanoseconds(redo, graph.values),
-        redo_ws=costs.workspace(redo, graph.values),
-        redo_ok=redo_ok,
+        ns=sum(costs.nanoseconds(op, graph.values) for op in group),
+        ws=_workspace(graph, group, costs),
+        redo_ns=sum(costs.nanoseconds(op, graph.values) for op in redo)
+        + (GENERATOR_NS if any(op.random for op in group) else 0),
+        redo_ws=_workspace(graph, redo, costs),
+        redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
         reuse=tuple(facts.number[graph.values[v].storage] for v in candidates if _may_reuse(graph, v, facts)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
+    )
+
+
+def _made(graph: Graph, op: Op) -> set[int]:
+    """Fresh storages of an operator."""
+    return {graph.values[value].storage for value in op.made()} - {graph.values[v].storage for v in op.inputs()}
+
+
+def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
+    """Whether a node can run again at any later time: it writes nothing else, and what it reads stays as it was."""
+    for op in redo:
+        if any(storage not in made for storage, _ in op.writes):
+            return False
+        for storage, version in op.reads:
+            if storage not in made and facts.final.get(storage, 0) != version:
+                return False
+    return not any(facts.pinned(storage) for storage in made)
+
+
+def _workspace(graph: Graph, group: Group, costs: Costs) -> int:
+    """Bytes at the worst moment of a node beyond its inputs and outputs."""
+    if len(group) == 1:
+        return costs.workspace(group[0], graph.values)
+    outside = {graph.values[value].storage for op in group for value in op.inputs()}
+    profile = _alone(graph, group, outside, costs)
+    return profile.peak_bytes - profile.tensor_bytes
+
+
+def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
+    """Memory while the operators run by themselves, the storages in ``held`` in memory the whole time."""
+    return replay(
+        replace(graph, ops=group, outputs=()),
+        lambda op: costs.workspace(op, graph.values),
+        rounding=costs.rounding,
+        held=frozenset(held),
     )
 
 
@@ -207,16 +217,13 @@ def _storage_row(graph: Graph, storage: int, facts: _Facts, costs: Costs) -> Sto
     )
 
 
-def _block_row(graph: Graph, block: tuple[Op, ...], facts: _Facts, costs: Costs) -> BlockRow:
+def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> BlockRow:
     storages = sorted({graph.values[value].storage for op in block for value in op.inputs()})
     given = [graph.storages[s].nbytes for s in storages if s in facts.number]
     inputs = tuple(facts.number[s] for s in storages if s in facts.number)
     written = sorted({facts.written[s] for op in block for s, _ in op.writes if s in facts.written})
-    alone = replace(graph, ops=block, outputs=())
     before = sum(rounded(n, costs.rounding) for n in given)
-    profile = replay(
-        alone, lambda op: costs.workspace(op, graph.values), rounding=costs.rounding, held=frozenset(storages)
-    )
+    profile = _alone(graph, block, set(storages), costs)
     base = profile.persistent_bytes + before
     return BlockRow(
         inputs=inputs,
