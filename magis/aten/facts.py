@@ -107,6 +107,15 @@ OUT_FORM: dict[str, tuple[str, str]] = {
 They are all built on TensorIterator, which allows an output that is exactly one of the inputs."""
 
 
+KEEPS_INPUT_SIZE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "col2im", "im2col",
+    )
+)  # fmt: skip
+"""Operators that allocate their result as large as their input and then shrink it (to the mean, say): the memory
+stays, while fake tensors know the final shape only."""
+
 SAVED_NUMBERS: dict[str, int] = {
     "aten.mul.Tensor": 1,
     "aten.mul_.Tensor": 1,

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from magis.aten.call import from_torch
-from magis.aten.facts import SAVED_NUMBERS, is_random, undeclared_writes
+from magis.aten.facts import KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -41,6 +42,7 @@ class Recorder(TorchDispatchMode):
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._numbers: list[tuple[int, int]] = []  # position of the forward operator, sequence of its autograd node
+        self._number_uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
         self._last_of_node: dict[int, int] = {}
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
@@ -55,19 +57,20 @@ class Recorder(TorchDispatchMode):
             self._inputs.append(value)
         return value
 
-    def constant(self, tensor: Tensor) -> int:
-        """Declare a tensor whose data is part of the program (a Python number made into a tensor, say)."""
-        data = getattr(tensor, "constant", None)
-        if data is None:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input is used in"
-                f" module {self._modules[-1] or '(root)'!r}",
-                hint="register it as a buffer of the module, so that it moves and counts with it",
-            )
+    def _constant(self, tensor: Tensor) -> int:
+        """Declare a tensor whose data is part of the program (Python numbers made into a tensor)."""
         value = self._value(tensor, "constant", f"constant:{len(self._constants)}")
-        self._constants[value] = tuple(data.flatten().tolist())
+        with _disable_current_modes():  # a real tensor: its numbers are wanted
+            self._constants[value] = tuple(tensor.flatten().tolist())
         self._inputs.append(value)
         return value
+
+    def _unknown(self, tensor: Tensor) -> CaptureError:
+        return CaptureError(
+            f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input is used in"
+            f" module {self.module or '(root)'!r}",
+            hint="register it as a buffer of the module, so that it moves and counts with it",
+        )
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -77,9 +80,18 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._made_from_numbers(func, args[0])
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
         self._record(func, args, kwargs, out, before)
+        return out
+
+    def _made_from_numbers(self, func: Any, data: Tensor) -> Any:
+        """``torch.tensor(...)`` in the forward: eager makes the tensor in every step, hence a copy of a constant."""
+        out = func(data)
+        known = self._constant(data)
+        self._record(torch.ops.aten.clone.default, (data,), {}, out, {id(data): known})
         return out
 
     def _snapshot(self, args: Any, kwargs: Any) -> dict[int, int]:
@@ -89,8 +101,9 @@ class Recorder(TorchDispatchMode):
             key = self._key(tensor)
             known = self._value_of.get(key)
             if known is None:
-                storage = self._storage_of.get(tensor.untyped_storage()._cdata)
-                known = self.constant(tensor) if storage is None else self._value(tensor, "temporary", "")
+                if tensor.untyped_storage()._cdata not in self._storage_of:
+                    raise self._unknown(tensor)
+                known = self._value(tensor, "temporary", "")
             found[id(tensor)] = known
         return found
 
@@ -119,18 +132,23 @@ class Recorder(TorchDispatchMode):
             if all(self._key(item) in self._value_of for item in _tensors(returned)):
                 return  # detach and the like, or a window that exists already
             reads = []  # a view looks at no data
-        outputs = [self._output(item, written, renew=view and many) for item in returned]
+        least = max(t.numel() * t.element_size() for t in _tensors(args)) if target in KEEPS_INPUT_SIZE else 0
+        outputs = [self._output(item, written, renew=view and many, least=least) for item in returned]
         node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
-        sequence = _get_sequence_nr() if node is None else node._sequence_nr()
+        # In the forward the node has just been made, before the operator was called: it has the last number given out.
+        # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
+        wrapped = bool(writes) and isinstance(args[0], Tensor) and args[0]._is_view()
+        sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
             module = self._modules[-1]
-            self._module_of_node[sequence] = module
-            position = SAVED_NUMBERS.get(target)
-            if position is not None and not isinstance(graph_args[position], Ref) and args[0].requires_grad:
+            self._module_of_node.setdefault(sequence, module)
+            if _takes_number(target, graph_args) and args[0].requires_grad:
                 self._numbers.append((len(self._ops), sequence))
         else:
             module = self._module_of_node.get(sequence, "")
             self._last_of_node[sequence] = len(self._ops)
+            if _takes_number(target, graph_args):
+                self._number_uses.setdefault(sequence, []).append(len(self._ops))
         self._ops.append(
             Op(
                 id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
@@ -161,13 +179,13 @@ class Recorder(TorchDispatchMode):
         """Whether all returned tensors lie on storages that existed before the call."""
         return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in _tensors(returned))
 
-    def _output(self, item: Any, written: set[int], *, renew: bool) -> int | None:
+    def _output(self, item: Any, written: set[int], *, renew: bool, least: int) -> int | None:
         if not isinstance(item, Tensor):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
             self._value_of.pop(self._key(item), None)  # the same window, but on new contents: a value of its own
-        return self._value(item, "temporary", "")
+        return self._value(item, "temporary", "", least)
 
     # -- identities ---------------------------------------------------------------------------------------------
 
@@ -178,7 +196,8 @@ class Recorder(TorchDispatchMode):
             tensor.dtype,
         )  # fmt: skip
 
-    def _value(self, tensor: Tensor, kind: str, name: str) -> int:
+    def _value(self, tensor: Tensor, kind: str, name: str, least: int = 0) -> int:
+        """Value id of a tensor; a storage that is new is at least ``least`` bytes large."""
         key = self._key(tensor)
         known = self._value_of.get(key)
         if known is not None:
@@ -189,7 +208,7 @@ class Recorder(TorchDispatchMode):
             if tensor.layout != torch.strided or tensor.is_quantized:
                 raise CaptureError(f"a {tensor.layout} tensor: only dense, strided tensors can be captured")
             storage = len(self._storages)
-            self._storages[storage] = Storage(storage, tensor.untyped_storage().nbytes(), kind)
+            self._storages[storage] = Storage(storage, max(least, tensor.untyped_storage().nbytes()), kind)
             self._storage_of[address] = storage
             self._versions[storage] = 0
             self._watch_death(tensor.untyped_storage(), address, storage)
@@ -259,9 +278,18 @@ class Recorder(TorchDispatchMode):
 
     @property
     def numbers(self) -> tuple[tuple[int, int], ...]:
-        """Life, as first and last position, of every Python number that eager keeps as a tensor for its backward."""
-        last = len(self._ops)
-        return tuple((born, self._last_of_node.get(sequence, last)) for born, sequence in self._numbers)
+        """Lives, as first and last position, of the Python numbers that eager keeps as tensors for its backward.
+
+        Operators that take the number are left out: there, it is part of their workspace.
+        """
+        lives = []
+        for made, sequence in self._numbers:
+            born = made + 1
+            for use in self._number_uses.get(sequence, ()):
+                lives.append((born, use - 1))
+                born = use + 1
+            lives.append((born, self._last_of_node.get(sequence, len(self._ops))))
+        return tuple((born, last) for born, last in lives if born <= last)
 
     # -- result -------------------------------------------------------------------------------------------------
 
@@ -283,6 +311,12 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _tensors(part)
+
+
+def _takes_number(target: str, args: tuple[Arg, ...]) -> bool:
+    """Whether the operand that an operator's autograd formula keeps is a Python number in this call."""
+    position = SAVED_NUMBERS.get(target)
+    return position is not None and not isinstance(args[position], Ref)
 
 
 def _declared_writes(func: Any) -> bool:

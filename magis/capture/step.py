@@ -75,7 +75,7 @@ def capture(
     recorder = Recorder(marks.names)
     with mode:
         states = [{kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)} for n in trained]
-        _register(recorder, fakes, trained, states)
+        _register(recorder, fakes)
         with ExitStack() as stack:
             stack.enter_context(_clear_errors(recorder))
             if explicit_attention:
@@ -95,6 +95,7 @@ def capture(
                 # Held to the end of the step, as ``.grad`` holds them in eager.
                 grads = _gradients(result, leaves)
                 recorder.phase = "update"
+                _register_states(recorder, trained, grads, states)
                 with torch.no_grad():
                     optimizers.update(rule, leaves, grads, states, marks.numbers)
             returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
@@ -140,20 +141,29 @@ def _fakes(
     )
 
 
-def _register(
-    recorder: Recorder, fakes: _Fakes, trained: Sequence[str], states: Sequence[Mapping[str, Tensor]]
-) -> None:
+def _register(recorder: Recorder, fakes: _Fakes) -> None:
     for name, tensor in fakes.params.items():
         recorder.register(tensor, "parameter", f"parameter:{name}")
     for name, tensor in fakes.buffers.items():
         recorder.register(tensor, "buffer", f"buffer:{name}")
-    for name, state in zip(trained, states, strict=True):
-        for kind, tensor in state.items():
-            recorder.register(tensor, "state", f"state:{kind}:{name}")
     for index, tensor in enumerate(fakes.inputs):
         recorder.register(tensor, "batch", f"input:{index}")
     for index, tensor in enumerate(fakes.targets):
         recorder.register(tensor, "batch", f"target:{index}")
+
+
+def _register_states(
+    recorder: Recorder,
+    trained: Sequence[str],
+    grads: Sequence[Tensor | None],
+    states: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """Optimizer state, of those parameters that have a gradient: torch's optimizers never make any for the others."""
+    for name, grad, state in zip(trained, grads, states, strict=True):
+        if grad is None:
+            continue
+        for kind, tensor in state.items():
+            recorder.register(tensor, "state", f"state:{kind}:{name}")
 
 
 def _forward(module: nn.Module, fakes: _Fakes, loss_fn: Callable[..., Tensor] | None) -> Any:
@@ -163,14 +173,14 @@ def _forward(module: nn.Module, fakes: _Fakes, loss_fn: Callable[..., Tensor] | 
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """``torch.autograd.grad(loss, leaves, allow_unused=True)``, without the detour through function modes.
+    """``loss.backward()`` without the detour through function modes; the gradients, None where there is none.
 
     That detour would switch ``device_forms`` off during the backward, in which checkpointing runs forwards again.
+    Gradients are accumulated as in eager, which copies those that are shared or laid out unlike their parameter.
     """
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
-    return _engine_run_backward(
-        (loss,), (root,), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
-    )
+    _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return [leaf.grad for leaf in leaves]
 
 
 def _fake_mode(module: nn.Module) -> FakeTensorMode:

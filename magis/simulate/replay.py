@@ -58,6 +58,7 @@ def replay(
 
     Host storages (swapped tensors) count nothing. Storages in ``held`` are in memory the whole time.
     ``numbers`` are lives of small tensors that eager keeps besides the graph's (``Captured.numbers``); none on a GPU.
+    They count like workspace, since no operator hands them out.
     """
     lives = lifetimes(graph, deaths)
     count = len(graph.ops)
@@ -71,15 +72,17 @@ def replay(
             continue
         change[born] += nbytes
         change[lives.dies[storage] + 1] -= nbytes
+    small = [0] * (count + 2)
     for born, last in numbers:
-        change[born] += NUMBER_BYTES
-        change[last + 1] -= NUMBER_BYTES
+        small[born] += NUMBER_BYTES
+        small[last + 1] -= NUMBER_BYTES
     persistent = sum(rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent)
-    level = persistent
+    level, beside = persistent, 0
     tensors = []
     peaks = []
     for position, op in enumerate(graph.ops):
         level += change[position]
+        beside += small[position]
         tensors.append(level)
-        peaks.append(level + workspace(op))
+        peaks.append(level + beside + workspace(op))
     return MemoryProfile(persistent, tuple(tensors), tuple(peaks))
