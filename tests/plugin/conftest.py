@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,12 @@ class Gate:
     def __init__(self, pytester: pytest.Pytester) -> None:
         self.pytester = pytester
         self.root = pytester.path
-        pytester.makeconftest(CORE.read_text(encoding="utf-8"))
+        pytester.syspathinsert()
+        shutil.copyfile(CORE, self.root / "conftest.py")
+
+    def extend_conftest(self, text: str) -> None:
+        with (self.root / "conftest.py").open("a", encoding="utf-8") as stream:
+            stream.write(text)
 
     def __call__(self, *args: str, workers: int = 0) -> pytest.RunResult:
         parallel = ("-n", str(workers)) if workers else ()

@@ -1,0 +1,187 @@
+"""How the gate's cases sit in pytest: paths, node ids, selections, last-failed, reruns, JUnit."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+
+IDS = ["magis::bert[eager]", "magis::bert[magis-mem0.8]", "magis::bert[magis-mem0.6]"]
+
+
+@pytest.fixture
+def own_tests(gate):
+    """Tests of the project, where its ini file says that they are."""
+    gate.pytester.makeini("[pytest]\ntestpaths = checks")
+    gate.pytester.mkdir("checks").joinpath("test_own.py").write_text("def test_own(): pass\ndef test_two(): pass\n")
+
+
+def test_an_empty_directory_is_enough(gate, node_ids):
+    (gate.root / "conftest.py").rename(gate.root / "fake_core.py")
+    result = gate("-p", "fake_core", "--magis-models=bert", "--collect-only", "-q", "--rootdir=.")
+    assert node_ids(result) == IDS
+    for parallel in ([], ["-n2"]):
+        result = gate.in_subprocess("-p", "fake_core", "--magis-models=bert", "--rootdir=.", *parallel)
+        result.assert_outcomes(failed=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        (["--magis-models=bert"], 0),
+        (["--magis-models=bert", "checks"], 2),
+        (["--magis-models=bert", "checks/test_own.py::test_two"], 1),
+        (["-o", "magis_models=bert"], 2),
+        (["-o", "magis_models=bert", "checks/test_own.py::test_two"], 1),
+    ],
+)
+def test_paths_decide_what_else_is_collected(gate, own_tests, node_ids, given, own):
+    result = gate("--collect-only", "-q", *given)
+    assert node_ids(result) == IDS
+    assert len([line for line in result.outlines if line.startswith("checks/")]) == own
+
+
+def test_both_run_under_xdist(gate, own_tests):
+    gate.accept("--magis-models=bert")
+    gate("--magis-models=bert", "checks", workers=2).assert_outcomes(passed=5)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["-k", "mem0.8"], [IDS[1]]),
+        (["-k", "bert and not magis-mem"], [IDS[0]]),
+        (["-m", "magis"], IDS),
+        (["-m", "not magis"], []),
+        (["--deselect", "magis::bert[eager]"], IDS[1:]),
+        (["magis::bert[magis-mem0.6]"], [IDS[2]]),
+        (["magis::bert"], IDS),
+        (["magis::bert[magis-mem0.6]", "magis::bert[eager]"], [IDS[0], IDS[2]]),
+        (["magis::bert", "-k", "eager"], [IDS[0]]),
+    ],
+)
+def test_cases_are_selected_like_tests(gate, node_ids, given, expected):
+    assert node_ids(gate("--magis-models=bert", "--collect-only", "-q", *given)) == expected
+
+
+def test_a_node_id_and_a_path_give_both(gate, own_tests, node_ids, workers):
+    arguments = ("--magis-models=bert", "checks/test_own.py", "magis::bert[eager]")
+    gate("--magis-models=bert", "--magis-update=new")
+    gate(*arguments, workers=workers).assert_outcomes(passed=3)
+
+
+def test_a_directory_called_magis_is_no_obstacle(gate):
+    gate.pytester.mkdir("magis").joinpath("test_it.py").write_text("def test_it(): pass\n")
+    gate.accept("--magis-models=bert", "--rootdir=.")
+    gate("--magis-models=bert", "--rootdir=.", "magis::bert[eager]").assert_outcomes(passed=1)
+    gate("--magis-models=bert", "--rootdir=.", "magis").assert_outcomes(passed=4)
+
+
+def test_a_node_id_that_is_not_there_is_refused(gate, workers):
+    message = gate.refuses("--magis-models=bert", "magis::bert[magis-mem0.7]", workers=workers)
+    assert message.startswith("ERROR: no such case: magis::bert[magis-mem0.7]; this run has bert[eager], ")
+
+
+def test_options_that_leave_no_case_are_refused(gate):
+    message = gate.refuses("--magis-models=bert", "--magis-strategies=magis", "-o", "magis_memory_ratios=0.5,,")
+    assert "empty item" in message
+
+
+def test_collect_only_writes_nothing(gate):
+    before = gate.files()
+    gate("--magis-models=all", "--collect-only", "--magis-update=new")
+    assert gate.files() == before
+    assert gate.calls() == []
+
+
+def test_last_failed(gate, workers):
+    gate.accept("--magis-models=bert,vit")
+    gate.fake(**{"vit[magis-mem0.6]": {"opt_tensor": 1.005}})
+    gate("--magis-models=bert,vit", workers=workers).assert_outcomes(passed=5, failed=1)
+    (gate.root / "calls.txt").unlink()
+    gate("--magis-models=bert,vit", "--lf").assert_outcomes(failed=1)
+    assert [call[0] for call in gate.calls()] == ["vit[magis-mem0.6]"]
+    gate.fake()
+    gate("--magis-models=bert,vit", "--lf").assert_outcomes(passed=1)
+
+
+def test_junit_has_the_failure_and_the_result(gate, workers):
+    gate.accept("--magis-models=bert")
+    gate.fake(**{"bert[magis-mem0.8]": {"opt_tensor": 1.005}})
+    gate("--magis-models=bert", "--junitxml=junit.xml", workers=workers)
+    suite = ET.parse(gate.root / "junit.xml").getroot()[0]
+    assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["errors"]) == ("3", "1", "0")
+    cases = {case.attrib["name"]: case for case in suite.iter("testcase")}
+    assert sorted(cases) == ["bert[eager]", "bert[magis-mem0.6]", "bert[magis-mem0.8]"]
+    failure = cases["bert[magis-mem0.8]"].find("failure")
+    assert "worse: optimized tensor bytes" in (failure.text or "")
+    assert "Traceback" not in (failure.text or "")
+    (found,) = cases["bert[eager]"].iter("property")
+    assert json.loads(found.attrib["value"])["result"]["persistent_bytes"] > 0
+
+
+RERUN = """
+import pytest
+from _pytest.runner import runtestprotocol
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    "Runs what failed a second time, as plugins for reruns do."
+    for attempt in (1, 2):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        again = attempt == 1 and any(report.failed for report in reports)
+        for report in reports:
+            if again and report.failed:
+                report.outcome = "rerun"
+            item.ihook.pytest_runtest_logreport(report=report)
+        if not again:
+            return True
+"""
+
+
+def test_a_case_that_ran_twice_counts_once(gate, workers):
+    gate.accept("--magis-models=bert")
+    (gate.root / "calls.txt").unlink()
+    gate.extend_conftest(RERUN)
+    gate.fake(**{"bert[magis-mem0.8]": {"fail_times": 1}})
+    result = gate("--magis-models=bert", workers=workers)
+    result.assert_outcomes(passed=3)
+    assert len(gate.calls()) == 4
+    assert [row["verdict"] for row in gate.rows()] == ["pass"] * 3
+
+
+def test_stopping_at_the_first_failure(gate):
+    result = gate("--magis-models=bert", "-x")
+    result.assert_outcomes(failed=1)
+    assert len(gate.rows()) == 1
+
+
+def test_strict_markers_and_warnings_as_errors_do_not_disturb(gate):
+    gate.accept("--magis-models=bert")
+    gate.extend_conftest(
+        "import warnings\nmake = make_result\ndef make_result(case, figure):\n"
+        "    warnings.warn('torch says so')\n    return make(case, figure)\n"
+    )
+    result = gate("--magis-models=bert", "--strict-markers", "--strict-config", "-W", "error")
+    result.assert_outcomes(passed=3, warnings=3)
+
+
+@pytest.mark.parametrize("option", ["--version", "--help", "--markers", "--fixtures"])
+def test_the_other_commands_of_pytest_still_work(gate, option):
+    assert gate("--magis-models=bert", option).ret == 0
+    assert gate.calls() == []
+
+
+def test_all_cases_of_a_model_run_in_one_process(gate):
+    gate("--magis-models=bert,vit,mlp", workers=2)
+    processes: dict[str, set[int]] = {}
+    for name, process, *_ in gate.calls():
+        processes.setdefault(name.partition("[")[0], set()).add(process)
+    assert {name: len(found) for name, found in processes.items()} == {"bert": 1, "vit": 1, "mlp": 1}
+    assert len(set.union(*processes.values())) == 2
+
+
+def test_other_distributions_are_left_alone(gate):
+    gate.accept("--magis-models=bert")
+    gate("--magis-models=bert", "--dist=worksteal", workers=2).assert_outcomes(passed=3)

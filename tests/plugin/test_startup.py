@@ -1,0 +1,19 @@
+"""What it costs to have the plugin installed: next to nothing, as long as no case runs."""
+
+from __future__ import annotations
+
+HEAVY = ("torch", "numpy", "pandas", "numba", "rustworkx", "scipy")
+
+
+def test_importing_the_plugin_loads_nothing_heavy(fresh_python):
+    program = f"import sys, pytest_magis.plugin\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    assert fresh_python(program).split() == []
+
+
+def test_planning_a_run_on_cpu_loads_nothing_heavy(gate):
+    gate.accept("--magis-models=bert")
+    check = f"import sys\ndef pytest_unconfigure(): sys.stderr.write(str([m for m in {HEAVY!r} if m in sys.modules]))\n"
+    (gate.root / "conftest.py").write_text(check)
+    result = gate.in_subprocess("--magis-models=all", "--magis-device=cpu", "--collect-only", "-q")
+    assert result.ret == 0
+    assert result.stderr.str().strip() == "[]"
