@@ -12,6 +12,8 @@ __all__ = ["anneal"]
 
 PAIRS = 0.6  # share of steps that change two storages at once: one leaves, one returns
 
+STALE = 300  # steps in a row that met only plans seen before: the neighbourhood is used up
+
 
 def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allow_swap: bool) -> None:
     """Walk from a plan for so many new states; the judge keeps the best.
@@ -31,9 +33,9 @@ def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allo
     flags = plan.flags.copy()
     value = price.value(plan.peak, plan.latency_ns)
     start, stop = judge.states, judge.states + states
-    tries = 0
-    while judge.states < stop and tries < 4 * states:  # plans seen before cost no states
-        tries += 1
+    stale = 0
+    while judge.states < stop and stale < STALE:
+        known = judge.states
         threshold = price.step * (stop - judge.states) // (stop - start)
         before: list[tuple[int, int]] = []
         for _ in range(2 if random.random() < PAIRS else 1):
@@ -42,6 +44,7 @@ def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allo
             others = [flag for flag in options[storage] if flag != flags[storage]]
             flags[storage] = others[int(random.integers(len(others)))]
         found = price.value(*judge.cost(flags))
+        stale = stale + 1 if judge.states == known else 0
         if found <= value + threshold:
             value = found
         else:

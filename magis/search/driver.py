@@ -2,7 +2,8 @@
 
 Proposals from minimum cuts on the way to the limit, with checkpoints at several distances; what room they leave is
 given back; cheap and lean ones are mixed; the best of them are polished by best-first search and annealing. The
-order is improved by windows before and in between. Everything repeats exactly for equal budgets and seeds.
+order is improved by windows before and in between. Everything repeats exactly for equal budgets and seeds, and a
+smaller budget sees the first states of a larger one.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ DEFAULT_BUDGET = 30_000
 """States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
 
 LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
-ROUNDS = 48  # of prices per proposal series
+ROUNDS = 48  # of prices per series of proposals
+SERIES = ((0.0, True), (0.3, True), (-0.7, True), (0.0, False))  # tilt of the prices, learning
 BISECTIONS = 10
+APPROACHES = 3
+FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the first polish; twice as many in the next
+POLISHES = 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,18 +111,28 @@ class _Search:
         base = judge.plan(self.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # nothing to pay for
+        orders = [base.order]
         base = self.reorder(base)
-        if goal.memory_limit is not None:
-            plans = self.propose(base.order, goal.memory_limit, thorough=True)
-        else:
-            plans = self.bisect(base)
-        plans = self.mix(plans)
-        for _ in range(2):
-            share = (judge.budget - judge.states) // 4
+        if not np.array_equal(base.order, orders[0]):  # best without recomputation, not always with it
+            orders.append(base.order)
+        plans: list[Plan] = []
+        for order in orders:
+            if goal.memory_limit is not None:
+                plans += self.mix(self.propose(order, goal.memory_limit, thorough=True))
+                plans += self.approach(order, goal.memory_limit)
+            else:
+                judge.use(order)
+                plans += self.mix(self.bisect(judge.plan(self.untouched)))
+        plans = _distinct(plans, goal)
+        for polish in range(POLISHES):
+            before = judge.states
+            share = FIRST_POLISH << polish  # not a share of the budget: with more of it no search ends worse
             best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
             best = self.best(plans)[0]
-            anneal(judge, goal, best, share, seed=self.seed, allow_swap=self.allow_swap)
+            anneal(judge, goal, best, share, seed=self.seed + polish, allow_swap=self.allow_swap)
             self.climb_best()
+            if judge.states == before:
+                return  # nothing is left to try
 
     def best(self, plans: list[Plan]) -> list[Plan]:
         """The best plan so far, first of a list."""
@@ -150,7 +165,6 @@ class _Search:
         """Plans for a memory limit on one order, distinct in what they cost, best first."""
         judge = self.judge
         judge.use(order)
-        goal = Goal(memory_limit=limit)
         model = CutModel(judge.evaluator)
         sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
         if not thorough:
@@ -158,20 +172,37 @@ class _Search:
         rounds = ROUNDS if thorough else ROUNDS // 2
         plans: list[Plan] = []
         for kept in sets:
-            for learning in (True, False) if thorough else (True,):
-                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, learning=learning)
+            for tilt, learning in SERIES if thorough else SERIES[:2]:
+                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, tilt=tilt, learning=learning)
             if kept is not None:
                 plans.append(judge.plan(self.all_but(kept)))
         for price in LINK_PRICES if self.allow_swap else ():
-            for kept in sets[:: len(sets) // 2]:
-                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, link_price=price)
-        return _distinct(plans, goal)
+            for kept in sets[:: max(1, len(sets) // 2)]:
+                for tilt, learning in SERIES[:2]:
+                    plans += follow_prices(
+                        judge, model, limit, rounds=rounds, kept=kept, tilt=tilt, learning=learning, link_price=price
+                    )  # fmt: skip
+        return _distinct(plans, Goal(memory_limit=limit))
 
     def all_but(self, kept: Bools) -> Int8s:
         """Make everything again except checkpoints: the leanest that recomputation between them can be."""
         flags = np.where(self.judge.evaluator.step.redoable, RECOMPUTE, 0).astype(np.int8)
         flags[kept] = 0
         return flags
+
+    def approach(self, order: Int32s, limit: int) -> list[Plan]:
+        """Plans for limits between one that is not kept and the lowest peak reached.
+
+        Far below what can be reached all prices rise without end, and nothing useful is proposed.
+        """
+        plans: list[Plan] = []
+        for _ in range(APPROACHES):
+            best = self.judge.best
+            if best is None or best.peak <= limit:
+                break
+            target = best.peak - (best.peak - limit) // 4
+            plans += self.mix(self.propose(order, target, thorough=True))
+        return plans
 
     def bisect(self, base: Plan) -> list[Plan]:
         """Latency mode: plans at ever closer memory limits around the lowest that the latency limit allows."""
@@ -193,7 +224,7 @@ class _Search:
         return _distinct(plans, goal)
 
     def mix(self, plans: list[Plan]) -> list[Plan]:
-        """Climb from the best plans, and mix cheap ones above the limit with lean ones below."""
+        """Climb from the best plans, all on one order; mix cheap ones above the limit with lean ones below."""
         judge, goal = self.judge, self.goal
         climbed = [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in plans[:6]]
         best = min(plan.key(goal) for plan in climbed)

@@ -70,14 +70,18 @@ class CutModel:
                 heads.append(used)
         return tails, heads, redo_edges, redo_nodes
 
-    def solve(self, prices: Floats, link_price: float, kept: Bools | None = None) -> Int8s:
+    def solve(self, prices: Floats, link_price: float, kept: Bools | None = None, tilt: float = 0.0) -> Int8s:
         """The plan of least cost; ``prices`` in ns per byte at each position, ``link_price`` in ns per ns.
 
-        A negative link price: no swaps. Storages in ``kept`` are not made again.
+        A negative link price: no swaps. Storages in ``kept`` are not made again. ``tilt`` makes keeping dearer
+        (below 0: cheaper) by that share towards the beginning of the order: of equal layers some then change
+        sides before others, as the prices move.
         """
         step, storages = self.evaluator.step, len(self._from)
         total = np.concatenate(([0.0], np.cumsum(prices)))
-        cost = np.minimum(step.nbytes * (total[self._until] - total[self._from]), MOST_COST).astype(np.int64)
+        tilted = 1.0 + tilt * (1.0 - self._from / max(1, len(prices)))
+        holding = step.nbytes * (total[self._until] - total[self._from]) * tilted
+        cost = np.clip(holding, 0.0, MOST_COST).astype(np.int64)
         swaps = np.zeros(storages, dtype=np.bool_)
         if link_price >= 0.0:
             link = np.minimum(step.xfer_ns * link_price + 1.0, MOST_COST).astype(np.int64)
@@ -121,6 +125,7 @@ def follow_prices(
     link_price: float = -1.0,
     kept: Bools | None = None,
     learning: bool = True,
+    tilt: float = 0.0,
 ) -> list[Plan]:
     """Plans on the way of the prices to a memory limit (bytes), at most one a round.
 
@@ -137,7 +142,7 @@ def follow_prices(
     step = 0.4
     plans = []
     for _ in range(rounds):
-        flags = model.solve(prices, link_price, kept)
+        flags = model.solve(prices, link_price, kept, tilt)
         plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
         over = levels_by_position(judge.evaluator) > limit
         if learning:
