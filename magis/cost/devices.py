@@ -69,8 +69,8 @@ class DeviceModel:
     """Whether arithmetic and memory traffic of one operator hide each other (max) or not (sum)."""
     half_outputs: int = 0
     """Results of a matrix product (or convolution, attention) at which half of the peak is reached."""
-    half_elements: int = 0
-    """Elements of any other operator at which half of the bandwidth is reached."""
+    half_bytes: int = 0
+    """Bytes moved at which half of the bandwidth is reached."""
     half_dimension: int = 0
     """Smallest dimension of a matrix product at which half of the peak is reached."""
     element_ns: Mapping[str, float] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def _gpu(
 
     Utilization falls with the operator's size: half of the matrix peak at an eighth of a wave of 128 x 128
     tiles (libraries use smaller tiles and split the inner dimension below a full wave), half of the bandwidth
-    at 1024 elements per multiprocessor.
+    at 1024 float32 elements per multiprocessor, read twice and written once.
     """
     return DeviceModel(
         name=name,
@@ -135,7 +135,7 @@ def _gpu(
         link_bytes_per_s=link_bytes_per_s,
         overlaps=True,
         half_outputs=multiprocessors * 128 * 128 // 8,
-        half_elements=multiprocessors * 1024,
+        half_bytes=multiprocessors * 1024 * 12,
     )
 
 

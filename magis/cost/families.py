@@ -28,7 +28,7 @@ def _rows(kind: str, per_element: int, names: str) -> dict[str, Family]:
 FAMILIES: dict[str, Family] = {
     # exact counts by shape
     **_rows("matmul", 0, "mm bmm addmm baddbmm addbmm mv addmv dot vdot linear _addmm_activation"),
-    **_rows("matmul", 0, "mkldnn_linear mkl_linear ger addr"),
+    **_rows("matmul", 0, "mkldnn_linear ger addr"),
     **_rows("conv", 0, "convolution _convolution cudnn_convolution mkldnn_convolution"),
     **_rows("conv", 0, "conv2d conv1d conv3d cudnn_convolution_transpose"),
     **_rows("conv_backward", 0, "convolution_backward"),
@@ -55,7 +55,7 @@ FAMILIES: dict[str, Family] = {
     **_rows("pointwise", 2, "addcmul lerp mse_loss mse_loss_backward smooth_l1_loss smooth_l1_loss_backward"),
     **_rows("pointwise", 4, "div addcdiv sqrt rsqrt reciprocal hardsigmoid hardsigmoid_backward hardswish"),
     **_rows("pointwise", 4, "hardswish_backward sigmoid_backward tanh_backward huber_loss prelu floor_divide"),
-    **_rows("pointwise", 4, "huber_loss_backward masked_scale l1_loss _prelu_kernel"),
+    **_rows("pointwise", 4, "huber_loss_backward _masked_scale l1_loss _prelu_kernel"),
     **_rows("pointwise", 12, "_fused_adam _fused_adamw _fused_sgd _fused_adagrad"),
     **_rows("pointwise", 4, "_foreach_add _foreach_mul _foreach_sub _foreach_div _foreach_addcmul"),
     **_rows("pointwise", 4, "_foreach_addcdiv _foreach_lerp _foreach_sqrt _foreach_neg _foreach_copy"),

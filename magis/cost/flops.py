@@ -132,18 +132,24 @@ def _copy_kind(op: Op, values: Mapping[int, Value]) -> str:
     "permuted_copy" where they are but the order of the outer dimensions changes; else "copy".
     """
     touched = [values[number] for number in (*_read(op), *op.made())]
+    if not touched:
+        return "copy"
     innermost = {v.stride[-1] != 1 for v in touched if v.shape and v.shape[-1] > 1 and v.stride[-1] != 0}
     if len(innermost) > 1:
         return "strided_copy"
-    rank = max((len(value.shape) for value in touched), default=0)
-    orders = {_order(value) for value in touched if len(value.shape) == rank}
-    return "permuted_copy" if len(orders) > 1 else "copy"
+    *sources, result = touched
+    same = all(_same_order(source, result) for source in sources if len(source.shape) == len(result.shape))
+    return "copy" if same else "permuted_copy"
 
 
-def _order(value: Value) -> tuple[int, ...]:
-    """Dimensions from the outermost in memory to the innermost, those of size 1 and expanded ones last."""
-    idle = [step == 0 or size == 1 for size, step in zip(value.shape, value.stride, strict=True)]
-    return tuple(sorted(range(len(value.shape)), key=lambda dim: (idle[dim], -value.stride[dim] * (not idle[dim]))))
+def _same_order(first: Value, second: Value) -> bool:
+    """Whether the dimensions lie in memory in the same order, those of size 1 or expanded in either left out."""
+    pairs = [
+        steps
+        for *steps, size in zip(first.stride, second.stride, first.shape, strict=True)
+        if size > 1 and 0 not in steps
+    ]
+    return sorted(pairs, key=lambda steps: -steps[0]) == sorted(pairs, key=lambda steps: -steps[1])
 
 
 def _read(op: Op) -> tuple[int, ...]:

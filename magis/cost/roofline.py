@@ -41,7 +41,7 @@ def _nanoseconds(device: DeviceModel, done: Work) -> int:
     per_element = device.element_ns.get(done.name, device.element_ns.get(done.kind))
     counted = matrix or per_element is None
     arithmetic = (done.flops / reached * 1e9 if counted else 0.0) + (per_element or 0.0) * done.elements
-    bandwidth = device.bandwidth * rates.bandwidth * _share(done.results, device.half_elements)
+    bandwidth = device.bandwidth * rates.bandwidth * _share(done.moved_bytes, device.half_bytes)
     traffic = done.moved_bytes / bandwidth * 1e9
     busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
     if done.fresh_bytes >= device.fault_bytes > 0:

@@ -1,0 +1,222 @@
+"""Arithmetic counts agree with torch's own counter; bytes with what the kernels touch; views are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F  # noqa: N812 (as everywhere)
+from torch.utils.flop_counter import FlopCounterMode
+
+from magis.aten.facts import VIEWS
+from magis.cost.families import FAMILIES, family, name_of
+from magis.cost.flops import Work, work
+from magis.ir.types import Op, Ref, Value
+from tests.cost.recording import record
+
+MATRIX = {"matmul", "conv", "conv_backward", "attention", "attention_backward"}
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, requires_grad=True)
+
+
+def ours_and_torchs(fn: Callable[[], object]) -> tuple[int, int]:
+    """Floating-point operations of matrix products in `fn`: counted by magis, counted by torch."""
+    with FlopCounterMode(display=False) as counter:
+        fn()
+    recording = record(fn)
+    done = [work(op, recording.values) for op in recording.calls]
+    return sum(item.flops for item in done if item.kind in MATRIX), counter.get_total_flops()
+
+
+small = st.integers(1, 6)
+
+
+@settings(max_examples=15)
+@given(small, small, small, small)
+def test_products_count_as_in_torch(batch: int, rows: int, inner: int, columns: int) -> None:
+    def fn() -> None:
+        torch.mm(rand(rows, inner), rand(inner, columns)).sum().backward()
+        torch.bmm(rand(batch, rows, inner), rand(batch, inner, columns)).sum().backward()
+        torch.addmm(rand(columns), rand(rows, inner), rand(inner, columns)).sum().backward()
+        torch.baddbmm(rand(batch, rows, columns), rand(batch, rows, inner), rand(batch, inner, columns))
+
+    ours, torchs = ours_and_torchs(fn)
+    assert ours == torchs
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans(),
+    st.integers(3, 6),
+)  # fmt: skip
+def test_convolutions_count_as_in_torch(
+    groups: int, c_in: int, c_out: int, kernel: int, stride: int, transposed: bool, size: int
+) -> None:
+    def fn() -> None:
+        image = rand(2, groups * c_in, size, size)
+        if transposed:
+            weight = rand(groups * c_in, c_out, kernel, kernel)
+            F.conv_transpose2d(image, weight, stride=stride, groups=groups).sum().backward()
+        else:
+            weight = rand(groups * c_out, c_in, kernel, kernel)
+            F.conv2d(image, weight, stride=stride, padding=1, groups=groups).sum().backward()
+
+    ours, torchs = ours_and_torchs(fn)
+    if groups == 1:
+        assert ours == torchs
+    assert ours > 0
+
+
+def test_grouped_convolutions_cost_a_group_each() -> None:
+    """torch's counter takes the forward of groups right; its backward is compared with separate convolutions."""
+
+    def grouped() -> None:
+        F.conv2d(rand(2, 6, 5, 5), rand(9, 2, 3, 3), groups=3).sum().backward()
+
+    def apart() -> None:
+        for _ in range(3):
+            F.conv2d(rand(2, 2, 5, 5), rand(3, 2, 3, 3)).sum().backward()
+
+    assert ours_and_torchs(grouped)[0] == ours_and_torchs(apart)[1]
+
+
+def test_attention_counts_as_in_torch_and_half_when_causal() -> None:
+    def attend(*, causal: bool) -> Callable[[], object]:
+        return lambda: (
+            F.scaled_dot_product_attention(*(rand(2, 3, 16, 8) for _ in range(3)), is_causal=causal).sum().backward()
+        )
+
+    scores = 2 * 3 * 16 * 16
+    full, _ = ours_and_torchs(attend(causal=False))
+    assert full == (2 + 5) * 2 * scores * 8
+    assert ours_and_torchs(attend(causal=True))[0] == full // 2
+
+
+def done_by(fn: Callable[[], object], name: str) -> Work:
+    """The work of the one call of operator `name` in `fn`."""
+    recording = record(fn)
+    (op,) = [op for op in recording.calls if name_of(op.target) == name]
+    return work(op, recording.values)
+
+
+def test_bytes_are_what_the_kernel_touches() -> None:
+    image, other = torch.rand(4, 8), torch.rand(4, 8)
+    done = done_by(lambda: image + other, "add")
+    assert (done.read_bytes, done.written_bytes, done.fresh_bytes, done.flops) == (256, 128, 128, 32)
+    done = done_by(lambda: image.add_(other), "add")
+    assert (done.read_bytes, done.written_bytes, done.fresh_bytes) == (256, 128, 0)
+    done = done_by(lambda: image + torch.rand(1).expand(4, 8), "add")
+    assert done.read_bytes == 128 + 4
+    done = done_by(lambda: image.copy_(other), "copy")
+    assert (done.read_bytes, done.written_bytes) == (128, 128)
+    done = done_by(lambda: torch.cat([image, other]), "cat")
+    assert (done.read_bytes, done.written_bytes) == (256, 256)
+    done = done_by(lambda: image * image, "mul")
+    assert done.read_bytes == 128
+
+
+def test_out_form_over_an_input_reads_it_once() -> None:
+    grad, result = torch.rand(4, 8), torch.rand(4, 8)
+    call = torch.ops.aten.threshold_backward.grad_input
+    over = done_by(lambda: call(grad, result, 0, grad_input=grad), "threshold_backward")
+    apart = done_by(lambda: call(grad, result, 0, grad_input=torch.empty(4, 8)), "threshold_backward")
+    assert over.read_bytes == apart.read_bytes == 256
+    assert over.written_bytes == apart.written_bytes == 128
+    assert over.fresh_bytes == 0
+
+
+def test_lookups_are_charged_for_the_rows_they_touch() -> None:
+    table, index = torch.rand(1000, 16), torch.zeros(5, dtype=torch.int64)
+    done = done_by(lambda: F.embedding(index, table), "embedding")
+    assert (done.read_bytes, done.written_bytes) == (5 * 8 + 5 * 16 * 4, 5 * 16 * 4)
+    scores = torch.rand(5, 100)
+    done = done_by(lambda: F.nll_loss(scores, index), "nll_loss_forward")
+    assert done.read_bytes == 5 * 8 + 5 * 4
+
+
+def test_nothing_is_charged_for_views_and_bare_allocations() -> None:
+    image = torch.rand(4, 8)
+    recording = record(
+        lambda: (image.t(), image.view(32), image[1:], image.expand(2, 4, 8), image.split(2), image.unbind())
+    )
+    assert len(recording.calls) == 6
+    for op in recording.calls:
+        assert work(op, recording.values) == Work("view", name_of(op.target), "float32")
+    done = done_by(lambda: torch.empty(4, 8), "empty")
+    assert (done.moved_bytes, done.flops) == (0, 0)
+
+
+def test_a_reshape_that_copies_is_no_view() -> None:
+    values = {
+        0: Value(0, (4, 8), (1, 4), "float32", storage=0),
+        1: Value(1, (32,), (1,), "float32", storage=1),
+        2: Value(2, (32,), (1,), "float32", storage=0),
+    }
+    assert work(Op(0, "aten.reshape.default", (Ref(0), (32,)), (), (1,)), values).moved_bytes == 256
+    assert work(Op(0, "aten.reshape.default", (Ref(0), (32,)), (), (2,)), values).kind == "view"
+
+
+def test_copies_that_change_the_layout_are_told_apart() -> None:
+    image = torch.rand(4, 6, 8)
+    flat = torch.contiguous_format
+    assert done_by(image.clone, "clone").kind == "copy"
+    assert done_by(lambda: image.transpose(0, 1).clone(), "clone").kind == "copy"  # keeps the strides
+    permuted = image.transpose(0, 1)
+    assert done_by(lambda: permuted.clone(memory_format=flat), "clone").kind == "permuted_copy"
+    turned = image.transpose(1, 2)
+    assert done_by(lambda: turned.clone(memory_format=flat), "clone").kind == "strided_copy"
+    wide = torch.rand(4, 1, 8).expand(4, 6, 8)
+    assert done_by(lambda: wide.clone(memory_format=flat), "clone").kind == "copy"
+
+
+def test_fused_optimizers_write_all_but_the_gradients() -> None:
+    def fn() -> None:
+        weight, grad, first, second = (torch.rand(16) for _ in range(4))
+        torch._fused_adamw_(
+            [weight], [grad], [first], [second], [], [torch.ones(())],
+            lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    done = done_by(fn, "_fused_adamw")
+    assert (done.read_bytes, done.written_bytes) == (4 * 64 + 4, 3 * 64 + 4)
+
+
+def test_unknown_operators_move_their_inputs_and_outputs() -> None:
+    values = {0: Value(0, (8,), (1,), "float16", 0), 1: Value(1, (8,), (1,), "float32", 1)}
+    done = work(Op(0, "mylib.something.default", (Ref(0),), (), (1,)), values)
+    assert (done.kind, done.read_bytes, done.written_bytes, done.flops) == ("unknown", 16, 32, 0)
+
+
+def test_every_operator_of_a_step_is_declared() -> None:
+    """Both a convolution network's and a transformer's: forward, backward, update."""
+    image, words = torch.rand(2, 3, 16, 16), torch.zeros(2, 4, dtype=torch.int64)
+    vision = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.Dropout(0.1), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(4, 5),
+    )  # fmt: skip
+    table = torch.nn.Embedding(10, 8)
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation="gelu")
+
+    def step() -> None:
+        for net in (vision, table, layer):
+            net.zero_grad()
+        loss = F.cross_entropy(vision(image), torch.zeros(2, dtype=torch.int64))
+        (loss + layer(table(words)).square().mean()).backward()
+        for net in (vision, table, layer):
+            torch.optim.AdamW(net.parameters(), foreach=False).step()
+
+    targets = {op.target for op in record(step).calls}
+    assert len(targets) > 40
+    undeclared = {target for target in targets if target not in VIEWS and family(target) is None}
+    assert undeclared == set()
+
+
+def test_rows_name_operators_that_torch_has() -> None:
+    """A misspelt row would silently charge nothing for its arithmetic."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    names = {name.removeprefix("aten::").split(".")[0].removesuffix("_") for name in known if name.startswith("aten::")}
+    assert set(FAMILIES) - names == set()

@@ -1,0 +1,129 @@
+"""Profiles: readable, sorted, merged without regard to order, never half-written, bad files left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.cost.store import SCHEMA, Entry, Profile, ProfileError, load, merge, profile_path, save
+
+DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
+entries = st.dictionaries(
+    st.text(max_size=12), st.builds(Entry, *(st.integers(0, 10**12) for _ in range(3))), max_size=6
+)
+
+
+@given(entries)
+def test_reads_back_as_written(tmp_path_factory: pytest.TempPathFactory, found: dict[str, Entry]) -> None:
+    path = tmp_path_factory.mktemp("store") / "profile.json"
+    save(Profile(DEVICE, found), path)
+    assert load(path) == Profile(DEVICE, found)
+    assert list(json.loads(path.read_text())["operators"]) == sorted(found)
+
+
+@given(entries, entries, entries)
+def test_the_order_of_merging_does_not_matter(
+    first: dict[str, Entry], second: dict[str, Entry], third: dict[str, Entry]
+) -> None:
+    a, b, c = (Profile(DEVICE, found) for found in (first, second, third))
+    assert merge(a, b) == merge(b, a)
+    assert merge(merge(a, b), c) == merge(a, merge(b, c))
+    assert merge(a, a) == a
+    assert merge(a, b).entries.keys() == first.keys() | second.keys()
+
+
+def test_more_samples_win() -> None:
+    few, many = Profile(DEVICE, {"k": Entry(5, 1, 3)}), Profile(DEVICE, {"k": Entry(9, 1, 30)})
+    assert merge(few, many) == many
+
+
+def test_profiles_of_different_devices_are_never_merged() -> None:
+    with pytest.raises(ProfileError, match=r"different devices: .*threads 2.* and .*threads 1.*; keep one file"):
+        merge(Profile(DEVICE), Profile({**DEVICE, "threads": "1"}))
+
+
+def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "profile.json"
+    save(Profile(DEVICE, {"b(1)": Entry(2, 0, 1), "a(1)": Entry(1, 64, 9)}), path)
+    assert path.read_text().splitlines() == [
+        "{",
+        ' "schema": 1,',
+        ' "device": {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"},',
+        ' "operators": {',
+        '  "a(1)": {"ns": 1, "workspace": 64, "samples": 9},',
+        '  "b(1)": {"ns": 2, "workspace": 0, "samples": 1}',
+        " }",
+        "}",
+    ]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_the_file_is_named_after_the_device(tmp_path: Path) -> None:
+    assert profile_path(tmp_path, DEVICE) == tmp_path / "cpu-AVX512-2-2.13.0+cpu.json"
+    gpu = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.13.0", "cuda": "13.0"}
+    assert profile_path(tmp_path, gpu).name == "cuda-13.0-NVIDIA-H200-2.13.0.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is corrupt: no JSON"),
+        ("{", "is corrupt: no JSON"),
+        ("[]", "is corrupt: no schema number"),
+        ('{"schema": "1"}', "is corrupt: no schema number"),
+        (f'{{"schema": {SCHEMA + 1}}}', f"has schema {SCHEMA + 1}, this version reads up to {SCHEMA}; update"),
+        ('{"schema": 1, "operators": {}}', "is corrupt: no device identity"),
+        ('{"schema": 1, "device": {"device": 3}, "operators": {}}', "is corrupt: no device identity"),
+        ('{"schema": 1, "device": {}}', "is corrupt: no operators"),
+        ('{"schema": 1, "device": {}, "operators": {"k": 3}}', "the entry of 'k' lacks"),
+        ('{"schema": 1, "device": {}, "operators": {"k": {"ns": 1, "samples": 2}}}', "the entry of 'k' lacks"),
+        (
+            '{"schema": 1, "device": {}, "operators": {"k": {"ns": -1, "samples": 2, "workspace": 0}}}',
+            "the entry of 'k' lacks",
+        ),
+    ],
+)
+def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=message) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+    assert path.read_text() == text
+
+
+def test_missing_and_undecodable_files(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="No such file"):
+        load(tmp_path / "none.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ProfileError, match="not UTF-8"):
+        load(tmp_path / "bytes.json")
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    save(Profile(DEVICE, {"k": Entry(1, 2, 3)}), path)
+    before = path.read_bytes()
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(Profile(DEVICE, {"k": Entry(4, 5, 6)}), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot write the operator profile"):
+        save(Profile(DEVICE), tmp_path / "file" / "profile.json")
