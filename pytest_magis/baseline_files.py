@@ -69,7 +69,7 @@ def render(baseline: ModelBaseline) -> str:
     configurations = {
         name: {
             "cases": {key: _without_none(asdict(case)) for key, case in configuration.cases.items()},
-            "graphs": {graph: dict(workspaces) for graph, workspaces in configuration.graphs.items()},
+            "workspaces": {table: dict(content) for table, content in configuration.workspaces.items()},
         }
         for name, configuration in baseline.configurations.items()
     }
@@ -123,11 +123,13 @@ def _model(data: object) -> ModelBaseline:
 
 def _configuration(data: object, where: str) -> Configuration:
     record = _object(data, where)
-    _check_keys(record, {"cases", "graphs"}, set(), where)
-    return Configuration(
-        cases=_each(record["cases"], f"{where}.cases", _case),
-        graphs=_each(record["graphs"], f"{where}.graphs", lambda value, at: _each(value, at, _count)),
-    )
+    _check_keys(record, {"cases", "workspaces"}, set(), where)
+    cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", _case)
+    tables = _each(record["workspaces"], f"{where}.workspaces", lambda value, at: _each(value, at, _count))
+    for label, case in cases.items():
+        if case.workspaces is not None and case.workspaces not in tables:
+            raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
+    return Configuration(cases, tables)
 
 
 def _case(data: object, where: str) -> CaseBaseline:
@@ -201,6 +203,7 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "latency_ratio": _ratio,
     "latency_ratio_low": _ratio,
     "latency_ratio_high": _ratio,
+    "workspaces": _text,
     "measured": lambda value, where: _each(value, where, _measured),
 }
 

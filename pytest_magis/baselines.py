@@ -2,12 +2,14 @@
 
 A file holds one model on one device; `pytest_magis.baseline_files` reads and writes it. In it, a *configuration* is a
 preset and a data type, such as "small" (the model's own data type) or "small bfloat16". Tensor bytes hold on every
-machine; what a step measured besides is kept per device identity, since it holds for that one alone. The workspaces
-that the planner used are kept per captured graph: handed back to it, they make the same plan on every machine.
+machine; what a step measured besides is kept per device identity, since it holds for that one alone. Each case refers
+to the table of workspaces that it was planned with: handed back to the planner, it makes the same plan everywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -52,16 +54,21 @@ class CaseBaseline:
     optimized_tensor_bytes: int
     original_tensor_bytes: int
     states_evaluated: int
+    workspaces: str | None = None
+    """Name of the table that the case was planned with; None if nothing was planned, or without one."""
     measured: Mapping[str, Measured] = field(default_factory=dict)
     """By identity, as `identity_key` writes it."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The cases of one preset and data type, and the planner's workspaces: graph digest -> signature -> bytes."""
+    """The cases of one preset and data type, and the planner's workspaces: name -> signature -> bytes.
+
+    Cases mostly share a table; its name is a digest of its content.
+    """
 
     cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
-    graphs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    workspaces: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,19 +112,13 @@ def stored_case(baseline: ModelBaseline | None, label: str, case: Case) -> CaseB
 def planning(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[dict[str, int] | None, str | None]:
     """The workspaces (signature -> bytes) and the graph digest to plan a case with; (None, None) without any.
 
-    A case without a baseline of its own is planned with what the configuration's other cases were planned with:
-    that is what it would get once it is stored.
+    Only a case's own table will do: another's lacks the operators that this case's plan alone has.
     """
-    configuration = baseline.configurations.get(configuration_key(case)) if baseline else None
-    if configuration is None or not configuration.graphs:
+    stored = stored_case(baseline, label, case)
+    if baseline is None or stored is None or stored.workspaces is None:
         return None, None
-    stored = configuration.cases.get(case_key(label, case))
-    if stored is not None and stored.graph in configuration.graphs:
-        return dict(configuration.graphs[stored.graph]), stored.graph
-    if len(configuration.graphs) == 1:
-        ((graph, workspaces),) = configuration.graphs.items()
-        return dict(workspaces), graph
-    return None, None
+    tables = baseline.configurations[configuration_key(case)].workspaces
+    return dict(tables[stored.workspaces]), stored.graph
 
 
 def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, result: CaseResult) -> ModelBaseline:
@@ -128,14 +129,31 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     base = baseline or ModelBaseline(name, case.device)
     config_key, key = configuration_key(case), case_key(label, case)
     configuration = base.configurations.get(config_key, Configuration())
-    entry = _case_baseline(result, configuration.cases.get(key))
+    table = _planned_with(result)
+    table_name = None if table is None else _digest(table)
+    entry = replace(_case_baseline(result, configuration.cases.get(key)), workspaces=table_name)
     cases = {**configuration.cases, key: entry}
-    # known workspaces stay: the plans of the other cases were made with them
-    known = configuration.graphs.get(entry.graph, {})
-    graphs = {**configuration.graphs, entry.graph: {**result.planning_workspaces, **known}}
-    used = {stored.graph for stored in cases.values()}
-    graphs = {graph: workspaces for graph, workspaces in graphs.items() if graph in used}
-    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, graphs)})
+    tables = dict(configuration.workspaces)
+    if table is not None and table_name is not None:
+        tables[table_name] = table
+    used = {stored.workspaces for stored in cases.values()}
+    tables = {name: content for name, content in tables.items() if name in used}
+    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, tables)})
+
+
+def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
+    """The table that a result was planned with; None where no plan depends on one.
+
+    On cpu an empty table counts, since no scratch here may be some elsewhere; other devices have no measured one.
+    """
+    limited = result.case.memory_ratio is not None or result.case.latency_ratio is not None
+    if result.planning_workspaces or (limited and result.case.device == "cpu"):
+        return result.planning_workspaces
+    return None
+
+
+def _digest(table: Mapping[str, int]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline:

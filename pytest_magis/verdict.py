@@ -209,6 +209,10 @@ def _notes(result: CaseResult, stored: CaseBaseline | None, measured: Measured |
             f"only tensor bytes are gated: the baseline has no measurement of this device ({identity_key(result)}); "
             "--magis-update=new adds one"
         )
+        seen, simulated = result.optimized.measured, result.optimized.simulated
+        if seen is not None and result.case.device == "cpu" and seen.peak_bytes != simulated.peak_bytes:
+            off = simulated.peak_bytes - seen.peak_bytes
+            yield f"optimized peak bytes are not as simulated on this device ({off:+,})"
         limit = result.memory_limit_bytes
         if limit is not None and result.search.feasible and result.memory.peak_bytes > limit:
             yield f"peak bytes above the memory limit on this device: {_against(result.memory.peak_bytes, limit)}"

@@ -89,6 +89,7 @@ def test_it_is_refused_under_xdist_too(gate):
 
 
 CASE = ("configurations", "small", "cases", "magis-mem0.8")
+TABLE = "aef825467dbf"
 MEASURED = (*CASE, "measured", "instruction set=avx512, threads=2, torch=2.13.0")
 
 WRONG = {
@@ -107,7 +108,9 @@ WRONG = {
     "ratio 0": ((*MEASURED, "latency_ratio"), 0, "latency_ratio: expected a positive number, found 0"),
     "ratio infinite": ((*MEASURED, "latency_ratio"), 1e999, "Infinity is not a number"),
     "ratio huge": ((*MEASURED, "latency_ratio"), 10**400, "expected a positive number"),
-    "workspace": (("configurations", "small", "graphs", "g1", "aten::mm(4x4)"), "512", "found '512'"),
+    "workspace": (("configurations", "small", "workspaces", TABLE, "aten::mm(4x4)"), "512", "found '512'"),
+    "no such table": ((*CASE, "workspaces"), "elsewhere", "no workspaces called 'elsewhere'"),
+    "table": (("configurations", "small", "workspaces", TABLE), 7, "expected an object, found 7"),
 }
 
 
@@ -158,15 +161,48 @@ def test_what_the_planner_used_is_handed_back(gate, workers):
     gate.accept("--magis-models=bert")
     (gate.root / "calls.txt").unlink()
     gate("--magis-models=bert", "--magis-memory-ratios=0.8,0.5", workers=workers)
-    assert sorted(call[0] for call in gate.calls()) == ["bert[eager]", "bert[magis-mem0.5]", "bert[magis-mem0.8]"]
-    assert all(call[2:] == [{"aten::mm(4x4)": 512}, "g1"] for call in gate.calls())
+    # eager plans nothing, and 0.5 has no baseline: another plan's workspaces might lack its operators
+    assert {call[0]: call[2:] for call in gate.calls()} == {
+        "bert[eager]": [None, None],
+        "bert[magis-mem0.8]": [{"aten::mm(4x4)": 512}, "g1"],
+        "bert[magis-mem0.5]": [None, None],
+    }
 
 
-def test_a_new_graph_brings_its_own_workspaces(gate):
+def test_cases_keep_the_workspaces_that_they_were_planned_with(gate):
+    other = {"aten::mm(4x4)": 640, "aten::mul_(4)": 64}
     gate.accept("--magis-models=bert")
-    gate.fake(any_case={"graph": "g2", "ori_tensor": 1.1})
+    gate.fake(**{"bert[magis-mem0.5]": {"workspaces": other}})
+    gate.accept("--magis-models=bert", "--magis-memory-ratios=0.5")
+    (gate.root / "calls.txt").unlink()
+    gate.fake()
+    gate("--magis-models=bert", "--magis-memory-ratios=0.6,0.5")
+    assert [call[2] for call in gate.calls()] == [None, {"aten::mm(4x4)": 512}, other]
+    assert len(gate.baseline()["configurations"]["small"]["workspaces"]) == 2
+
+
+def test_eager_first_does_not_plan_without_workspaces(gate):
+    """The commands that a red run prints, one after the other."""
+    gate.accept("--magis-models=bert", "--magis-strategies=eager")
+    gate.accept("--magis-models=bert", "--magis-strategies=magis")
+    assert {tuple(call[2:]) for call in gate.calls()} == {(None, None)}
+
+
+def test_no_workspaces_on_cpu_are_a_table_too(gate):
+    gate.fake(any_case={"workspaces": {}})
+    gate.accept("--magis-models=bert", "--magis-memory-ratios=0.5")
+    gate("--magis-models=bert", "--magis-memory-ratios=0.5")
+    assert gate.calls()[-1][2:] == [{}, "g1"]
+    gate.accept("--magis-models=bert", "--magis-memory-ratios=0.5", "--magis-device=sim:rtx3090")
+    gate("--magis-models=bert", "--magis-memory-ratios=0.5", "--magis-device=sim:rtx3090")
+    assert gate.calls()[-1][2:] == [None, None]
+
+
+def test_workspaces_that_no_case_was_planned_with_are_dropped(gate):
+    gate.accept("--magis-models=bert")
+    gate.fake(any_case={"graph": "g2", "ori_tensor": 1.1, "workspaces": {"aten::mm(8x8)": 1024}})
     gate.accept("--magis-models=bert", update="worse")
-    assert gate.baseline()["configurations"]["small"]["graphs"] == {"g2": {"aten::mm(4x4)": 512}}
+    assert list(gate.baseline()["configurations"]["small"]["workspaces"].values()) == [{"aten::mm(8x8)": 1024}]
 
 
 def test_the_file_has_one_value_a_line_and_sorted_keys(gate):
