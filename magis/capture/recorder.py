@@ -7,6 +7,7 @@ decomposition table, no functionalization). Unlike ``make_fx`` it keeps storages
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from magis.aten.call import from_torch
 from magis.aten.facts import KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
+
+ONLY_DENSE = "only dense, strided tensors can be captured"
 
 
 class Recorder(TorchDispatchMode):
@@ -46,6 +49,7 @@ class Recorder(TorchDispatchMode):
         self._last_of_node: dict[int, int] = {}
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
+        self._failure: tuple[BaseException | None, str] = (None, "")
         self.phase = "forward"
 
     # -- what exists before the step ---------------------------------------------------------------------------
@@ -84,6 +88,7 @@ class Recorder(TorchDispatchMode):
             return self._made_from_numbers(func, args[0])
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
+        _check_dense(out)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -97,6 +102,7 @@ class Recorder(TorchDispatchMode):
     def _snapshot(self, args: Any, kwargs: Any) -> dict[int, int]:
         """Value id of every tensor argument, looked up before the call (which may change an argument's shape)."""
         found: dict[int, int] = {}
+        _check_dense((args, tuple(kwargs.values())))
         for tensor in _tensors((args, tuple(kwargs.values()))):
             key = self._key(tensor)
             known = self._value_of.get(key)
@@ -205,8 +211,6 @@ class Recorder(TorchDispatchMode):
         address = tensor.untyped_storage()._cdata
         storage = self._storage_of.get(address)
         if storage is None:
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                raise CaptureError(f"a {tensor.layout} tensor: only dense, strided tensors can be captured")
             storage = len(self._storages)
             self._storages[storage] = Storage(storage, max(least, tensor.untyped_storage().nbytes()), kind)
             self._storage_of[address] = storage
@@ -263,13 +267,20 @@ class Recorder(TorchDispatchMode):
         return hook
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        error = sys.exc_info()[1]  # torch calls this hook while an error of the forward passes, too
+        if error is not self._failure[0]:
+            self._failure = (error, self.module)
         if len(self._modules) > 1:
             self._modules.pop()
 
     @property
     def module(self) -> str:
-        """Path of the sub-module whose forward is running (or was, when an error stopped it)."""
+        """Path of the sub-module whose forward is running."""
         return self._modules[-1]
+
+    def module_of(self, error: BaseException) -> str:
+        """Path of the innermost sub-module whose forward ``error`` has left, else of the one that is running."""
+        return self._failure[1] if error is self._failure[0] else self.module
 
     @property
     def deaths(self) -> dict[int, int]:
@@ -311,6 +322,22 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _tensors(part)
+
+
+def _check_dense(item: Any) -> None:
+    for tensor in _tensors(item):
+        problem = layout_problem(tensor)
+        if problem:
+            raise CaptureError(f"the step handles a tensor that is {problem}", hint=ONLY_DENSE)
+
+
+def layout_problem(tensor: Tensor) -> str:
+    """What keeps a tensor from being a strided window on plain memory; empty if nothing does."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "quantized" if tensor.is_quantized else ""
 
 
 def _takes_number(target: str, args: tuple[Arg, ...]) -> bool:

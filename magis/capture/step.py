@@ -7,10 +7,12 @@ replaced when the step is realized.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.stateless import _reparametrize_module
 
 from magis.aten import optimizers
+from magis.aten.call import CallError
 from magis.capture.device_table import device_forms
-from magis.capture.recorder import Recorder
+from magis.capture.recorder import ONLY_DENSE, Recorder, layout_problem
 from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
 
@@ -87,6 +90,7 @@ def capture(
             stack.enter_context(recorder)
             with torch.set_grad_enabled(training):
                 result = _forward(module, fakes, loss_fn)
+            _check_buffers(module, fakes)
             grads: Sequence[Tensor | None] = ()
             if training:
                 _check_loss(result)
@@ -198,6 +202,9 @@ def _check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequenc
         *((f"target {i}", t) for i, t in enumerate(targets)),
     ]
     for name, tensor in named:
+        problem = layout_problem(tensor)
+        if problem:
+            raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
         if tensor.device.type != "cpu":
             raise CaptureError(
                 f"{name} is on device {tensor.device}",
@@ -218,6 +225,15 @@ def _check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequenc
             )
 
 
+def _check_buffers(module: nn.Module, fakes: _Fakes) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer is not fakes.buffers.get(name):
+            raise CaptureError(
+                f"the forward replaces buffer {name!r}: the next step would not see that",
+                hint="update it in place, with copy_ say",
+            )
+
+
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
@@ -233,33 +249,40 @@ def _check_loss(loss: Any) -> None:
 
 @contextmanager
 def _clear_errors(recorder: Recorder) -> Iterator[None]:
+    """Errors of the step as one line that says where; torch's own report of a failed fake call is held back."""
+    chatter = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, chatter.disabled = chatter.disabled, True
     try:
         yield
+    except CallError as error:
+        raise CaptureError(f"{error} ({_place(recorder, error)})") from error
     except MagisError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
-            f"the step depends on the data of a tensor ({error.func}) in module {recorder.module or '(root)'!r}"
-            f" at {_user_line(error)}",
+            f"the step depends on the data of a tensor ({error.func}) {_place(recorder, error)}",
             hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
         ) from error
     except Exception as error:
         raise CaptureError(
-            f"{type(error).__name__} in module {recorder.module or '(root)'!r} at {_user_line(error)}: {error}",
+            f"{type(error).__name__} {_place(recorder, error)}: {error}",
             hint="the step must run eagerly before it can be captured",
         ) from error
+    finally:
+        chatter.disabled = was_disabled
 
 
-def _user_line(error: BaseException) -> str:
-    """File name and line of the innermost frame that belongs to neither torch nor magis's own capture."""
+def _place(recorder: Recorder, error: BaseException) -> str:
+    """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
+    here = Path(__file__).parent
+    own = (Path(torch.__file__).parent, here, here.parent / "aten")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and "/magis/capture/" not in frame.filename
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in own)
     ]
-    if not frames:
-        return "(no line of yours)"
-    return f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}"
+    line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"in module {recorder.module_of(error) or '(root)'!r}{line}"
 
 
 def _flat(item: Any) -> Iterator[Tensor]:
