@@ -48,18 +48,18 @@ def interleave(
     warmup: int = 2,
     device: torch.device | str = "cpu",
     *,
-    enough: float = math.inf,
-    most_rounds: int | None = None,
+    width: float = math.inf,
+    most: int | None = None,
 ) -> Timing:
     """Time `first` and `second` in `rounds` pairs, after `warmup` untimed calls of each.
 
-    As long as the interval of the ratio reaches further than the share `enough` (0.02: 2%) to either side, another
-    `rounds` pairs follow, up to `most_rounds` in all (default: 4 x `rounds`): a quiet machine stops early, a busy
+    As long as the ratio's interval is wider than the share `width` of the ratio (0.04: 4%), more pairs follow, a
+    third of `rounds` at a time, up to `most` in all (default: 3 x `rounds`): a quiet machine stops early, a busy
     one takes longer. The garbage collector rests meanwhile; on CUDA each call ends with a synchronization.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
-    most = max(rounds, 4 * rounds if most_rounds is None else most_rounds)
+    most = max(rounds, 3 * rounds if most is None else most)
     synchronize = _synchronizer(torch.device(device))
     for _ in range(warmup):
         first()
@@ -69,23 +69,25 @@ def interleave(
     gc.collect()
     gc.disable()
     try:
+        wanted = rounds
         while True:
-            for _ in range(min(rounds, most - len(times[0]))):
+            while len(times[0]) < wanted:
                 order = (0, 1) if len(times[0]) % 2 == 0 else (1, 0)
                 for which in order:
                     times[which].append(_once((first, second)[which], synchronize))
             timing = Timing(tuple(times[0]), tuple(times[1]))
-            if len(times[0]) >= most or _reach(timing) <= enough:
+            if wanted >= most or _width(timing) <= width:
                 return timing
+            wanted = min(most, wanted + max(1, rounds // 3))
     finally:
         if was_enabled:
             gc.enable()
 
 
-def _reach(timing: Timing) -> float:
-    """How far the interval reaches from the ratio, as a share of it."""
+def _width(timing: Timing) -> float:
+    """Width of the ratio's interval as a share of the ratio."""
     found = ratio_interval(timing)
-    return max(found.high - found.ratio, found.ratio - found.low) / found.ratio
+    return (found.high - found.low) / found.ratio
 
 
 def _once(step: Callable[[], object], synchronize: Callable[[], object]) -> float:
