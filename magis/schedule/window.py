@@ -62,12 +62,12 @@ def best_order(before: Int64s, needs: Int64s, readers: Int64s, maker: Int64s, nb
 
 def window_orders(evaluator: Evaluator, width: int = 10) -> Iterator[Int32s]:
     """Other legal orders that may lower the peak of the plan judged last: one per window around its peak."""
-    runs = evaluator.runs
+    runs, problem = evaluator.runs, evaluator.problem
     first = (runs & 1) == 0
     peak = int(np.count_nonzero(first[: evaluator.peak_run]))
     ends = np.flatnonzero(first)  # run of each position
     _, death = evaluator.lifetimes()
-    last_run = death.max(axis=0)
+    last_run = np.where(problem.to_end, len(runs), death.max(axis=0))
     order = evaluator.order
     width = min(width, WIDEST, len(order))
     low, high = max(0, peak - width + 1), min(peak, len(order) - width)

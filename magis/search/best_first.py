@@ -60,7 +60,8 @@ def _children(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool) -> Iter
     evaluator = judge.evaluator
     moves = saving(evaluator, plan.flags, CHILDREN, allow_swap=allow_swap)
     moves += [(storage, KEEP) for storage in giving_back(evaluator, plan.flags)[:CHILDREN]]
-    orders = list(window_orders(evaluator))
+    leads = judge.best is None or plan.key(goal) <= judge.best.key(goal)
+    orders = list(window_orders(evaluator)) if leads else []  # dearer than a move, and seldom better
     for storage, flag in moves:
         flags = plan.flags.copy()
         flags[storage] = flag

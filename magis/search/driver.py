@@ -34,6 +34,7 @@ ROUNDS = 48  # of prices per series of proposals
 SERIES = ((0.0, True), (0.3, True), (-0.7, True), (0.0, False))  # tilt of the prices, learning
 BISECTIONS = 10
 APPROACHES = 3
+SQUEEZES = 4
 FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the first polish; twice as many in the next
 POLISHES = 10
 
@@ -118,11 +119,12 @@ class _Search:
         plans: list[Plan] = []
         for order in orders:
             if goal.memory_limit is not None:
-                plans += self.mix(self.propose(order, goal.memory_limit, thorough=True))
+                plans += self.mix(self.propose(order, goal.memory_limit, thorough=True), goal)
                 plans += self.approach(order, goal.memory_limit)
             else:
                 judge.use(order)
-                plans += self.mix(self.bisect(judge.plan(self.untouched)))
+                plans += self.mix(self.bisect(judge.plan(self.untouched)), goal)
+                plans += self.squeeze(order)
         plans = _distinct(plans, goal)
         for polish in range(POLISHES):
             before = judge.states
@@ -201,7 +203,7 @@ class _Search:
             if best is None or best.peak <= limit:
                 break
             target = best.peak - (best.peak - limit) // 4
-            plans += self.mix(self.propose(order, target, thorough=True))
+            plans += self.mix(self.propose(order, target, thorough=True), self.goal)
         return plans
 
     def bisect(self, base: Plan) -> list[Plan]:
@@ -223,9 +225,25 @@ class _Search:
                 low = limit
         return _distinct(plans, goal)
 
-    def mix(self, plans: list[Plan]) -> list[Plan]:
+    def squeeze(self, order: Int32s) -> list[Plan]:
+        """Latency mode: memory limits just below the lowest peak, as long as they can be kept in time."""
+        plans: list[Plan] = []
+        for _ in range(SQUEEZES):
+            best = self.judge.best
+            if best is None or not best.met(self.goal):
+                break
+            limit = best.peak - max(1, (best.peak - self.judge.problem.persistent_bytes) // 100)
+            plans += self.mix(self.propose(order, limit, thorough=True), Goal(memory_limit=limit))
+            if self.judge.best is best:
+                break
+        return plans
+
+    def mix(self, plans: list[Plan], goal: Goal) -> list[Plan]:
         """Climb from the best plans, all on one order; mix cheap ones above the limit with lean ones below."""
-        judge, goal = self.judge, self.goal
+        judge = self.judge
+        if not plans:
+            return []
+        judge.use(plans[0].order)
         climbed = [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in plans[:6]]
         best = min(plan.key(goal) for plan in climbed)
         lean = [plan for plan in plans if plan.met(goal)][:8]

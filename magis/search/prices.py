@@ -11,6 +11,8 @@ evaluator judges every proposal.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,7 @@ __all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position"]
 Floats = npt.NDArray[np.float64]
 
 UNBOUNDED = 1 << 60
+STUCK = 8  # equal proposals in a row
 MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
 
 
@@ -140,9 +143,13 @@ def follow_prices(
     model.forget()
     prices = np.where(over, 1e-4 / int(over.sum()), 0.0)
     step = 0.4
-    plans = []
+    plans: list[Plan] = []
+    same = 0
     for _ in range(rounds):
         flags = model.solve(prices, link_price, kept, tilt)
+        same = same + 1 if plans and np.array_equal(flags, plans[-1].flags) else 0
+        if same == STUCK:
+            break
         plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
         over = levels_by_position(judge.evaluator) > limit
         if learning:
@@ -186,7 +193,8 @@ def checkpoints(evaluator: Evaluator) -> list[Bools]:
     """Sets of storages to keep, such that all between two of their cut points may be made again.
 
     At a cut point all that crosses it on its way to a later node of the same pass is kept; a gap does not cross.
-    Cut points are the positions of fewest crossing bytes in equal stretches of time; one set per number of them.
+    Two families: every k-th of the waists, where a single storage crosses (what is below a hundredth of it does
+    not count); and the positions of fewest crossing bytes in k equal stretches of time.
     """
     problem, gaps = evaluator.problem, evaluator.gaps
     n = problem.n_nodes
@@ -200,16 +208,25 @@ def checkpoints(evaluator: Evaluator) -> list[Bools]:
     crossing = np.cumsum(change)
     turn = int(gaps.start.max(initial=-1)) + 1  # where the last gap opens, the forward pass is over
     ends_ns = np.cumsum(problem.node_ns[evaluator.order])[:turn]
-    sets: list[Bools] = []
+    waists: dict[int, int] = {}
+    for at in range(turn):
+        across = np.flatnonzero((birth <= at) & (leave > at))
+        if len(across):
+            largest = int(across[np.argmax(problem.nbytes[across])])
+            if int(crossing[at]) * 99 < int(problem.nbytes[largest]) * 100:
+                waists.setdefault(largest, at)
+    cuts = [list(waists.values())[every - 1 :: every] for every in (1, 2, 3, 4, 6, 8) if every <= len(waists)]
     count = 2
     while count <= min(96, turn):
-        bounds = np.searchsorted(ends_ns, [int(ends_ns[-1]) * k // count for k in range(count + 1)])
+        bounds = np.searchsorted(ends_ns, [int(ends_ns[-1]) * k // count for k in range(count + 1)]).tolist()
+        pairs = [(low, high) for low, high in itertools.pairwise(bounds) if low < high]
+        cuts.append([low + int(np.argmin(crossing[low:high])) for low, high in pairs])
+        count += max(1, count // 2)
+    sets: list[Bools] = []
+    for at_once in cuts:
         kept = np.zeros(problem.n_storages, dtype=np.bool_)
-        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            if low < high:
-                cut = low + int(np.argmin(crossing[low:high]))
-                kept |= (birth <= cut) & (leave > cut)
-        if not any(np.array_equal(kept, other) for other in sets):
+        for cut in at_once:
+            kept |= (birth <= cut) & (leave > cut)
+        if kept.any() and not any(np.array_equal(kept, other) for other in sets):
             sets.append(kept)
-        count += max(1, count // 3)
     return sets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -67,9 +68,9 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
             fits = [i for i in row["inputs"] if sizes[i] == sizes[made[0]] and i not in last_write and not to_end[i]]
             row["reuse"] = tuple(fits)
     storages = [
-        StorageRow(size, pinned=i in last_write or bool(rng.random() < 0.05), last_write=last_write.get(i), to_end=to_end[i])
+        StorageRow(size, i in last_write or bool(rng.random() < 0.05), last_write.get(i), to_end[i])
         for i, size in enumerate(sizes)
-    ]  # fmt: skip
+    ]
     for row in rows:
         row["reuse"] = tuple(i for i in row.get("reuse", ()) if not storages[i].pinned)
     written = rng.permutation(3)
@@ -139,7 +140,7 @@ def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int
     at = touches(problem, order, storage)
     if flags[storage] == RECOMPUTE:
         ns = [int(problem.node_ns[v]) for v in order]
-        gaps = [(sum(ns[a + 1 : b]), b - a - 1, -a) for a, b in zip(at, at[1:], strict=False) if b - a > 1]
+        gaps = [(sum(ns[a + 1 : b]), b - a - 1, -a) for a, b in itertools.pairwise(at) if b - a > 1]
         if gaps:
             return -max(gaps)[2]
     return at[-1]

@@ -202,7 +202,7 @@ def test_an_update_waits_for_recomputations_that_read_its_weight() -> None:
 def test_plans_that_are_none_are_refused() -> None:
     problem = chain([8, 8, 8], backward=[(0,)])
     flags = np.zeros(problem.n_storages, dtype=np.int8)
-    with pytest.raises(VerifyError, match="one flag in 0..3 for each of 4 storages"):
+    with pytest.raises(VerifyError, match=r"one flag in 0\.\.3 for each of 4 storages"):
         evaluate(problem, base(problem), flags[:-1])
     with pytest.raises(VerifyError, match="one flag"):
         expand(problem, base(problem), flags + np.int8(4))

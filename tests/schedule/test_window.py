@@ -1,0 +1,110 @@
+"""Re-ordering by windows: exact in the window, legal, and only ever believed when the evaluator agrees."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magis.schedule.window import WIDEST, best_order, window_orders
+from magis.simulate.evaluator import Evaluator, check_order
+from magis.simulate.events import DROP
+from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
+from tests.search.networks import transformer
+from tests.simulate.plans import plans, problems, random_order
+
+
+def base(problem: Problem) -> np.ndarray:
+    return np.arange(problem.n_nodes, dtype=np.int32)
+
+
+def peak(problem: Problem, order: np.ndarray) -> int:
+    return Evaluator(problem, order).quick(np.full(problem.n_storages, DROP, dtype=np.int8))[0]
+
+
+def legal_orders(problem: Problem) -> list[np.ndarray]:
+    needed = [
+        {*problem.extras(v).tolist(), *problem.producer[problem.inputs(v)].tolist()} for v in range(problem.n_nodes)
+    ]
+    return [
+        np.array(order, dtype=np.int32)
+        for order in itertools.permutations(range(problem.n_nodes))
+        if all(needed[v] <= set(order[:k]) for k, v in enumerate(order))
+    ]
+
+
+@settings(max_examples=60)
+@given(problems(6, blocks=False))
+def test_a_window_over_everything_finds_the_best_order_of_all(problem: Problem) -> None:
+    plain = build_problem(  # without in-place re-use, whose use depends on the order
+        [
+            NodeRow(
+                tuple(problem.inputs(v).tolist()),
+                tuple(problem.outputs(v).tolist()),
+                1,
+                int(problem.node_ws[v]),
+                extra=tuple(problem.extras(v).tolist()),
+            )
+            for v in range(problem.n_nodes)
+        ],
+        [StorageRow(int(size), to_end=bool(end)) for size, end in zip(problem.nbytes, problem.to_end, strict=True)],
+    )
+    best = min(peak(plain, order) for order in legal_orders(plain))
+    evaluator = Evaluator(plain, base(plain))
+    now, _ = evaluator.quick(np.full(plain.n_storages, DROP, dtype=np.int8))
+    found = [peak(plain, order) for order in window_orders(evaluator)]
+    assert min([now, *found]) == best
+
+
+@settings(max_examples=200)
+@given(plans(), st.integers(2, WIDEST))
+def test_windows_keep_every_hazard(plan: tuple[Problem, np.ndarray, np.ndarray], width: int) -> None:
+    problem, order, flags = plan
+    evaluator = Evaluator(problem, order)
+    evaluator.quick(flags)
+    for other in window_orders(evaluator, width):
+        check_order(problem, other)
+        assert not np.array_equal(other, order)
+
+
+def test_two_branches_are_run_one_after_the_other() -> None:
+    """Two branches with large inner tensors, interleaved by the program: the window separates them."""
+    nodes = [
+        NodeRow((), (0,), 1),
+        NodeRow((0,), (1,), 1),
+        NodeRow((0,), (2,), 1),
+        NodeRow((1,), (3,), 1),
+        NodeRow((2,), (4,), 1),
+        NodeRow((3, 4), (5,), 1),
+    ]
+    problem = build_problem(nodes, [StorageRow(size) for size in (1, 100, 100, 1, 1, 1)])
+    evaluator = Evaluator(problem, base(problem))
+    before, _ = evaluator.quick(np.full(6, DROP, dtype=np.int8))
+    found = list(window_orders(evaluator))
+    assert before == 201
+    assert [order.tolist() for order in found] == [[0, 1, 3, 2, 4, 5]]
+    assert peak(problem, found[0]) == 102
+
+
+def test_equal_orders_leave_the_program_alone() -> None:
+    zeros = np.zeros(3, dtype=np.int64)
+    none = np.zeros(0, dtype=np.int64)
+    assert best_order(zeros, zeros, none, none, none, zeros).tolist() == [0, 1, 2]
+
+
+def test_a_spoilt_order_is_repaired_in_part() -> None:
+    problem, _ = transformer(1, batch=2)
+    order = random_order(problem, np.random.default_rng(3))
+    spoilt = peak(problem, order)
+    best = spoilt
+    for _ in range(20):
+        evaluator = Evaluator(problem, order)
+        evaluator.quick(np.full(problem.n_storages, DROP, dtype=np.int8))
+        better = [other for other in window_orders(evaluator) if peak(problem, other) < best]
+        if not better:
+            break
+        order = better[0]
+        best = peak(problem, order)
+    assert best < spoilt
