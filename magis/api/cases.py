@@ -24,6 +24,8 @@ from magis.units import format_bytes
 STEPS_COMPARED = 3
 TIMING_ROUNDS = 15
 WARM_UP = 2
+INTERVAL_WIDTH = 0.05
+"""Pairs are added, up to three times as many, while the interval of the latency ratio is wider than this share."""
 STRATEGIES = ("eager", "magis", "checkpoint")
 
 Progress = Callable[[str], None]
@@ -199,6 +201,8 @@ class CaseRun:
                 rounds=case.timing_rounds or TIMING_ROUNDS,
                 warmup=WARM_UP,
                 device=subject.torch_device,
+                width=INTERVAL_WIDTH,
+                most=3 * (case.timing_rounds or TIMING_ROUNDS),
             )
         return numbers, memory, timing
 

@@ -15,7 +15,7 @@ from magis.api.subject import Subject, redo_graph, signatures
 from magis.ir import Graph, verify
 from magis.results import Memory
 from magis.rewrite.realize import realize
-from magis.search import SearchResult, search
+from magis.search.driver import DEFAULT_BUDGET, SearchResult, search
 from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.events import REDO, STORE
@@ -76,7 +76,7 @@ def plan(
             compiled.problem,
             memory_limit=target,
             latency_limit_ns=latency_limit_ns,
-            budget=budget,
+            budget=DEFAULT_BUDGET if budget is None else budget,
             seconds=seconds,
             allow_swap=compiled.problem.xfer_ns_per_byte > 0,
             seed=seed,

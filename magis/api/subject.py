@@ -227,7 +227,7 @@ class Subject:
 
     @cached_property
     def free_bytes(self) -> int:
-        return free_device_memory(self.torch_device)
+        return free_device_memory(self.source.device)
 
     # -- running ------------------------------------------------------------------------------------------------
 
