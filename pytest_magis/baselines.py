@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from magis.results import Case, CaseResult
 
 __all__ = [
+    "RATIO_DIGITS",
     "CaseBaseline",
     "Configuration",
     "Measured",

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
 from magis.units import format_bytes
-from pytest_magis.baselines import CaseBaseline, Measured, identity_key, latency
+from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, identity_key, latency
 
 __all__ = ["BETTER", "BROKEN", "NEW", "PERMISSIONS", "WORSE", "Finding", "Tolerances", "Verdict", "judge"]
 
@@ -188,7 +188,7 @@ def _latency(result: CaseResult, measured: Measured, tolerance: float) -> Iterat
     if ratio is None or low is None or high is None or before is None:
         return
     seen = f"{ratio:.4f}" if low == high else f"{ratio:.3f} [{low:.3f}, {high:.3f}]"
-    rounding = 0.5e-4 if low == high else 0.0  # the stored ratio is rounded, an exact one is not
+    rounding = 0.51 * 10**-RATIO_DIGITS  # of the stored ratio
     allowed = before * (1 + tolerance)
     if low > allowed + rounding:
         text = f"{seen}, allowed {allowed:.3f} (baseline {before:g} + {tolerance:.3g}), {_percent(ratio, allowed)}"

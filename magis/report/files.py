@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from magis.errors import UsageError
@@ -19,22 +20,22 @@ def write_text_atomically(path: Path, text: str) -> None:
     cannot be written.
     """
     target = path.resolve()
-    refuse_special(path, target)
     temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        try:
-            # "x" rather than mkstemp: the new file gets the permissions that any new file gets
-            with temporary.open("x", encoding="utf-8", newline="") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            if target.exists():
-                temporary.chmod(target.stat().st_mode & 0o777)
-            temporary.replace(target)
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        _refuse_special(path, target)
+        # "x" rather than mkstemp: the new file gets the permissions that any new file gets
+        with temporary.open("x", encoding="utf-8", newline="") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o777)
+        temporary.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # in place by now, or never made
+            temporary.unlink()
 
 
 def check_writable(path: Path) -> None:
@@ -43,19 +44,19 @@ def check_writable(path: Path) -> None:
     Tries it with an empty file beside it: permission bits say little (to root, or on a read-only file system).
     """
     target = path.resolve()
-    refuse_special(path, target)
-    if not target.parent.is_dir():
-        kind = "not a directory" if target.parent.exists() else "no such directory"
-        raise UsageError(f"cannot write {path}: {kind}: {target.parent}")
     probe = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
+        _refuse_special(path, target)
+        if not target.parent.is_dir():
+            kind = "not a directory" if target.parent.exists() else "no such directory"
+            raise UsageError(f"cannot write {path}: {kind}: {target.parent}")
         probe.touch(exist_ok=False)
         probe.unlink()
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def refuse_special(path: Path, target: Path) -> None:
+def _refuse_special(path: Path, target: Path) -> None:
     """Raise UsageError for a directory or a device: replacing those would destroy them."""
     if target.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory")

@@ -189,7 +189,7 @@ def read_csv(path: Path) -> pd.DataFrame:
     import pandas as pd
 
     try:
-        return pd.read_csv(path, float_precision="round_trip").convert_dtypes(convert_floating=False)
+        return pd.read_csv(path, dtype_backend="numpy_nullable")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 

@@ -1,0 +1,323 @@
+"""The verdict: example by example, then as properties over random results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+from pytest_magis.baselines import ModelBaseline, identity_key, stored_case, updated
+from pytest_magis.verdict import PERMISSIONS, Tolerances, Verdict, judge
+
+HERE = {"instruction set": "avx512", "threads": "2"}
+ELSEWHERE = {"instruction set": "neon", "threads": "8"}
+ALL = frozenset(PERMISSIONS)
+
+
+def result(
+    *,
+    ori: tuple[int, int] = (1000, 1100),
+    opt: tuple[int, int] = (700, 750),
+    ratio: float | None = 1.02,
+    half: float = 0.01,
+    device: str = "cpu",
+    strategy: str = "magis",
+    memory_ratio: float | None = 0.8,
+    feasible: bool = True,
+    stopped: bool = False,
+    numbers: str = "bit-identical",
+    identity: dict[str, str] | None = None,
+    lower_bound: int = 300,
+) -> CaseResult:
+    """A result whose simulator is exact. `ori` and `opt` are (tensor bytes, peak bytes)."""
+    if strategy == "eager":
+        opt, memory_ratio, ratio = ori, None, None
+    measured = not device.startswith("sim:")
+
+    def step(bytes_: tuple[int, int], milliseconds: float) -> StepFigures:
+        memory = Memory(*bytes_)
+        return (
+            StepFigures(memory, milliseconds, memory, milliseconds) if measured else StepFigures(memory, milliseconds)
+        )
+
+    original = step(ori, 10.0)
+    return CaseResult(
+        case=Case("bert", strategy, device, "small", memory_ratio=memory_ratio),
+        dtype="float32",
+        identity=HERE if identity is None else identity,
+        original=original,
+        optimized=original if strategy == "eager" else step(opt, 10.0 * (ratio or 1.0)),
+        ratio=RatioInterval(ratio, ratio - half, ratio + half, 15) if measured and ratio is not None else None,
+        weight_bytes=100,
+        persistent_bytes=200,
+        memory_limit_bytes=None if memory_ratio is None else int(memory_ratio * ori[1]),
+        latency_limit_ms=None,
+        device_memory_bytes=2**30,
+        lower_bound_bytes=lower_bound,
+        numbers=numbers,
+        graph_digest="g1",
+        search=SearchStats(states=9, feasible=feasible, stopped_by_seconds=stopped),
+    )
+
+
+def compare(now: CaseResult, before: CaseResult | None, permissions: str = "", **tolerances: float) -> Verdict:
+    """The verdict on `now` against a baseline made from `before`."""
+    baseline = None if before is None else updated(None, "bert", "label", before.case, before)
+    allowed = frozenset(permissions.split(",")) - {""}
+    stored = stored_case(baseline, "label", now.case)
+    return judge(now, stored, tolerances=Tolerances(**tolerances), permissions=allowed)
+
+
+def kinds(verdict: Verdict) -> list[str]:
+    return [finding.kind for finding in verdict.findings]
+
+
+def check(verdict: Verdict, label: str, *found: str, passed: bool) -> None:
+    assert (verdict.label, tuple(kinds(verdict)), verdict.passed) == (label, found, passed)
+    assert all("\n" not in line for line in (*(f.text for f in verdict.findings), *verdict.notes))
+
+
+def test_the_same_again_passes_silently():
+    verdict = compare(result(), result())
+    check(verdict, "pass", passed=True)
+    assert verdict.notes == ()
+    assert not verdict.store
+
+
+def test_no_baseline_fails_and_is_new():
+    check(compare(result(), None), "FAIL new", "new", passed=False)
+    check(compare(result(), None, "better,worse"), "FAIL new", "new", passed=False)
+    verdict = compare(result(), None, "new")
+    check(verdict, "accepted new", "new", passed=True)
+    assert verdict.store
+
+
+@pytest.mark.parametrize("bytes_", [(701, 751), (701, 749), (701, 750)])
+def test_one_more_tensor_byte_is_worse(bytes_):
+    verdict = compare(result(opt=bytes_), result())
+    assert (verdict.passed, verdict.label) == (False, "FAIL worse")
+    assert verdict.findings[0].text == "optimized tensor bytes: 701 (701 B), allowed 700 (700 B), +0.1%"
+
+
+def test_one_less_is_better_and_passes():
+    verdict = compare(result(opt=(699, 749)), result())
+    check(verdict, "pass, better", "better", passed=True)
+    assert verdict.findings[0].text == "optimized tensor bytes: 699, baseline 700, -0.1%"
+    assert verdict.needed == ("better",)
+    assert not verdict.store
+    assert compare(result(opt=(699, 749)), result(), "better").store
+
+
+def test_workspace_alone_is_compared_on_the_same_identity_only():
+    check(compare(result(opt=(700, 751)), result()), "FAIL worse", "worse", passed=False)
+    verdict = compare(result(opt=(700, 751), identity=ELSEWHERE), result())
+    check(verdict, "pass", passed=True)
+    assert "only tensor bytes are gated" in verdict.notes[0]
+    simulated = result(device="sim:v100")
+    check(compare(replace(simulated, identity=ELSEWHERE), simulated), "pass", passed=True)
+    worse = result(device="sim:v100", opt=(700, 751), identity=ELSEWHERE)
+    check(compare(worse, simulated), "FAIL worse", "worse", passed=False)
+
+
+@pytest.mark.parametrize("strategy", ["eager", "magis", "checkpoint"])
+def test_the_original_is_gated_under_every_strategy(strategy):
+    before, now = result(strategy=strategy), result(strategy=strategy, ori=(1050, 1150))
+    verdict = compare(now, before)
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert verdict.findings[0].text.startswith("original tensor bytes: 1,050 (1.03 KiB), allowed 1,000 (1000 B), +5.0%")
+
+
+def test_a_peak_above_the_limit_is_broken():
+    verdict = compare(result(opt=(700, 881)), result(opt=(700, 881)), "new,better,worse")
+    check(verdict, "FAIL broken", "broken", passed=False)
+    assert (
+        verdict.findings[0].text
+        == "optimized peak bytes above the memory limit: 881 (881 B), allowed 880 (880 B), +0.1%"
+    )
+    check(compare(result(opt=(700, 880)), result(opt=(700, 880))), "pass", passed=True)
+
+
+def test_elsewhere_the_limit_binds_the_tensors():
+    before = result(opt=(700, 880))
+    verdict = compare(result(opt=(700, 950), identity=ELSEWHERE), before)
+    check(verdict, "pass", passed=True)
+    assert any("above the memory limit on this device" in note for note in verdict.notes)
+    over = result(opt=(881, 950), identity=ELSEWHERE)
+    assert compare(over, result(opt=(881, 881), memory_ratio=1.0)).label in ("FAIL new", "FAIL broken")
+    assert compare(over, before).label == "FAIL broken"
+
+
+@pytest.mark.parametrize("which", ["original", "optimized"])
+@pytest.mark.parametrize(("tensors", "workspace"), [(4, 0), (-4, 0), (0, 4), (0, -4)])
+def test_a_simulator_that_is_off_is_broken_on_cpu(which, tensors, workspace):
+    now = result()
+    step = getattr(now, which)
+    memory = Memory(step.measured.tensor_bytes + tensors, step.measured.peak_bytes + tensors + workspace)
+    verdict = compare(replace(now, **{which: replace(step, simulated=memory)}), now, "new,better,worse")
+    check(verdict, "FAIL broken", "broken", passed=False)
+    assert verdict.findings[0].text.startswith(f"{which} {'tensor' if tensors else 'peak'} bytes are not as simulated")
+
+
+def test_on_cuda_the_simulator_may_be_off_by_a_hundredth():
+    now = result(device="cuda", ori=(100_000, 100_000), opt=(70_000, 70_000))
+    for off, broken in ((1000, False), (1001, True), (-1000, False), (-1001, True)):
+        step = replace(now.original, simulated=Memory(100_000 + off, 100_000 + off))
+        assert compare(replace(now, original=step), now).passed != broken
+
+
+def test_numbers_that_differ_are_broken():
+    verdict = compare(result(numbers="differs: loss 1\nis not 2"), result(), "worse")
+    check(verdict, "FAIL broken", "broken", passed=False)
+    assert verdict.findings[0].text == "numbers: differs: loss 1 is not 2"
+    assert verdict.needed == ()
+    for numbers in ("within tolerance", "not run", "bit-identical"):
+        check(compare(result(numbers=numbers), result()), "pass", passed=True)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half", "label"),
+    [
+        (1.081, 0.009, "FAIL worse"),  # from 1.072; 1.02 * 1.05 = 1.071 is allowed
+        (1.081, 0.011, "pass"),
+        (1.5, 0.44, "pass"),
+        (0.96, 0.001, "pass, better"),
+        (0.96, 0.02, "pass"),
+        (1.02, 0.5, "pass"),
+    ],
+)
+def test_latency_is_judged_by_its_whole_interval(ratio, half, label):
+    assert compare(result(ratio=ratio, half=half), result()).label == label
+
+
+def test_latency_elsewhere_or_untimed_is_not_gated():
+    assert compare(result(ratio=3.0, identity=ELSEWHERE), result()).passed
+    verdict = compare(result(ratio=None), result())
+    check(verdict, "pass", passed=True)
+    assert verdict.notes == ("latency is not gated: this run has no latency ratio",)
+    assert compare(result(), result(ratio=None)).notes == ("latency is not gated: the baseline has no latency ratio",)
+
+
+def test_an_infeasible_case_passes_only_if_the_baseline_says_so():
+    infeasible = result(feasible=False, opt=(900, 950), lower_bound=890)
+    check(compare(infeasible, None), "FAIL new", "new", passed=False)
+    verdict = compare(infeasible, infeasible)
+    check(verdict, "infeasible", passed=True)
+    assert verdict.notes == ("infeasible: the lower bound 890 (890 B) exceeds the limit 880 (880 B)",)
+    assert "worse" in kinds(compare(infeasible, result()))
+    assert "better" in kinds(compare(result(), infeasible))
+    unproven = replace(infeasible, lower_bound_bytes=500)
+    expected = "infeasible: best peak bytes 950 (950 B), allowed 880 (880 B), +8.0%; lower bound 500"
+    assert compare(unproven, unproven).notes == (expected,)
+
+
+def test_a_row_that_was_stopped_is_not_gated():
+    worse = result(opt=(720, 790), ratio=2.0, stopped=True)
+    check(compare(worse, result(), "worse"), "not gated", passed=True)
+    check(compare(worse, None, "new"), "not gated", passed=True)
+    assert not compare(worse, None, "new").store
+    assert compare(result(stopped=True, ori=(1001, 1101)), result(), "worse").label == "FAIL worse"
+    assert compare(result(stopped=True, opt=(700, 881)), result()).label == "FAIL broken"
+
+
+# --- properties ---------------------------------------------------------------------------------------------
+
+COUNTS = st.integers(min_value=1, max_value=2**60)
+
+
+@st.composite
+def memories(draw: st.DrawFn) -> tuple[int, int]:
+    tensors = draw(COUNTS)
+    return tensors, tensors + draw(st.integers(min_value=0, max_value=2**50))
+
+
+@st.composite
+def results(draw: st.DrawFn) -> CaseResult:
+    """Results that are not broken: the limit is above what was reached unless infeasible."""
+    ori, opt = draw(memories()), draw(memories())
+    device = draw(st.sampled_from(["cpu", "cuda", "sim:v100"]))
+    ratio = draw(st.floats(min_value=0.2, max_value=5, allow_nan=False))
+    half = draw(st.floats(min_value=0, max_value=0.1, allow_nan=False))
+    made = result(
+        ori=ori,
+        opt=opt,
+        device=device,
+        ratio=ratio,
+        half=half,
+        strategy=draw(st.sampled_from(["eager", "magis", "checkpoint"])),
+        feasible=draw(st.booleans()),
+        identity=draw(st.sampled_from([HERE, ELSEWHERE])),
+    )
+    if made.memory_limit_bytes is not None and made.search.feasible:
+        made = replace(made, memory_limit_bytes=opt[1] + draw(st.integers(min_value=0, max_value=1000)))
+    return made
+
+
+PERMITTED = st.frozensets(st.sampled_from(PERMISSIONS))
+SHARES = st.floats(min_value=0, max_value=1, allow_nan=False)
+
+
+@given(results(), PERMITTED, SHARES, SHARES)
+def test_whatever_was_stored_passes_when_it_comes_again(made, permitted, memory, latency):
+    stored = stored_case(updated(None, "bert", "label", made.case, made), "label", made.case)
+    verdict = judge(made, stored, tolerances=Tolerances(memory, latency), permissions=permitted)
+    assert verdict.passed
+    assert verdict.findings == ()
+    assert not verdict.store
+
+
+@given(results(), results(), PERMITTED)
+def test_red_exactly_if_something_is_neither_better_nor_permitted(now, before, permitted):
+    assume(now.case.device == before.case.device and now.case.strategy == before.case.strategy)
+    stored = stored_case(updated(None, "bert", "label", before.case, before), "label", before.case)
+    verdict = judge(now, stored, permissions=permitted)
+    found = set(kinds(verdict))
+    assert verdict.passed == (found <= permitted or found <= {"better"})
+    assert verdict.store <= verdict.passed
+    assert verdict.label.startswith("FAIL") != verdict.passed
+    if found:
+        assert set(verdict.needed) == found
+        assert verdict.store == (found <= permitted)
+
+
+@given(results(), results(), PERMITTED)
+def test_what_is_stored_holds_for_the_next_run(now, before, permitted):
+    baseline = updated(None, "bert", "label", before.case, before)
+    baseline = replace(baseline, device=now.case.device)
+    assume(now.case.device == before.case.device)
+    verdict = judge(now, stored_case(baseline, "label", now.case), permissions=permitted)
+    if verdict.store:
+        again = stored_case(updated(baseline, "bert", "label", now.case, now), "label", now.case)
+        assert judge(now, again).findings == ()
+        assert again is not None
+        assert identity_key(now) in again.measured
+
+
+@given(results(), st.integers(min_value=1, max_value=2**40), SHARES)
+def test_more_memory_is_never_judged_better(made, more, tolerance):
+    assume(made.case.strategy == "magis" and made.search.feasible)
+    stored = stored_case(updated(None, "bert", "label", made.case, made), "label", made.case)
+    memory = Memory(made.memory.tensor_bytes + more, made.memory.peak_bytes + more)
+    step = replace(made.optimized, simulated=memory, measured=memory if made.optimized.measured else None)
+    grown = replace(made, optimized=step, memory_limit_bytes=memory.peak_bytes)
+    verdict = judge(grown, stored, tolerances=Tolerances(tolerance))
+    assert "better" not in kinds(verdict)
+    slack_tensors, slack_peak = (int(x * 1) for x in (made.memory.tensor_bytes, made.memory.peak_bytes))
+    if tolerance == 0:
+        assert "worse" in kinds(verdict)
+    if more <= min(slack_tensors, slack_peak) * tolerance * 0.999:
+        assert verdict.passed
+
+
+@given(results(), PERMITTED)
+def test_nothing_stores_what_is_broken(made, permitted):
+    broken = replace(made, numbers="differs: loss")
+    for before in (None, made):
+        baseline: ModelBaseline | None = None
+        if before is not None:
+            baseline = updated(None, "bert", "label", before.case, before)
+        verdict = judge(broken, stored_case(baseline, "label", made.case), permissions=permitted | ALL)
+        assert not verdict.passed
+        assert not verdict.store

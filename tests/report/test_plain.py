@@ -1,0 +1,66 @@
+"""Results as plain JSON types and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from magis.errors import UsageError
+from magis.report import from_plain, to_plain
+from magis.results import CaseResult
+
+
+def test_round_trip_through_json(measured, simulated):
+    for result in (measured, simulated):
+        assert from_plain(json.loads(json.dumps(to_plain(result)))) == result
+
+
+def test_every_field_travels(measured):
+    assert set(to_plain(measured)) == {field.name for field in fields(CaseResult)}
+
+
+def test_floats_that_look_whole_stay_floats(measured):
+    plain = json.loads(json.dumps(to_plain(measured)).replace("8.0", "8"))
+    found = from_plain(plain)
+    assert type(found.original.simulated_ms) is float
+    assert found == measured
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("case", "model"), 3, "result.case.model: expected str, found int"),
+        (("case", "memory_ratio"), "0.8", "result.case.memory_ratio: expected float, found str"),
+        (("original",), None, "result.original: expected a record, found NoneType"),
+        (("original", "measured", "peak_bytes"), True, "result.original.measured.peak_bytes: expected int, found bool"),
+        (("identity",), [], "result.identity: expected a dictionary, found list"),
+        (("identity", "torch"), 2, "result.identity.torch: expected str, found int"),
+        (("colour",), "red", "result: unknown field 'colour'"),
+        (("search", "colour"), "red", "result.search: unknown field 'colour'"),
+    ],
+)
+def test_anything_else_is_refused(measured, place, value, message):
+    plain = to_plain(measured)
+    inner = plain
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(UsageError) as caught:
+        from_plain(plain)
+    assert str(caught.value) == message
+
+
+def test_a_missing_field_is_named(measured):
+    plain = to_plain(measured)
+    del plain["original"]["simulated_ms"]
+    with pytest.raises(UsageError, match=r"result\.original: field 'simulated_ms' is missing"):
+        from_plain(plain)
+
+
+def test_fields_with_a_default_may_be_missing(measured):
+    plain = to_plain(measured)
+    del plain["note"], plain["search"]["states"], plain["planning_workspaces"]
+    found = from_plain(plain)
+    assert (found.note, found.search.states, found.planning_workspaces) == ("", 0, {})

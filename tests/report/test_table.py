@@ -1,0 +1,204 @@
+"""results.csv: the seed's columns, ours, and how files grow."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+
+from magis.errors import UsageError
+from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_csv, row_from_result, write_csv
+from magis.results import Memory, StepFigures
+
+SEED = (
+    "name, device memory limit, latency limit, memory limit, latency limit ratio, memory limit ratio, weight memory, "
+    "opt-is-prof-result, opt-latency, opt-memory, opt-simul-latency, opt-simul-memory, ori-is-prof-result, "
+    "ori-latency, ori-memory, ori-simul-latency, ori-simul-memory"
+)
+
+
+def test_the_first_columns_are_the_seeds():
+    assert ", ".join(SEED_COLUMNS) == SEED
+    assert COLUMNS[:17] == SEED_COLUMNS
+    assert len(set(COLUMNS)) == len(COLUMNS) == 17 + len(OWN_COLUMNS)
+
+
+def test_a_measured_row(measured):
+    row = row_from_result(measured, verdict="pass")
+    assert tuple(row) == COLUMNS
+    assert [row[column] for column in SEED_COLUMNS] == [
+        "bert", 2**33 / 2, None, 4200.0, None, 0.8, 500.5,
+        True, 10.5, 4000.0, 8.4, 3975.0,
+        True, 10.0, 5250.5, 8.0, 5250.5,
+    ]  # fmt: skip
+    own = {column: row[column] for column in OWN_COLUMNS}
+    assert own == {
+        "device": "cpu",
+        "preset": "small",
+        "dtype": "bfloat16",
+        "strategy": "magis",
+        "memory ratio reached (opt/ori)": 8000 / 10501,
+        "latency ratio reached (opt/ori)": 1.04,
+        "latency ratio low (opt/ori)": 1.03,
+        "latency ratio high (opt/ori)": 1.06,
+        "timed pairs": 15,
+        "opt peak bytes": 8000,
+        "ori peak bytes": 10501,
+        "opt tensor bytes": 7000,
+        "ori tensor bytes": 10000,
+        "opt workspace bytes": 1000,
+        "ori workspace bytes": 501,
+        "memory limit bytes": 8400,
+        "lower bound bytes": 4000,
+        "persistent bytes": 3000,
+        "opt memory error bytes (simulated - measured)": -50,
+        "opt memory error % (of measured)": -0.625,
+        "ori memory error bytes (simulated - measured)": 0,
+        "ori memory error % (of measured)": 0.0,
+        "opt latency error % (of measured)": pytest.approx(-20),
+        "ori latency error % (of measured)": pytest.approx(-20),
+        "opt latency spread ms": 0.5,
+        "ori latency spread ms": 0.25,
+        "search seconds": 1.5,
+        "states evaluated": 321,
+        "stopped by seconds": False,
+        "feasible": True,
+        "recomputed operators": 12,
+        "swapped bytes": 0,
+        "estimated latency share": 0.25,
+        "numbers": "bit-identical",
+        "verdict": "pass",
+        "note": "a note",
+        "graph digest": "abc",
+        "torch version": "2.13.0",
+        "device identity": "instruction set=avx2, torch=2.13.0",
+    }
+
+
+def test_a_simulated_row_says_so_and_has_no_errors(simulated):
+    row = row_from_result(simulated)
+    assert (row["opt-is-prof-result"], row["ori-is-prof-result"]) == (False, False)
+    assert (row["opt-latency"], row["opt-memory"]) == (row["opt-simul-latency"], row["opt-simul-memory"])
+    assert (row["ori-latency"], row["ori-memory"]) == (row["ori-simul-latency"], row["ori-simul-memory"])
+    assert row["latency ratio reached (opt/ori)"] == pytest.approx(1.05)
+    assert (row["latency limit"], row["latency limit ratio"], row["memory limit"]) == (8.8, 1.1, None)
+    empty = [column for column in COLUMNS if "error" in column or "spread" in column or column.startswith("timed")]
+    assert {row[column] for column in empty} == {None}
+
+
+def test_a_ratio_above_one_is_a_slow_down(measured):
+    """The published reproduction of the seed had it the other way round."""
+    row = row_from_result(replace(measured, ratio=None))
+    assert row["latency ratio reached (opt/ori)"] == 10.5 / 10.0
+    assert row["opt-latency"] > row["ori-latency"]
+
+
+def test_a_step_that_ran_untimed_has_no_latency(measured):
+    step = StepFigures(Memory(1, 1), 2.0, Memory(1, 1))
+    row = row_from_result(replace(measured, original=step, optimized=step, ratio=None))
+    assert (row["opt-latency"], row["latency ratio reached (opt/ori)"]) == (None, None)
+
+
+def test_nothing_is_divided_by_zero(measured):
+    step = StepFigures(Memory(0, 0), 0.0, Memory(0, 0), 0.0)
+    row = row_from_result(replace(measured, original=step, optimized=step, ratio=None))
+    assert row["memory ratio reached (opt/ori)"] is None
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float64", 8), ("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_memory_is_an_exact_number_of_items(measured, dtype, size):
+    row = row_from_result(replace(measured, dtype=dtype))
+    assert row["ori-memory"] * size == 10_501
+
+
+def test_an_unknown_type_is_refused(measured):
+    with pytest.raises(UsageError, match="unknown data type 'float3' of bert"):
+        row_from_result(replace(measured, dtype="float3"))
+
+
+def test_the_file_keeps_every_digit(tmp_path, measured, simulated):
+    path = tmp_path / "results.csv"
+    write_csv(path, [row_from_result(measured), row_from_result(simulated)])
+    with path.open(newline="") as stream:
+        first, second = csv.DictReader(stream)
+    assert float(first["ori-memory"]) == 5250.5
+    assert first["memory limit bytes"] == "8400"  # whole, although the next row has none
+    assert second["memory limit bytes"] == ""
+    assert (second["ori peak bytes"], second["opt-is-prof-result"]) == (str(2**60 + 8), "False")
+    assert float(first["memory ratio reached (opt/ori)"]) == 8000 / 10501
+
+
+def test_the_file_is_read_back(tmp_path, measured, simulated):
+    path = tmp_path / "results.csv"
+    rows = [row_from_result(measured), row_from_result(simulated)]
+    write_csv(path, rows)
+    frame = read_csv(path)
+    assert tuple(frame.columns) == COLUMNS
+    assert list(frame["ori peak bytes"]) == [10_501, 2**60 + 8]
+    assert frame["memory ratio reached (opt/ori)"][0] == 8000 / 10501
+    assert list(frame["memory limit"].isna()) == [False, True]
+    assert frame["memory limit bytes"][0] == 8400
+    with pytest.raises(UsageError, match="cannot read"):
+        read_csv(tmp_path / "missing.csv")
+
+
+def test_further_columns_come_last(tmp_path, measured):
+    path = tmp_path / "results.csv"
+    row = row_from_result(measured)
+    write_csv(path, [row, row | {"mine": 3}, row | {"theirs": 'x,"y"\nz'}])
+    with path.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == [*COLUMNS, "mine", "theirs"]
+    assert [(row["mine"], row["theirs"]) for row in rows] == [("", ""), ("3", ""), ("", 'x,"y"\nz')]
+
+
+def test_no_rows_are_a_header(tmp_path):
+    write_csv(tmp_path / "results.csv", [])
+    assert (tmp_path / "results.csv").read_text() == ",".join(COLUMNS) + "\n"
+
+
+def test_appending_writes_the_header_once(tmp_path, measured, simulated):
+    path = tmp_path / "results.csv"
+    for result in (measured, simulated, measured):
+        with path.open("a") as stream:
+            append_rows(stream, [row_from_result(result)])
+            append_rows(stream, [row_from_result(result)])
+    with path.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["device"] for row in rows] == ["cpu"] * 2 + ["sim:rtx3090"] * 2 + ["cpu"] * 2
+
+
+def test_rows_are_on_the_disk_at_once(tmp_path, measured):
+    """As in the seed's example, whose file nobody closes."""
+    with (tmp_path / "results.csv").open("a") as stream:
+        append_rows(stream, [row_from_result(measured)])
+        assert len((tmp_path / "results.csv").read_text().splitlines()) == 2
+
+
+def test_appending_to_other_columns_keeps_them(tmp_path, measured):
+    path = tmp_path / "results.csv"
+    path.write_text("name,old,opt-memory,ori-memory\nx,1,2,3")  # nor is the last line complete
+    with path.open("a") as stream:
+        append_rows(stream, [row_from_result(measured)])
+    assert path.read_text() == "name,old,opt-memory,ori-memory\nx,1,2,3\nbert,,4000.0,5250.5\n"
+
+
+def test_appending_to_something_else_is_refused(tmp_path, measured):
+    path = tmp_path / "notes.txt"
+    path.write_text("Dear diary\n")
+    with path.open("a") as stream, pytest.raises(UsageError, match="has no header of results in its first line"):
+        append_rows(stream, [row_from_result(measured)])
+    assert path.read_text() == "Dear diary\n"
+
+
+def test_appending_to_what_is_no_file(measured):
+    class Pipe(io.StringIO):
+        def tell(self) -> int:
+            raise io.UnsupportedOperation("tell")
+
+    for stream in (io.StringIO(), Pipe()):
+        append_rows(stream, [row_from_result(measured)])
+        assert stream.getvalue().startswith("name,device memory limit,")
+        assert len(stream.getvalue().splitlines()) == 2
