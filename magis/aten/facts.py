@@ -116,6 +116,16 @@ KEEPS_INPUT_SIZE = frozenset(
 """Operators that allocate their result as large as their input and then shrink it (to the mean, say): the memory
 stays, while fake tensors know the final shape only."""
 
+CONTIGUOUS_RESULT = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "mse_loss_backward", "huber_loss_backward", "_log_softmax_backward_data", "log_sigmoid_forward",
+        "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward", "rrelu_with_noise",
+    )
+)  # fmt: skip
+"""Operators whose first result is laid out row by row (or channels last) whatever the layout of the input, which
+torch's shape functions for fake tensors copy."""
+
 SAVED_NUMBERS: dict[str, int] = {
     "aten.mul.Tensor": 1,
     "aten.mul_.Tensor": 1,

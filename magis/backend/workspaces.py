@@ -4,7 +4,7 @@ Each distinct signature is called on made-up arguments of the same shapes, strid
 profile of the CPU allocator for all of them. Workspaces depend on the instruction set, on the number of
 threads and on the torch version (the device identity), not on the numbers in the tensors.
 
-The made-up numbers only have to be harmless: floats in [0.5, 1.5) (valid variances, no infinities), whole
+The made-up numbers only have to be harmless: floats in [0.5, 1) (valid variances and probabilities), whole
 numbers 0 (valid indices), scalars 1. One call before the measured one lets kernels fill their caches, which
 are no scratch.
 """
@@ -133,7 +133,7 @@ def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
     if dtype == torch.bool:
         flat = torch.rand(reach, generator=generator, device=generator.device) < 0.5
     elif dtype.is_floating_point or dtype.is_complex:
-        flat = torch.rand(reach, generator=generator, device=generator.device).add_(0.5).to(dtype)
+        flat = torch.rand(reach, generator=generator, device=generator.device).add_(1).mul_(0.5).to(dtype)
     else:
         flat = torch.zeros(reach, dtype=dtype, device=generator.device)
     # filled before it is strided: an expanded tensor (stride 0) cannot be written in place

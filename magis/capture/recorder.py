@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from magis.aten.call import from_torch
-from magis.aten.facts import KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
+from magis.aten.facts import CONTIGUOUS_RESULT, KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 ONLY_DENSE = "only dense, strided tensors can be captured"
 
 
@@ -89,6 +90,8 @@ class Recorder(TorchDispatchMode):
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
         _check_dense(out)
+        if str(func) in CONTIGUOUS_RESULT:
+            out = _row_by_row(out)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -322,6 +325,18 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _tensors(part)
+
+
+def _row_by_row(out: Any) -> Any:
+    """What an operator returned, with the first result in the layout that the kernel gives it."""
+    first = out[0] if isinstance(out, tuple) else out
+    if not isinstance(first, Tensor) or any(
+        first.is_contiguous(memory_format=layout)
+        for layout in (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
+    ):
+        return out
+    first = first.contiguous()
+    return (first, *out[1:]) if isinstance(out, tuple) else first
 
 
 def _check_dense(item: Any) -> None:

@@ -68,7 +68,7 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
             versions[storage] = version
         if op.target == "magis.wait":
             gone.add(graph.values[op.inputs()[0]].storage)
-        for value in op.made():
+        for value in dict.fromkeys(op.made()):  # some operators return one tensor twice
             if value in defined:
                 yield f"{where}: makes value {value}, which exists already"
             if value not in graph.values:
