@@ -48,6 +48,8 @@ __all__ = [
     "window_peak",
 ]
 
+_MEMORY_TABLE = Path("/proc/meminfo")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
 
 
@@ -297,7 +299,7 @@ def free_device_memory(device: str) -> int:
 def _meminfo(field: str) -> int:
     """A field of Linux's memory table in bytes; elsewhere what the C library says of physical pages, else 4 GiB."""
     try:
-        found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        found = re.search(rf"^{field}:\s*(\d+) kB", _MEMORY_TABLE.read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
         found = None
     if found is not None:
@@ -317,11 +319,10 @@ def _container_limit() -> tuple[int, int]:
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        root = Path("/sys/fs/cgroup")
         try:
-            limit = (root / limit_file).read_text(encoding="ascii").strip()
-            used = int((root / used_file).read_text(encoding="ascii"))
-            stat = (root / stat_file).read_text(encoding="ascii")
+            limit = (_CONTROL_GROUPS / limit_file).read_text(encoding="ascii").strip()
+            used = int((_CONTROL_GROUPS / used_file).read_text(encoding="ascii"))
+            stat = (_CONTROL_GROUPS / stat_file).read_text(encoding="ascii")
         except (OSError, ValueError):
             continue
         reclaimable = re.search(rf"^{inactive} (\d+)", stat, re.MULTILINE)

@@ -1,0 +1,186 @@
+"""Interleaving and the ratio's interval: order, bookkeeping, coverage, robustness, a planted slow-down."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.backend import timing as module
+from magis.backend.timing import Timing, interleave, ratio_interval
+
+positive = st.floats(1e-3, 1e6)
+
+
+class Clock:
+    """A clock that only the steps advance, in nanoseconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0
+        monkeypatch.setattr(module.time, "perf_counter_ns", lambda: self.now)
+
+
+def test_steps_alternate_and_so_does_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, log = Clock(monkeypatch), []
+
+    def step(name: str, milliseconds: int) -> None:
+        log.append(name)
+        clock.now += milliseconds * 10**6
+
+    found = interleave(lambda: step("a", 2), lambda: step("b", 3), rounds=4, warmup=1)
+    assert "".join(log) == "ab" + "abbaabba"
+    assert found == Timing((2.0,) * 4, (3.0,) * 4)
+    assert ratio_interval(found).ratio == 1.5
+
+
+def test_the_collector_rests_and_comes_back() -> None:
+    states: list[bool] = []
+    interleave(lambda: states.append(gc.isenabled()), lambda: None, rounds=2, warmup=0)
+    assert states == [False, False]
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        interleave(lambda: 1 / 0, lambda: None, rounds=1, warmup=0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        interleave(lambda: None, lambda: None, rounds=1)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, draw = Clock(monkeypatch), random.Random(1)
+
+    def steady() -> None:
+        clock.now += 10**8
+
+    def noisy() -> None:
+        clock.now += int(10**8 * draw.uniform(0.9, 1.1))
+
+    assert len(interleave(steady, steady, rounds=9, width=0.02).first_ms) == 9
+    assert len(interleave(noisy, noisy, rounds=9).first_ms) == 9
+    assert len(interleave(noisy, noisy, rounds=9, width=0.001).first_ms) == 27
+    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=20).first_ms) == 20
+    found = interleave(noisy, noisy, rounds=9, width=0.06, most=200)
+    interval = ratio_interval(found)
+    assert 9 < interval.pairs < 200
+    assert interval.pairs % 3 == 0
+    assert interval.high - interval.low <= 0.06 * interval.ratio
+
+
+@pytest.mark.parametrize("rounds", [0, -1])
+def test_no_rounds_are_refused(rounds: int) -> None:
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        interleave(lambda: None, lambda: None, rounds=rounds)
+
+
+def enclosed(count: int, rank: int) -> float:
+    """Probability that the rank-th smallest and largest of `count` samples enclose the median."""
+    return 1 - 2 * sum(math.comb(count, heads) for heads in range(rank)) / 2**count
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=80), st.sampled_from((0.5, 0.9, 0.95, 0.99)))
+def test_the_interval_is_the_narrowest_that_keeps_its_word(pairs: list[tuple[float, float]], confidence: float) -> None:
+    timing = Timing(*zip(*pairs, strict=True))
+    found = ratio_interval(timing, confidence)
+    ratios = sorted(second / first for first, second in pairs)
+    assert found.ratio == statistics.median(ratios)
+    assert found.low <= found.ratio <= found.high
+    assert found.pairs == len(pairs)
+    if found.low == 0.0:
+        assert enclosed(len(pairs), 1) < confidence
+        assert found.high == math.inf
+    else:
+        ranks = [
+            rank
+            for rank in range(1, (len(pairs) + 1) // 2 + 1)
+            if (ratios[rank - 1], ratios[-rank]) == (found.low, found.high)
+        ]
+        # with equal ratios several ranks give the same interval: the largest of them is at least the one meant
+        assert any(enclosed(len(pairs), rank) >= confidence for rank in ranks)
+        assert all(
+            enclosed(len(pairs), rank + 1) < confidence or rank + 1 > (len(pairs) + 1) // 2 for rank in ranks[-1:]
+        )
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=8, max_size=40), st.randoms())
+def test_the_order_of_the_pairs_does_not_matter(pairs: list[tuple[float, float]], draw: random.Random) -> None:
+    before = ratio_interval(Timing(*zip(*pairs, strict=True)))
+    draw.shuffle(pairs)
+    assert ratio_interval(Timing(*zip(*pairs, strict=True))) == before
+
+
+def test_few_pairs_know_nothing() -> None:
+    for count in range(1, 8):
+        found = ratio_interval(Timing((1.0,) * count, (2.0,) * count))
+        assert (found.ratio, found.low, found.high) == (2.0, 0.0, math.inf)
+    assert ratio_interval(Timing((1.0,) * 8, (2.0,) * 8)).low == 2.0
+
+
+@pytest.mark.parametrize(
+    ("timing", "confidence"),
+    [(Timing((), ()), 0.99), (Timing((1.0,), ()), 0.99), (Timing((1.0,), (1.0,)), 1.0)],
+)
+def test_nonsense_is_refused(timing: Timing, confidence: float) -> None:
+    with pytest.raises(ValueError, match=r"pairs wanted|confidence must"):
+        ratio_interval(timing, confidence)
+
+
+def samples(draw: random.Random, slow: float, count: int = 25, jitter: float = 0.03) -> Timing:
+    """Steps of 100 ms as a machine with other work times them: drift, jitter, one call in eight interrupted."""
+    first, second = [], []
+    drift = 1.0
+    for _ in range(count):
+        drift *= math.exp(draw.gauss(0, 0.05))
+        for times, factor in ((first, 1.0), (second, slow)):
+            interrupted = 1 + (draw.expovariate(1) if draw.random() < 1 / 8 else 0)
+            times.append(100 * drift * factor * math.exp(draw.gauss(0, jitter)) * interrupted)
+    return Timing(tuple(first), tuple(second))
+
+
+def test_coverage_under_drift_and_interruptions() -> None:
+    draw = random.Random(7)
+    intervals = [ratio_interval(samples(draw, 1.07)) for _ in range(400)]
+    assert sum(found.low <= 1.07 <= found.high for found in intervals) >= 390
+    assert statistics.stdev(found.ratio for found in intervals) < 0.02
+
+
+def test_a_slow_down_of_ten_percent_is_seen_and_none_is_imagined() -> None:
+    """The gate's verdict: red where the whole interval lies above the stored ratio by more than 3 percent."""
+    draw = random.Random(11)
+    stored = ratio_interval(samples(draw, 1.05, count=75)).ratio
+    red = {
+        slow: sum(ratio_interval(samples(draw, 1.05 * slow, count=75)).low > stored * 1.03 for _ in range(200))
+        for slow in (1.0, 1.1)
+    }
+    assert red[1.0] == 0
+    assert red[1.1] >= 196
+
+
+def test_real_time_is_measured() -> None:
+    def spin(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    found = interleave(lambda: spin(0.004), lambda: spin(0.012), rounds=9, warmup=1)
+    assert min(found.first_ms) >= 4.0
+    assert min(found.second_ms) >= 12.0
+    assert all(before != after for before, after in pairwise(found.first_ms))
+
+
+@pytest.mark.cuda
+def test_cuda_is_waited_for() -> None:
+    import torch
+
+    big = torch.rand(4096, 4096, device="cuda")
+    found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], rounds=9, device="cuda")
+    assert 2.0 < ratio_interval(found).ratio < 4.0
