@@ -60,7 +60,7 @@ OPTIONS = (
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
     Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
-    Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.05)"),
+    Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.04)"),
 )
 _BY_NAME = {option.name: option for option in OPTIONS}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not options.is_active(config):
         return
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
+    # Before torch is first imported: threads that spin while they wait make steps on a busy machine several times
+    # slower, and their times useless (docs/notes/timing.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         gate = prepare(config)
     except MagisError as error:

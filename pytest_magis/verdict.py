@@ -29,7 +29,7 @@ class Tolerances:
     """Shares by which a figure may exceed its baseline: 0 is exact, 0.05 is five percent."""
 
     memory: float = 0.0
-    latency: float = 0.05
+    latency: float = 0.04
 
 
 @dataclass(frozen=True)

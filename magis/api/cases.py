@@ -24,8 +24,9 @@ from magis.units import format_bytes
 STEPS_COMPARED = 3
 TIMING_ROUNDS = 15
 WARM_UP = 2
-INTERVAL_WIDTH = 0.05
-"""Pairs are added, up to three times as many, while the interval of the latency ratio is wider than this share."""
+MOST_ROUNDS = 4
+INTERVAL_WIDTH = 0.04
+"""Pairs are added, up to MOST_ROUNDS times as many, while the latency ratio's interval is wider than this share."""
 STRATEGIES = ("eager", "magis", "checkpoint")
 
 Progress = Callable[[str], None]
@@ -202,7 +203,7 @@ class CaseRun:
                 warmup=WARM_UP,
                 device=subject.torch_device,
                 width=INTERVAL_WIDTH,
-                most=3 * (case.timing_rounds or TIMING_ROUNDS),
+                most=MOST_ROUNDS * (case.timing_rounds or TIMING_ROUNDS),
             )
         return numbers, memory, timing
 
