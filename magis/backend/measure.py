@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from magis.aten.watched import unwatched
 from magis.cost.devices import CONSTANTS_VERSION, find_device
 from magis.units import GIB
 
@@ -217,6 +218,7 @@ class _StorageLedger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes: int = 0
+        self._unwatched = unwatched()
         self._older: dict[int, StorageWeakRef] = {}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -227,6 +229,7 @@ class _StorageLedger(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        func = self._unwatched.form(func, args, kwargs or {})
         given = _storages((args, kwargs))
         # torch.tensor(...) makes its storage out of sight and announces it by this operator
         if func is not torch.ops.aten.lift_fresh.default:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from magis.aten.call import from_torch
 from magis.aten.facts import CONTIGUOUS_RESULT, KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
+from magis.aten.watched import unwatched
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -34,12 +35,14 @@ class Recorder(TorchDispatchMode):
     def __init__(self, scalars: dict[float, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels = scalars
+        self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
         self._values: dict[int, Value] = {}
         self._ops: list[Op] = []
         self._storage_of: dict[int, int] = {}
         self._value_of: dict[tuple[Any, ...], int] = {}
+        self._made_at: dict[int, int] = {}  # value -> version of its storage
         self._constants: dict[int, tuple[float, ...]] = {}
         self._inputs: list[int] = []
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
@@ -87,6 +90,8 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._made_from_numbers(func, args[0])
+        if self.phase == "backward":
+            func = self._unwatched.form(func, args, kwargs)
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
         _check_dense(out)
@@ -138,11 +143,11 @@ class Recorder(TorchDispatchMode):
             writes.append((storage, self._versions[storage]))
         view = not writes and not random and self._all_known(returned)
         if view:
-            if all(self._key(item) in self._value_of for item in _tensors(returned)):
+            if all(self._is_current(item) for item in _tensors(returned)):
                 return  # detach and the like, or a window that exists already
             reads = []  # a view looks at no data
         least = max(t.numel() * t.element_size() for t in _tensors(args)) if target in KEEPS_INPUT_SIZE else 0
-        outputs = [self._output(item, written, renew=view and many, least=least) for item in returned]
+        outputs = [self._output(item, written, renew=view, least=least) for item in returned]
         node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
         # In the forward the node has just been made, before the operator was called: it has the last number given out.
         # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
@@ -184,6 +189,11 @@ class Recorder(TorchDispatchMode):
             tensors.extend(_tensors(args[position]))
         return {self._values[before[id(tensor)]].storage for tensor in tensors}
 
+    def _is_current(self, tensor: Tensor) -> bool:
+        """Whether a value for this window has been made since the last write to its storage."""
+        value = self._value_of.get(self._key(tensor))
+        return value is not None and self._made_at[value] == self._versions[self._values[value].storage]
+
     def _all_known(self, returned: Any) -> bool:
         """Whether all returned tensors lie on storages that existed before the call."""
         return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in _tensors(returned))
@@ -224,6 +234,7 @@ class Recorder(TorchDispatchMode):
             id=value, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=str(tensor.dtype)[6:],
             storage=storage, offset=int(tensor.storage_offset()), name=name,
         )  # fmt: skip
+        self._made_at[value] = self._versions[storage]
         self._value_of[key] = value
         self._keys_of.setdefault(address, []).append(key)
         return value
