@@ -19,9 +19,9 @@ from magis.search.anneal import anneal
 from magis.search.best_first import best_first
 from magis.search.judge import Goal, Judge, Plan, SearchOver
 from magis.search.moves import climb, relink
-from magis.search.prices import CutModel, checkpoints, follow_prices
+from magis.search.prices import CutModel, checkpoints, follow_prices, turning_point
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.events import DROP, RECOMPUTE
+from magis.simulate.events import DROP, KEEP, RECOMPUTE
 from magis.simulate.problem import Bools, Int8s, Int32s, Problem
 
 __all__ = ["DEFAULT_BUDGET", "SearchResult", "search"]
@@ -187,9 +187,12 @@ class _Search:
         return _distinct(plans, Goal(memory_limit=limit))
 
     def all_but(self, kept: Bools) -> Int8s:
-        """Make everything again except checkpoints: the leanest that recomputation between them can be."""
-        flags = np.where(self.judge.evaluator.step.redoable, RECOMPUTE, 0).astype(np.int8)
-        flags[kept] = 0
+        """Make everything again for the way back except checkpoints: as lean as recomputation between them gets."""
+        evaluator = self.judge.evaluator
+        turn = turning_point(evaluator)
+        idle = (evaluator.gaps.start < turn) & (turn < evaluator.gaps.end)
+        flags = np.where(idle, RECOMPUTE, DROP).astype(np.int8)
+        flags[kept] = KEEP
         return flags
 
     def approach(self, order: Int32s, limit: int) -> list[Plan]:

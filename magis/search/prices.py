@@ -22,12 +22,12 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Bools, Int8s, Int32s, Int64s
 
-__all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position"]
+__all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position", "turning_point"]
 
 Floats = npt.NDArray[np.float64]
 
 UNBOUNDED = 1 << 60
-STUCK = 8  # equal proposals in a row
+NEW_PRICE = 0.01  # what a position costs at least when it begins to exceed the limit, as a share of the dearest
 MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
 
 
@@ -144,17 +144,14 @@ def follow_prices(
     prices = np.where(over, 1e-4 / int(over.sum()), 0.0)
     step = 0.4
     plans: list[Plan] = []
-    same = 0
     for _ in range(rounds):
         flags = model.solve(prices, link_price, kept, tilt)
-        same = same + 1 if plans and np.array_equal(flags, plans[-1].flags) else 0
-        if same == STUCK:
-            break
-        plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
-        over = levels_by_position(judge.evaluator) > limit
-        if learning:
-            model.learn(flags)
-        prices = np.where(over, (prices + 1e-7) * (1.0 + step), prices * (1.0 - step / 4))
+        if not plans or not np.array_equal(flags, plans[-1].flags):
+            plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
+            over = levels_by_position(judge.evaluator) > limit
+            if learning:
+                model.learn(flags)
+        prices = np.where(over, (prices + NEW_PRICE * prices.max()) * (1.0 + step), prices * (1.0 - step / 4))
         step *= 0.97
     return plans
 
@@ -189,6 +186,16 @@ def levels_by_position(evaluator: Evaluator) -> Int64s:
     return levels
 
 
+def turning_point(evaluator: Evaluator) -> int:
+    """The position over which most bytes lie idle: where the forward pass ends and the way back begins."""
+    gaps, nbytes = evaluator.gaps, evaluator.step.nbytes
+    idle = gaps.start >= 0
+    change = np.zeros(evaluator.problem.n_nodes + 1, dtype=np.int64)
+    np.add.at(change, gaps.start[idle] + 1, nbytes[idle])
+    np.add.at(change, gaps.end[idle], -nbytes[idle])
+    return int(np.argmax(np.cumsum(change)))
+
+
 def checkpoints(evaluator: Evaluator) -> list[Bools]:
     """Sets of storages to keep, such that all between two of their cut points may be made again.
 
@@ -206,7 +213,7 @@ def checkpoints(evaluator: Evaluator) -> list[Bools]:
     np.add.at(change, birth, problem.nbytes)
     np.add.at(change, leave, -problem.nbytes)
     crossing = np.cumsum(change)
-    turn = int(gaps.start.max(initial=-1)) + 1  # where the last gap opens, the forward pass is over
+    turn = turning_point(evaluator)
     ends_ns = np.cumsum(problem.node_ns[evaluator.order])[:turn]
     waists: dict[int, int] = {}
     for at in range(turn):
