@@ -32,6 +32,8 @@ class Step(NamedTuple):
     blk_ns: Int64s
     blk_ws: Int64s
     blk_tensor: Int64s
+    blk_late_ws: Int64s
+    blk_late_tensor: Int64s
     nbytes: Int64s
     xfer_ns: Int64s  # [s] time of one copy to or from the host
     producer: Int32s
@@ -114,6 +116,8 @@ def make_step(problem: Problem) -> Step:
         blk_ns=_int64(problem.blk_ns),
         blk_ws=_int64(problem.blk_ws),
         blk_tensor=_int64(problem.blk_tensor),
+        blk_late_ws=_int64(problem.blk_late_ws),
+        blk_late_tensor=_int64(problem.blk_late_tensor),
         nbytes=_int64(problem.nbytes),
         xfer_ns=np.array([math.ceil(int(size) * xfer) for size in problem.nbytes], dtype=np.int64),
         producer=_int32(problem.producer),

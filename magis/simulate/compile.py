@@ -18,7 +18,6 @@ from magis.simulate.grouping import Group, split
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.replay import MemoryProfile, replay, rounded
 
-
 GENERATOR_NS = 10_000
 """Putting a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
 
@@ -218,17 +217,18 @@ def _storage_row(graph: Graph, storage: int, facts: _Facts, costs: Costs) -> Sto
 
 
 def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> BlockRow:
-    storages = sorted({graph.values[value].storage for op in block for value in op.inputs()})
-    given = [graph.storages[s].nbytes for s in storages if s in facts.number]
-    inputs = tuple(facts.number[s] for s in storages if s in facts.number)
+    taken = [sorted({graph.values[value].storage for value in op.inputs()} & facts.number.keys()) for op in block]
+    given = sorted({storage for row in taken for storage in row})
     written = sorted({facts.written[s] for op in block for s, _ in op.writes if s in facts.written})
-    before = sum(rounded(n, costs.rounding) for n in given)
-    profile = _alone(graph, block, set(storages), costs)
-    base = profile.persistent_bytes + before
+    profile = _alone(graph, block, set(given), costs)
+    base = profile.persistent_bytes + sum(rounded(graph.storages[s].nbytes, costs.rounding) for s in given)
+    late = max((position for position, row in enumerate(taken) if row), default=-1) + 1
     return BlockRow(
-        inputs=inputs,
+        inputs=tuple(facts.number[s] for s in given),
         writes=tuple(written),
         ns=sum(costs.nanoseconds(op, graph.values) for op in block),
-        ws=profile.peak_bytes - base,
-        tensor=profile.tensor_bytes - base,
+        ws=max(profile.peaks[:late], default=base) - base,
+        tensor=max(profile.tensors[:late], default=base) - base,
+        late_ws=max(profile.peaks[late:], default=base) - base,
+        late_tensor=max(profile.tensors[late:], default=base) - base,
     )

@@ -57,14 +57,15 @@ class Evaluator:
     def quick(self, flags: Int8s) -> tuple[int, int]:
         """Peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
         kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch)
-        return int(self._result[kernel.PEAK]) + self._persistent, int(self._result[kernel.LATENCY])
+        # -1: nothing runs at all
+        return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])
 
     def evaluate(self, flags: Int8s) -> Evaluation:
         """All figures of a plan."""
         peak, latency = self.quick(flags)
         return Evaluation(
             peak=peak,
-            tensor_peak=int(self._result[kernel.TENSOR_PEAK]) + self._persistent,
+            tensor_peak=max(int(self._result[kernel.TENSOR_PEAK]), 0) + self._persistent,
             latency_ns=latency,
             redos=int(self._result[kernel.N_REDOS]),
             swaps=int(self._result[kernel.N_SWAPS]),
@@ -200,7 +201,7 @@ def lower_bound(problem: Problem) -> int:
         largest = max(largest, inputs + outputs + int(problem.node_ws[node]))
     for block in range(problem.n_blocks):
         inputs = int(problem.nbytes[problem.block_inputs(block)].sum())
-        largest = max(largest, inputs + int(problem.blk_ws[block]))
+        largest = max(largest, inputs + int(problem.blk_ws[block]), int(problem.blk_late_ws[block]))
     return problem.persistent_bytes + largest
 
 

@@ -23,7 +23,10 @@ def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
 
 
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
-    """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds."""
+    """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
+
+    What they write must not matter to any operator that does not float, which could not wait for them.
+    """
     found = set()
     for op in graph.ops:
         if op.id in views or op.random:
@@ -31,6 +34,14 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
         kinds = {graph.storages[graph.values[value].storage].kind for value in (*op.inputs(), *op.made())}
         if op.phase == "update" or (op.writes and "temporary" not in kinds):
             found.add(op.id)
+    # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
+    met: set[tuple[int, int]] = set()
+    for op in reversed(graph.ops):
+        if op.id in found and not any((storage, version) in met for storage, version in op.writes):
+            continue
+        found.discard(op.id)
+        met.update(op.reads)
+        met.update((storage, version - 1) for storage, version in op.writes)
     return found
 
 

@@ -320,12 +320,8 @@ def _replay_time(step: Step, scratch: Scratch, count: int) -> None:
 def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
     """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
     nbytes, to_end, out_bytes, ws = step.nbytes, step.to_end, step.out_bytes, step.ws
-    blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = (
-        step.blk_in_ptr,
-        step.blk_in_idx,
-        step.blk_ws,
-        step.blk_tensor,
-    )
+    blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = step.blk_in_ptr, step.blk_in_idx, step.blk_ws, step.blk_tensor
+    blk_late_ws, blk_late_tensor = step.blk_late_ws, step.blk_late_tensor
     reuse_ptr, reuse_idx = step.reuse_ptr, step.reuse_idx
     event, last_use, redo_at, free = scratch.event, scratch.last_use, scratch.redo_at, scratch.free
     held_by, blk_place, blk_head, blk_next = (
@@ -383,16 +379,19 @@ def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:
         free[at] = 0
         block = blk_head[at]
         while block >= 0:
-            worst = max(worst, level + blk_ws[block])
-            if level + blk_ws[block] > peak:
-                peak = level + blk_ws[block]
-                scratch.result[PEAK_EVENT] = at
-                scratch.result[PEAK_IN_BLOCK] = 1
+            highest = level + blk_ws[block]
             tensor_peak = max(tensor_peak, level + blk_tensor[block])
             for k in range(blk_in_ptr[block], blk_in_ptr[block + 1]):
                 used = blk_in_idx[k]
                 if held_by[used] == block and last_use[used] <= at and not to_end[used]:
                     level -= nbytes[used]
+            highest = max(highest, level + blk_late_ws[block])
+            tensor_peak = max(tensor_peak, level + blk_late_tensor[block])
+            if highest > peak:
+                peak = highest
+                scratch.result[PEAK_EVENT] = at
+                scratch.result[PEAK_IN_BLOCK] = 1
+            worst = max(worst, highest)
             block = blk_next[block]
         levels[at] = worst
     scratch.result[PEAK] = peak

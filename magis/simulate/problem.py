@@ -70,8 +70,10 @@ class Problem:
     blk_wr_ptr: Int32s  # [b + 1] persistent storages that it writes
     blk_wr_idx: Int32s
     blk_ns: Int64s  # [b] time of the block
-    blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs: temporaries and workspace
+    blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs, while it still uses them
     blk_tensor: Int64s  # [b] the same without operators' workspace
+    blk_late_ws: Int64s  # [b] the same two afterwards, when inputs that die with the block are gone
+    blk_late_tensor: Int64s
     # step
     persistent_bytes: int  # weights, buffers, optimizer state, batch: counted the whole time
     xfer_ns_per_byte: float  # device to host and back, both ways at once; 0.0 where nothing can be swapped
@@ -150,6 +152,8 @@ class BlockRow:
     ns: int
     ws: int = 0
     tensor: int = 0
+    late_ws: int = 0
+    late_tensor: int = 0
 
 
 def build_problem(
@@ -166,13 +170,12 @@ def build_problem(
         _check_node(index, node, nodes, storages, producer)
     last_write = [_last_write(index, row, producer, nodes) for index, row in enumerate(storages)]
     for index, block in enumerate(blocks):
-        if not 0 <= block.tensor <= block.ws or block.ns < 0:
-            raise VerifyError(f"block {index}: needs 0 <= tensor bytes {block.tensor} <= bytes {block.ws}")
+        for tensor, total in ((block.tensor, block.ws), (block.late_tensor, block.late_ws)):
+            if not 0 <= tensor <= total or block.ns < 0:
+                raise VerifyError(f"block {index}: needs 0 <= tensor bytes {tensor} <= bytes {total}")
         _check_ids(f"block {index}", block.inputs, len(storages))
     if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6:
-        raise VerifyError(
-            f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range"
-        )
+        raise VerifyError(f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range")
     in_ptr, in_idx = _rows([node.inputs for node in nodes])
     out_ptr, out_idx = _rows([node.outputs for node in nodes])
     reuse_ptr, reuse_idx = _rows([node.reuse for node in nodes])
@@ -208,6 +211,8 @@ def build_problem(
         blk_ns=_numbers([block.ns for block in blocks]),
         blk_ws=_numbers([block.ws for block in blocks]),
         blk_tensor=_numbers([block.tensor for block in blocks]),
+        blk_late_ws=_numbers([block.late_ws for block in blocks]),
+        blk_late_tensor=_numbers([block.late_tensor for block in blocks]),
         persistent_bytes=persistent_bytes,
         xfer_ns_per_byte=xfer_ns_per_byte,
     )

@@ -79,10 +79,9 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
         grads = tuple(
             int(i) for i in rng.choice(len(sizes), size=min(len(sizes), int(rng.integers(1, 3))), replace=False)
         )
-        tensor = int(rng.choice([0, 512]))
-        updates.append(
-            BlockRow(grads, (int(written[index]),), ns=int(rng.integers(0, 30)), ws=tensor + 256, tensor=tensor)
-        )
+        tensor, late = (int(rng.choice([0, 512])) for _ in range(2))
+        sizes_of = {"ws": tensor + 256, "tensor": tensor, "late_ws": 2 * late + 128, "late_tensor": 2 * late}
+        updates.append(BlockRow(grads, (int(written[index]),), ns=int(rng.integers(0, 30)), **sizes_of))
     return build_problem(
         [NodeRow(**row) for row in rows],
         storages,
@@ -246,8 +245,14 @@ def _weigh(problem: Problem, events: Events, copies: list[Copy], unwanted: dict[
             assert events.reuse[at] == -1
         if kind == BLOCK:
             scratch, scratch_tensor = int(problem.blk_ws[arg]), int(problem.blk_tensor[arg])
-        levels.append(problem.persistent_bytes + level + scratch)
-        tensors.append(problem.persistent_bytes + level + scratch_tensor)
+        worst, worst_tensor = level + scratch, level + scratch_tensor
+        if kind == BLOCK:  # its second part, without the inputs that die with it
+            gone = {c.storage for c in alive if c.death(problem, len(events)) == at and at in c.uses}
+            rest = level - sum(int(problem.nbytes[s]) for s in gone)
+            worst = max(worst, rest + int(problem.blk_late_ws[arg]))
+            worst_tensor = max(worst_tensor, rest + int(problem.blk_late_tensor[arg]))
+        levels.append(problem.persistent_bytes + worst)
+        tensors.append(problem.persistent_bytes + worst_tensor)
     latency, stalled = _time(problem, events)
     return Replayed(max(levels), max(tensors), latency, stalled, levels)
 
