@@ -178,7 +178,7 @@ class CaseRun:
         if subject.runs:
             return None
         if subject.simulated_only:
-            return "simulated device"
+            return ""
         return (
             f"not run: it needs about {format_bytes(subject.predicted_bytes)} of memory,"
             f" {format_bytes(subject.free_bytes)} are free"

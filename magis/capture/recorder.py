@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self._last_of_node: dict[int, int] = {}
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
-        self._failure: tuple[BaseException | None, str] = (None, "")
+        self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
         self.phase = "forward"
 
     # -- what exists before the step ---------------------------------------------------------------------------
@@ -282,8 +282,9 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         error = sys.exc_info()[1]  # torch calls this hook while an error of the forward passes, too
-        if error is not self._failure[0]:
-            self._failure = (error, self.module)
+        if error is not None and id(error) != self._failure[0]:
+            # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
+            self._failure = (id(error), self.module)
         if len(self._modules) > 1:
             self._modules.pop()
 
@@ -294,7 +295,7 @@ class Recorder(TorchDispatchMode):
 
     def module_of(self, error: BaseException) -> str:
         """Path of the innermost sub-module whose forward ``error`` has left, else of the one that is running."""
-        return self._failure[1] if error is self._failure[0] else self.module
+        return self._failure[1] if id(error) == self._failure[0] else self.module
 
     @property
     def deaths(self) -> dict[int, int]:

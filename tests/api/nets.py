@@ -1,0 +1,59 @@
+"""Factories for cases of their own: small networks that still have something to recompute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from magis.api import OptimizerSpec, Workload
+
+
+class Block(nn.Module):
+    """Residual block with norm, GELU and dropout: every kind of storage that a plan decides on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + self.drop(self.down(hidden))
+
+
+def blocks() -> Workload:
+    """Six blocks, 64 wide, batch 256, AdamW."""
+    body = nn.Sequential(nn.Linear(32, 64), *(Block(64) for _ in range(6)), nn.Linear(64, 10))
+    names = tuple(str(index) for index in range(1, 7))
+    return Workload(
+        "blocks",
+        body.train(),
+        (torch.randn(256, 32),),
+        (torch.randint(10, (256,)),),
+        F.cross_entropy,
+        OptimizerSpec("adamw", weight_decay=0.01),
+        blocks=names,
+    )
+
+
+def no_blocks() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A perceptron that names no blocks."""
+    body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    return body, (torch.randn(64, 8),), (torch.randn(64, 1),), F.mse_loss
+
+
+def branches() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A module whose forward looks at its data."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) if x.sum() > 0 else x
+
+    return Branch(), (torch.randn(2, 4),), (torch.randn(2, 4),), F.mse_loss

@@ -1,0 +1,171 @@
+"""Whole cases: capture, plan, run, measure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from magis.api import Bench, check_device, default_device, run_case
+from magis.api.cases import compare
+from magis.errors import CaptureError, UsageError
+from magis.results import Case, CaseResult
+
+BLOCKS = "tests.api.nets:blocks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def case(strategy: str = "magis", model: str = BLOCKS, device: str = "cpu", **more: object) -> Case:
+    if strategy == "magis" and "latency_ratio" not in more:
+        more.setdefault("memory_ratio", 0.6)
+    return Case(model, strategy, device, "small", budget=2000, timing_rounds=8, **more)  # type: ignore[arg-type]
+
+
+def assert_exact(result: CaseResult) -> None:
+    assert result.original.measured == result.original.simulated
+    assert result.optimized.measured == result.optimized.simulated
+
+
+@pytest.mark.parametrize("ratio", [0.8, 0.5])
+def test_a_memory_limit_is_kept_exactly_predicted_and_changes_no_number(bench: Bench, ratio: float) -> None:
+    told: list[str] = []
+    result = run_case(case(memory_ratio=ratio), cache=bench, progress=told.append)
+    assert result.numbers == "bit-identical"
+    assert_exact(result)
+    assert result.memory_limit_bytes is not None
+    assert result.memory.peak_bytes <= result.memory_limit_bytes
+    assert result.memory_limit_bytes <= ratio * result.original_memory.peak_bytes
+    assert result.lower_bound_bytes <= result.memory.peak_bytes
+    assert result.persistent_bytes > result.weight_bytes > 0
+    assert result.ratio is not None
+    assert result.ratio.low <= result.ratio.ratio <= result.ratio.high
+    assert told[0] == "capturing"
+    assert "timing" in told
+
+
+def test_tight_limits_recompute(bench: Bench) -> None:
+    result = run_case(case(memory_ratio=0.4), cache=bench)
+    assert result.search.recomputed_ops > 0
+    assert result.search.swapped_bytes == 0  # a host copy frees nothing on the CPU
+    assert result.numbers == "bit-identical"
+    assert_exact(result)
+
+
+def test_a_limit_out_of_reach_is_infeasible_and_the_bound_proves_it(bench: Bench) -> None:
+    result = run_case(case(memory_ratio=0.05), cache=bench)
+    assert not result.search.feasible
+    assert result.memory_limit_bytes is not None
+    assert result.memory_limit_bytes < result.lower_bound_bytes <= result.memory.peak_bytes
+    assert_exact(result)
+
+
+def test_latency_mode_gives_less_memory_for_more_time(bench: Bench) -> None:
+    results = [run_case(case(latency_ratio=ratio), cache=bench) for ratio in (1.0, 1.3)]
+    assert results[0].memory.peak_bytes > results[1].memory.peak_bytes
+    assert all(result.memory_limit_bytes is None and result.numbers == "bit-identical" for result in results)
+    assert results[1].optimized.simulated_ms <= 1.3 * results[1].original.simulated_ms
+
+
+@pytest.mark.parametrize("strategy", ["eager", "checkpoint"])
+def test_other_strategies_are_predicted_exactly_too(bench: Bench, strategy: str) -> None:
+    result = run_case(case(strategy), cache=bench)
+    if strategy == "eager":
+        assert_exact(result)
+    assert result.optimized.measured is not None
+    assert result.optimized.measured.tensor_bytes == result.optimized.simulated.tensor_bytes
+    assert result.numbers == "bit-identical"
+    assert (result.memory_ratio < 0.9) == (strategy == "checkpoint")
+
+
+def test_the_same_request_gives_the_same_plan(bench: Bench) -> None:
+    first, second = (run_case(case(), cache=each) for each in (bench, Bench()))
+    assert first.memory == second.memory
+    assert first.search.states == second.search.states
+    assert first.graph_digest == second.graph_digest
+    assert first.planning_workspaces == second.planning_workspaces
+
+
+def test_a_baselines_workspaces_decide_the_plan_not_this_machines(bench: Bench) -> None:
+    own = run_case(case(), cache=bench)
+    # Another machine: every operator that has scratch here has ten times as much there.
+    there = {key: 10 * value for key, value in own.planning_workspaces.items()}
+    results = [
+        run_case(case(), cache=each, planning_workspaces=there, expected_graph=own.graph_digest)
+        for each in (bench, Bench())
+    ]
+    assert results[0].memory.tensor_bytes == results[1].memory.tensor_bytes
+    assert_exact(results[0])
+    same = run_case(case(), cache=bench, planning_workspaces=own.planning_workspaces, expected_graph=own.graph_digest)
+    assert same.memory == own.memory
+
+
+def test_workspaces_of_another_graph_are_ignored(bench: Bench) -> None:
+    own = run_case(case(), cache=bench)
+    odd = run_case(case(), cache=bench, planning_workspaces={"nonsense": 1}, expected_graph="0" * 16)
+    assert odd.memory == own.memory
+
+
+def test_simulated_devices_swap_and_run_nothing() -> None:
+    result = run_case(case(device="sim:rtx3090", memory_ratio=0.5))
+    assert not result.optimized.is_measured
+    assert result.ratio is None
+    assert result.numbers == "not run"
+    assert result.memory_ratio <= 0.5
+    assert result.original.simulated.peak_bytes % 512 == 0
+
+
+def test_a_step_that_does_not_fit_is_simulated_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("magis.api.subject.free_device_memory", lambda _device: 1000)
+    result = run_case(case())
+    assert "not run: it needs about" in result.note
+    assert not result.original.is_measured
+    assert not result.optimized.is_measured
+    assert result.memory_ratio <= 0.6
+
+
+def test_a_seconds_cap_that_ends_the_search_is_said(bench: Bench) -> None:
+    # one case with more work than the cap allows: "stopped by seconds" is a fact of the row, not an error
+    hungry = dataclasses.replace(case(memory_ratio=0.4, seconds=0.3), budget=100_000_000)
+    result = run_case(hungry, cache=bench)
+    assert result.search.stopped_by_seconds
+    assert result.numbers == "bit-identical"
+
+
+def test_compare_names_what_differs(bench: Bench) -> None:
+    subject = bench.subject(case())
+    eager, other = subject.eager(), subject.eager()
+    next(other.module.parameters()).data.view(-1)[0] += 1.0
+    assert compare(eager, other, 0).startswith("differs: loss of step 1")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (case("fly"), "unknown strategy 'fly'"),
+        (case(model="nosuch"), "nosuch"),
+        (case(device="sim:abacus"), "unknown device 'sim:abacus'"),
+        (case("checkpoint", model="tests.api.nets:no_blocks"), "names no blocks to checkpoint"),
+        (case(dtype="int3"), "unknown data type 'int3'"),
+        (dataclasses.replace(case(), preset="huge"), "unknown preset 'huge'"),
+        (dataclasses.replace(case(), memory_ratio=None), "needs a memory ratio or a latency ratio"),
+    ],
+)
+def test_bad_requests_get_one_line(request_: Case, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        run_case(request_)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_that_branches_on_data_is_refused_by_name_and_line() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the data .* at nets\.py:\d+"):
+        run_case(case(model="tests.api.nets:branches"))
+
+
+def test_devices() -> None:
+    check_device(default_device())
+    check_device("cpu")
+    check_device("sim:h200")

@@ -1,0 +1,100 @@
+"""The seed's API as it is called in the wild, on small sizes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from magis.errors import UsageError
+from magis.ir import parse, verify
+from magis.testing import nn, run_optimization, setup_training_graph
+from magis.testing.run import TrainingGraph
+
+
+def tiny(update_weight: bool = True, inplace: bool = False) -> TrainingGraph:
+    graph, output = nn.mlp(batch_size=1024, inputs=16, hidden=32, layers=6)
+    return setup_training_graph(graph, output, update_weight=update_weight, inplace=inplace)
+
+
+def test_the_calls_of_the_seed_write_a_row_and_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Path("results.csv").open("a") as stream:
+        for name in ("first", "second"):
+            result = run_optimization(
+                tiny(),
+                name,
+                mem_limit_ratio=0.8,
+                time_budget=3 * 60,
+                save_graph=True,
+                dump_file=stream,
+                dtype="float32",
+            )
+            assert result.numbers == "bit-identical"
+    with Path("results.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["name"] for row in rows] == ["first", "second"]
+    row = rows[0]
+    assert row["opt-is-prof-result"] == row["ori-is-prof-result"] == "True"
+    assert float(row["opt-memory"]) <= 0.8 * float(row["ori-memory"])
+    assert float(row["opt-memory"]) == float(row["opt-simul-memory"])
+    assert float(row["ori-memory"]) == float(row["ori-simul-memory"])
+    graph = parse(Path("data/first.graph").read_text())
+    verify(graph)
+    assert json.loads(Path("data/first.json").read_text())["numbers"] == "bit-identical"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(dtype: str) -> None:
+    result = run_optimization(tiny(), "half", mem_limit_ratio=0.8, dtype=dtype)
+    assert result.dtype == dtype
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured == result.optimized.simulated
+
+
+def test_a_latency_limit_instead() -> None:
+    result = run_optimization(tiny(), "latency", lat_limit_ratio=1.1)
+    assert result.latency_limit_ms is not None
+    assert result.memory_ratio < 1
+
+
+def test_gradients_alone_are_kept_to_the_end() -> None:
+    result = run_optimization(tiny(update_weight=False), "gradients", mem_limit_ratio=0.9)
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured == result.optimized.simulated
+
+
+def test_inplace_lets_results_take_over_memory() -> None:
+    plain, inplace = (
+        run_optimization(tiny(inplace=choice), "inplace", lat_limit_ratio=1.0) for choice in (False, True)
+    )
+    assert inplace.memory.tensor_bytes <= plain.memory.tensor_bytes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of the two limits"),
+        ({"mem_limit_ratio": 0.8, "lat_limit_ratio": 1.1}, "exactly one of the two limits"),
+        ({"mem_limit_ratio": 0}, "mem_limit_ratio=0"),
+        ({"mem_limit_ratio": float("nan")}, "mem_limit_ratio=nan"),
+        ({"mem_limit_ratio": 1.5}, "mem_limit_ratio=1.5"),
+        ({"lat_limit_ratio": 0.9}, "lat_limit_ratio=0.9"),
+        ({"mem_limit_ratio": 0.8, "time_budget": 0}, "time_budget=0"),
+        ({"mem_limit_ratio": 0.8, "dtype": "float3"}, "unknown data type 'float3'"),
+        ({"mem_limit_ratio": 0.8, "device": "tpu"}, "unknown device 'tpu'"),
+        ({"mem_limit_ratio": 0.8, "name": "../up"}, "cannot be a file name"),
+    ],
+)
+def test_bad_arguments_get_one_line(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run_optimization(tiny(), **{"name": "bad", **arguments})  # type: ignore[arg-type]
+
+
+def test_y_must_belong_to_g() -> None:
+    graph, _ = nn.mlp()
+    _, other = nn.vgg11()
+    with pytest.raises(UsageError, match="not the output of mlp"):
+        setup_training_graph(graph, other)
