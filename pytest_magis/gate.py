@@ -96,8 +96,6 @@ def prepare(config: pytest.Config) -> Gate:
     is_worker = hasattr(config, "workerinput")
     hook = config.hook
     settings = read_settings(config, devices=lambda: hook.pytest_magis_devices(config=config))
-    if not settings.models:
-        raise UsageError("--magis-models names no model", hint="give all, seed, names or globs")
     models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
     strategies: list[Strategy] = [
         item for given in reversed(hook.pytest_magis_strategies(config=config)) for item in given

@@ -83,11 +83,6 @@ def test_a_node_id_that_is_not_there_is_refused(gate, workers):
     assert message.startswith("ERROR: no such case: magis::bert[magis-mem0.7]; this run has bert[eager], ")
 
 
-def test_options_that_leave_no_case_are_refused(gate):
-    message = gate.refuses("--magis-models=bert", "--magis-strategies=magis", "-o", "magis_memory_ratios=0.5,,")
-    assert "empty item" in message
-
-
 def test_collect_only_writes_nothing(gate):
     before = gate.files()
     gate("--magis-models=all", "--collect-only", "--magis-update=new")

@@ -70,6 +70,12 @@ def test_strategies(gate, node_ids, workers):
     assert [row["strategy"] for row in gate.rows()] == ["eager", "twice", "twice"]
 
 
+def test_strategies_that_make_no_case_are_refused(gate):
+    gate.extend_conftest(STRATEGY.replace("(1, 2)", "()"))
+    message = gate.refuses("--magis-models=bert", "--magis-strategies=twice")
+    assert message.startswith("ERROR: the options leave no case to run")
+
+
 def test_a_label_that_is_used_twice_is_refused(gate):
     gate.extend_conftest(STRATEGY.replace('f"twice-{part}"', '"twice"'))
     message = gate.refuses("--magis-models=bert", "--magis-strategies=twice")
