@@ -18,8 +18,8 @@ STALE = 300  # steps in a row that met only plans seen before: the neighbourhood
 def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allow_swap: bool) -> None:
     """Walk from a plan for so many new states; the judge keeps the best.
 
-    The walk may break the limit, at a price that is twice the mean one of the bytes saved so far; it accepts what
-    is worse by less than a threshold that sinks to nothing. Integers and one seeded generator, so it repeats.
+    The walk may break the limit, at a price; it accepts what is worse by less than a threshold that sinks to
+    nothing. Integers and one seeded generator, so it repeats.
     """
     judge.use(plan.order)
     evaluator = judge.evaluator
@@ -60,20 +60,25 @@ def _worth_moving(judge: Judge) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 class _Price:
-    """One number for a plan: what the goal minimizes, plus the excess over the limit at a price."""
+    """One number for a plan: what the goal minimizes, plus the excess over the limit at a price.
+
+    Within the limit the price is twice the mean one of what was saved so far. Above it the excess comes first: an
+    excess of a 64th of the whole is as bad as a whole step (or peak) more.
+    """
 
     def __init__(self, judge: Judge, goal: Goal, plan: Plan) -> None:
         problem = judge.problem
-        latency = int(problem.node_ns.sum() + problem.blk_ns.sum())
+        latency = max(1, int(problem.node_ns.sum() + problem.blk_ns.sum()))
         peak = max(1, plan.peak - problem.persistent_bytes)
-        self._goal = goal
         spent = max(plan.latency_ns - latency, latency // 100, 1)
-        if goal.memory_limit is not None:
-            self._num, self._den = 2 * spent, peak
-            self.step = max(1, spent // 100)
+        by_memory = goal.memory_limit is not None
+        self._goal = goal
+        if plan.met(goal):
+            self._num, self._den = (2 * spent, peak) if by_memory else (2 * peak, spent)
+            self.step = max(1, (spent if by_memory else peak) // 100)
         else:
-            self._num, self._den = 2 * peak, spent
-            self.step = max(1, peak // 100)
+            self._num, self._den = (latency, 1 + peak // 64) if by_memory else (peak, 1 + latency // 64)
+            self.step = max(1, (latency if by_memory else peak) // 4)
 
     def value(self, peak: int, latency_ns: int) -> int:
         if self._goal.memory_limit is not None:

@@ -29,9 +29,11 @@ __all__ = ["DEFAULT_BUDGET", "SearchResult", "search"]
 DEFAULT_BUDGET = 30_000
 """States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
 
+NO_SWAPS = -1.0
 LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
 ROUNDS = 48  # of prices per series of proposals
-SERIES = ((0.0, True), (0.3, True), (-0.7, True), (0.0, False))  # tilt of the prices, learning
+SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
+"""Series of proposals, as ``follow_prices`` has them: tilt of the prices, whether to learn, sharp beginning."""
 BISECTIONS = 10
 APPROACHES = 3
 SQUEEZES = 4
@@ -173,27 +175,43 @@ class _Search:
             sets = sets[:: max(1, len(sets) // 4)]
         rounds = ROUNDS if thorough else ROUNDS // 2
         plans: list[Plan] = []
+
+        def follow(kept: Bools | None, series: int, link_price: float) -> None:
+            tilt, learning, sharp = SERIES[series]
+            plans.extend(
+                follow_prices(
+                    judge,
+                    model,
+                    limit,
+                    rounds=rounds,
+                    link_price=link_price,
+                    kept=kept,
+                    learning=learning,
+                    tilt=tilt,
+                    sharp=sharp,
+                )
+            )
+
         for kept in sets:
-            for tilt, learning in SERIES if thorough else SERIES[:2]:
-                plans += follow_prices(judge, model, limit, rounds=rounds, kept=kept, tilt=tilt, learning=learning)
+            for series in range(len(SERIES) if thorough else 2):
+                follow(kept, series, NO_SWAPS)
             if kept is not None:
-                plans.append(judge.plan(self.all_but(kept)))
+                plans.extend(judge.plan(flags) for flags in self.all_but(kept))
         for price in LINK_PRICES if self.allow_swap else ():
             for kept in sets[:: max(1, len(sets) // 2)]:
-                for tilt, learning in SERIES[:2]:
-                    plans += follow_prices(
-                        judge, model, limit, rounds=rounds, kept=kept, tilt=tilt, learning=learning, link_price=price
-                    )  # fmt: skip
+                for series in range(2):
+                    follow(kept, series, price)
         return _distinct(plans, Goal(memory_limit=limit))
 
-    def all_but(self, kept: Bools) -> Int8s:
-        """Make everything again for the way back except checkpoints: as lean as recomputation between them gets."""
-        evaluator = self.judge.evaluator
-        turn = turning_point(evaluator)
-        idle = (evaluator.gaps.start < turn) & (turn < evaluator.gaps.end)
-        flags = np.where(idle, RECOMPUTE, DROP).astype(np.int8)
-        flags[kept] = KEEP
-        return flags
+    def all_but(self, kept: Bools) -> list[Int8s]:
+        """Make everything again except checkpoints: for the way back alone, and wherever something lies idle."""
+        gaps, turn = self.judge.evaluator.gaps, turning_point(self.judge.evaluator)
+        plans = []
+        for idle in ((gaps.start < turn) & (turn < gaps.end), gaps.start >= 0):
+            flags = np.where(idle, RECOMPUTE, DROP).astype(np.int8)
+            flags[kept] = KEEP
+            plans.append(flags)
+        return plans
 
     def approach(self, order: Int32s, limit: int) -> list[Plan]:
         """Plans for limits between one that is not kept and the lowest peak reached.

@@ -129,19 +129,23 @@ def follow_prices(
     kept: Bools | None = None,
     learning: bool = True,
     tilt: float = 0.0,
+    sharp: bool = False,
 ) -> list[Plan]:
     """Plans on the way of the prices to a memory limit (bytes), at most one a round.
 
-    Prices start equal over all positions where the plan without any recomputation exceeds the limit; they rise
-    by ever smaller steps where a plan exceeds it, and sink elsewhere. Only sums and products, no functions of the
+    Prices start equal over all positions where the plan without any recomputation exceeds the limit, or, if
+    ``sharp``, at its peak alone; they rise by ever smaller steps where a plan exceeds the limit, and sink
+    elsewhere. Only sums and products, no functions of the
     mathematical library, so that they are the same on every machine.
     """
     judge.look(np.full(judge.problem.n_storages, DROP, dtype=np.int8))
-    over = levels_by_position(judge.evaluator) > limit
+    levels = levels_by_position(judge.evaluator)
+    over = levels > limit
     if not over.any():
         return []
     model.forget()
-    prices = np.where(over, 1e-4 / int(over.sum()), 0.0)
+    first = levels == levels.max() if sharp else over
+    prices = np.where(first, 1e-4 / int(first.sum()), 0.0)
     step = 0.4
     plans: list[Plan] = []
     for _ in range(rounds):

@@ -71,11 +71,12 @@ def test_prices_lead_to_the_limit() -> None:
     judge = Judge(problem, Goal(memory_limit=0), budget=1000)
     base = judge.plan(untouched)
     limit = base.peak * 7 // 10
-    plans = follow_prices(judge, CutModel(judge.evaluator), limit, rounds=48)
-    assert plans[0].peak > limit
-    within = [plan for plan in plans if plan.peak <= limit]
-    assert within
-    assert min(plan.latency_ns for plan in within) < base.latency_ns * 1.15
+    for sharp in (False, True):
+        plans = follow_prices(judge, CutModel(judge.evaluator), limit, rounds=48, sharp=sharp)
+        assert plans[0].peak > limit
+        within = [plan for plan in plans if plan.peak <= limit]
+        assert within
+        assert min(plan.latency_ns for plan in within) < base.latency_ns * 1.15
     assert follow_prices(judge, CutModel(judge.evaluator), base.peak, rounds=48) == []
 
 

@@ -82,11 +82,11 @@ def test_small_steps_get_the_optimum_of_all_plans(seed: int) -> None:
     for share in (0.5, 1.0):
         limit = int(base - share * (base - min(costs)))
         best = min(latency for peak, latency in costs.items() if peak <= limit)
-        result = checked(problem, search(problem, memory_limit=limit, budget=2000))
+        result = checked(problem, search(problem, memory_limit=limit, budget=3000))
         assert result.feasible
         assert result.latency_ns <= best  # below it only by another order
     leanest = min(peak for peak, latency in costs.items() if latency <= best)
-    lean = checked(problem, search(problem, latency_limit_ns=best, budget=2000))
+    lean = checked(problem, search(problem, latency_limit_ns=best, budget=3000))
     assert lean.feasible
     assert lean.peak <= leanest
 
