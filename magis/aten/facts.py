@@ -23,6 +23,19 @@ VIEWS = frozenset(
 )  # fmt: skip
 """Operators that may return a window on their input. Whether a call did is read off the storages at capture."""
 
+VIEW_FORM: dict[str, str] = {
+    "aten.squeeze_.default": "aten.squeeze.default",
+    "aten.squeeze_.dim": "aten.squeeze.dim",
+    "aten.squeeze_.dims": "aten.squeeze.dims",
+    "aten.unsqueeze_.default": "aten.unsqueeze.default",
+    "aten.t_.default": "aten.t.default",
+    "aten.transpose_.default": "aten.transpose.int",
+    "aten.as_strided_.default": "aten.as_strided.default",
+    "aten.detach_.default": "aten.detach.default",
+}
+"""In-place operators that change how a tensor looks at its memory but no data: in a graph, whose values never change,
+the view that has the new looks."""
+
 UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
     "aten.native_batch_norm.default": (3, 4),
     "aten.cudnn_batch_norm.default": (3, 4),

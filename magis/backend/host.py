@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, default_generator
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,19 @@ class Host:
 
     def rng_save(self) -> npt.NDArray[np.uint8]:
         """The generator's state."""
-        return self._generator.get_state().numpy().copy()  # type: ignore[no-any-return]
+        with _disable_current_modes():  # torch hands states out as tensors; those are none of the step's
+            return self._generator.get_state().numpy().copy()
 
     def rng_enter(self, state: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """Put an earlier state back; returns the present one."""
         present = self.rng_save()
-        self._generator.set_state(torch.from_numpy(state))
+        self.rng_leave(state)
         return present
 
     def rng_leave(self, state: npt.NDArray[np.uint8]) -> None:
-        """Go on where ``rng_enter`` interrupted."""
-        self._generator.set_state(torch.from_numpy(state))
+        """Put back the state in which ``rng_enter`` found the generator."""
+        with _disable_current_modes():
+            self._generator.set_state(torch.from_numpy(state))
 
     def store(self, tensor: Tensor) -> Stored:
         """Copy the bytes that ``tensor`` covers."""

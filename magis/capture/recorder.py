@@ -20,7 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from magis.aten.call import from_torch
-from magis.aten.facts import CONTIGUOUS_RESULT, KEEPS_INPUT_SIZE, SAVED_NUMBERS, is_random, undeclared_writes
+from magis.aten.facts import (
+    CONTIGUOUS_RESULT,
+    KEEPS_INPUT_SIZE,
+    SAVED_NUMBERS,
+    VIEW_FORM,
+    is_random,
+    undeclared_writes,
+)
 from magis.aten.watched import unwatched
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
@@ -122,7 +129,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, before: dict[int, int]) -> None:
-        target = str(func)
+        target = VIEW_FORM.get(str(func), str(func))
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
         if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func):
@@ -130,7 +137,7 @@ class Recorder(TorchDispatchMode):
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
         random = is_random(target, graph_args)
-        written = self._written(func, target, args, kwargs, graph_args, before)
+        written = set() if str(func) in VIEW_FORM else self._written(func, target, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
             (storage, self._versions[storage]) for storage in fresh_inputs | ({GENERATOR} if random else set())

@@ -2,7 +2,7 @@
 
     node again      -> the operator's redo form on fresh storages
     take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
-    random again    -> its generator state of the first time around it (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
+    random again    -> its first generator state around it (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
     store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
 
 Views are opened again, where they are first needed, on whichever copy of their storage is current. Storage versions
@@ -40,8 +40,7 @@ def realize(compiled: Compiled, events: Events) -> Graph:
             if arg in again and any(op.random for op in group):
                 builder.with_generator(group, arg, renewed)
             else:
-                for op in group:
-                    builder.node(op, renewed, storage)
+                builder.group(group, renewed, storage)
         elif kind == BLOCK:
             for op in compiled.blocks[arg]:
                 builder.node(op, None, None)
@@ -82,6 +81,21 @@ class _Builder:
 
     # -- events -------------------------------------------------------------------------------------------------
 
+    def group(self, group: Group, renewed: set[int] | None, taken: int | None) -> None:
+        """Run a node, as ``node`` does; the operators of a repeated one work on their own copies among each other."""
+        if renewed is None or len(group) == 1:
+            for op in group:
+                self.node(op, renewed, taken)
+            return
+        made = {self._source.values[value].storage for op in group for value in op.made()}
+        others = {storage: self._copy.pop(storage, None) for storage in made - renewed}
+        for op in group:
+            self.node(op, made, None)
+        for storage, copy in others.items():
+            self._copy.pop(storage, None)
+            if copy is not None:
+                self._copy[storage] = copy
+
     def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
         """Run ``op``; as a repetition where ``renewed`` says which storages get a new current copy."""
         form = op if renewed is None else redo_form(op)
@@ -97,16 +111,15 @@ class _Builder:
 
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
+        state = self._state_value()
         if renewed is None:
-            self._saved[node] = self._state_value()
-            self._emit_own("magis.rng_save", (), (self._saved[node],))
+            self._saved[node] = state
+            self._emit_own("magis.rng_save", (), (state,))
         else:
-            present = self._state_value()
-            self._emit_own("magis.rng_enter", (Ref(self._saved[node]),), (present,))
-        for op in group:
-            self.node(op, renewed, None)
+            self._emit_own("magis.rng_enter", (Ref(self._saved[node]),), (state,))
+        self.group(group, renewed, None)
         if renewed is not None:
-            self._emit_own("magis.rng_leave", (Ref(present),), ())
+            self._emit_own("magis.rng_leave", (Ref(state),), ())
 
     def _state_value(self) -> int:
         storage = self._new_storage(GENERATOR_BYTES, "host")
