@@ -1,4 +1,8 @@
-"""What the compiled passes of the evaluator read and write: a problem's arrays, an order's gaps, working memory."""
+"""What the compiled passes of the evaluator read and write: a problem's arrays, an order's gaps, working memory.
+
+Whoever re-orders fields here must touch ``kernel`` as well: numba's cache on disk knows fields by their position and
+looks at the age of a compiled function's own file only.
+"""
 
 from __future__ import annotations
 
