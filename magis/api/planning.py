@@ -68,10 +68,9 @@ def plan(
     """Search under exactly one of the limits and realize the winner; ``stored`` as from ``planning_workspaces``."""
     known = _known(subject, stored)
     compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
-    target = memory_limit
-    states = 0
     started = time.perf_counter()
-    for attempt in range(ATTEMPTS):
+
+    def attempt(target: int | None) -> Plan:
         result = search(
             compiled.problem,
             memory_limit=target,
@@ -81,16 +80,19 @@ def plan(
             allow_swap=compiled.problem.xfer_ns_per_byte > 0,
             seed=seed,
         )
-        states += result.states
         found = _realized(subject, compiled, result, stored)
-        found = replace(found, states=states, seconds=time.perf_counter() - started)
-        if memory_limit is None or target is None or not result.feasible:
-            return found
-        excess = found.planned.peak_bytes - memory_limit
-        if excess <= 0 or attempt == ATTEMPTS - 1:
-            return found
-        target -= excess
-    return found
+        return found if memory_limit is None else replace(found, feasible=found.planned.peak_bytes <= memory_limit)
+
+    target = memory_limit
+    found = attempt(target)
+    states = found.states
+    for _ in range(ATTEMPTS - 1):
+        if memory_limit is None or target is None or found.feasible or not found.result.feasible:
+            break
+        target -= found.planned.peak_bytes - memory_limit
+        found = attempt(target)
+        states += found.states
+    return replace(found, states=states, seconds=time.perf_counter() - started)
 
 
 def _known(subject: Subject, stored: Mapping[str, int] | None) -> Mapping[str, int]:

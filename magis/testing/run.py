@@ -43,14 +43,14 @@ def setup_training_graph(
     """Describe the training step of a network: loss on its output, backward, and weight update.
 
     ``update_weight`` False leaves the weights alone and keeps all gradients to the end. ``inplace`` governs point-wise
-    operators only: whether the optimized step may write their results over inputs that die; weights are always updated in
-    place. Raises UsageError when ``output`` is another network's.
+    operators only: whether the optimized step may write their results over inputs that die; weights are
+    always updated in place. Raises UsageError when ``output`` is another network's.
     """
     if not isinstance(graph, SeedGraph):
         raise UsageError(
             f"G is a {type(graph).__name__}", hint="pass G and y as a builder of magis.testing.nn returns them"
         )
-    if not isinstance(output, SeedOutput) or output.graph != graph.name:
+    if getattr(output, "graph", None) != graph.name:  # scripts are rarely type-checked: anything may come in
         raise UsageError(f"y is not the output of {graph.name}", hint="pass G and y as one builder returned them")
     return TrainingGraph(graph, bool(update_weight), bool(inplace))
 
@@ -69,9 +69,9 @@ def run_optimization(
     """Capture the step with ``dtype``, optimize it under one limit, run and measure both steps where they fit.
 
     ``mem_limit_ratio`` is a share (0..1] of the un-optimized peak, ``lat_limit_ratio`` (>= 1) a multiple of the
-    un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds. ``save_graph`` writes
-    ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result). ``dump_file``
-    gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where there is a GPU, else
+    un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds. ``save_graph``
+    writes ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result).
+    ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where there is a GPU, else
     "cpu". Raises UsageError, in one line, for arguments that cannot be.
     """
     case = _case(graph, name, mem_limit_ratio, lat_limit_ratio, time_budget, dtype, device or default_device())
@@ -99,7 +99,7 @@ def _case(
 ) -> Case:
     if not isinstance(graph, TrainingGraph):
         raise UsageError(f"G is a {type(graph).__name__}", hint="pass what setup_training_graph returned")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(str(name)):
         raise UsageError(f"name {name!r} cannot be a file name", hint="use letters, digits, '.', '_', '-' and '+'")
     if (memory is None) == (latency is None):
         raise UsageError(
