@@ -91,14 +91,18 @@ class _Facts:
 
     def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
         self.producer: dict[int, int] = {}
+        self.partial: set[int] = set()  # storages of which no single value shows all
         self.last_write: dict[int, int] = {}
         self.final: dict[int, int] = {}
         for index, group in enumerate(nodes):
             for op in group:
                 for value in op.made():
                     storage = graph.values[value].storage
-                    if graph.storages[storage].kind == "temporary":
-                        self.producer.setdefault(storage, index)
+                    if graph.storages[storage].kind != "temporary" or storage in self.producer:
+                        continue
+                    self.producer[storage] = index
+                    if not fills(graph.values[value], graph.storages[storage]):
+                        self.partial.add(storage)
                 for storage, version in op.writes:
                     self.last_write[storage] = index
                     self.final[storage] = version
@@ -114,8 +118,9 @@ class _Facts:
                 self.extra.setdefault(owner[after], set()).add(owner[before])
 
     def pinned(self, storage: int) -> bool:
-        """Whether a node other than its producer writes to the storage."""
-        return storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
+        """Whether a node other than its producer writes to the storage, or it cannot be copied as one tensor."""
+        written = storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
+        return written or storage in self.partial
 
 
 def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
