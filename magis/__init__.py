@@ -11,19 +11,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from magis.api import Bench, OptimizerSpec, Workload, capture, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
 
 __version__ = "0.1.0"
 
-__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError", "__version__"]
+__all__ = [
+    "BaselineError",
+    "Bench",
+    "CaptureError",
+    "MagisError",
+    "OptimizerSpec",
+    "UsageError",
+    "VerifyError",
+    "Workload",
+    "__version__",
+    "capture",
+    "run_case",
+]
 
 # public name -> the module that defines it
 _EXPORTS = {
     "BaselineError": "magis.errors",
+    "Bench": "magis.api",
     "CaptureError": "magis.errors",
     "MagisError": "magis.errors",
+    "OptimizerSpec": "magis.api",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
+    "Workload": "magis.api",
+    "capture": "magis.api",
+    "run_case": "magis.api",
 }
 
 
@@ -31,9 +49,7 @@ def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
     module = _EXPORTS.get(name)
     if module is None:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}"
-        )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     return getattr(import_module(module), name)
 
 

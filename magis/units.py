@@ -49,9 +49,7 @@ def parse_bytes(text: str) -> int:
     unit = _BYTES_PER_UNIT.get(match["unit"].lower()) if match else None
     if match is None or unit is None:
         known = ", ".join(_BINARY + _DECIMAL)
-        raise UsageError(
-            f"not an amount of memory: {text!r}", hint=f"write a number and a unit out of {known}"
-        )
+        raise UsageError(f"not an amount of memory: {text!r}", hint=f"write a number and a unit out of {known}")
     return int((Decimal(match["number"]) * unit).to_integral_value(rounding=ROUND_FLOOR))
 
 

@@ -71,8 +71,8 @@ def run_optimization(
     ``mem_limit_ratio`` is a share (0..1] of the un-optimized peak, ``lat_limit_ratio`` (>= 1) a multiple of the
     un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds. ``save_graph``
     writes ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result).
-    ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where there is a GPU, else
-    "cpu". Raises UsageError, in one line, for arguments that cannot be.
+    ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where
+    there is a GPU, else "cpu". Raises UsageError, in one line, for arguments that cannot be.
     """
     case = _case(graph, name, mem_limit_ratio, lat_limit_ratio, time_budget, dtype, device or default_device())
     source = Source(name, graph.make, dtype, case.device, case.seed, reuse=graph.inplace)

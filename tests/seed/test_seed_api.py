@@ -15,7 +15,7 @@ from magis.testing.run import TrainingGraph
 
 
 def tiny(update_weight: bool = True, inplace: bool = False) -> TrainingGraph:
-    graph, output = nn.mlp(batch_size=2048, inputs=16, hidden=256, layers=12)
+    graph, output = nn.mlp(batch_size=384, inputs=16, hidden=256, layers=12)
     return setup_training_graph(graph, output, update_weight=update_weight, inplace=inplace)
 
 
