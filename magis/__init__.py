@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, capture, run_case
+    from magis.api import Bench, OptimizerSpec, Workload, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
 
 __version__ = "0.1.0"
@@ -26,7 +26,6 @@ __all__ = [
     "VerifyError",
     "Workload",
     "__version__",
-    "capture",
     "run_case",
 ]
 
@@ -40,7 +39,6 @@ _EXPORTS = {
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
-    "capture": "magis.api",
     "run_case": "magis.api",
 }
 
