@@ -1,8 +1,8 @@
 # Every target prepares its own virtual environment first, so each works as the first command on a fresh clone.
 #
 # PYTHON        interpreter that makes the environment (3.11 or newer)
-# TORCH_INDEX   a further package index, such as https://download.pytorch.org/whl/cpu: its CPU build of torch is
-#               taken instead of the default index's CUDA build, which is gigabytes large
+# TORCH_INDEX   a further package index that offers the CPU build of torch, which is then taken instead of the default
+#               index's CUDA build, gigabytes large
 # WORKERS       parallel test processes; 0 runs the tests in one process
 # ARGS          further arguments for pytest
 

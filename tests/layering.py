@@ -69,9 +69,7 @@ class Module:
     def exports(self) -> frozenset[str] | None:
         """The names in its `__all__`; None without one that is a literal list."""
         for node in self.tree.body:
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [
-                "__all__"
-            ]:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
                 try:
                     return frozenset(ast.literal_eval(node.value))
                 except ValueError:
@@ -104,11 +102,7 @@ def imports(module: Module, tree: Tree) -> Iterator[Import]:
             base = absolute(module, node.level, node.module or "")
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                yield (
-                    Import(inner, None, node.lineno)
-                    if inner in tree
-                    else Import(base, alias.name, node.lineno)
-                )
+                yield (Import(inner, None, node.lineno) if inner in tree else Import(base, alias.name, node.lineno))
         elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
             "import_module",
             "__import__",
@@ -160,9 +154,7 @@ def check_layers(tree: Tree) -> Iterator[str]:
 def check_cycles(tree: Tree) -> Iterator[str]:
     """No module reaches itself through imports."""
     edges = {
-        module.name: {
-            item.target for item in imports(module, tree) if item.target in tree and item.target != FACADE
-        }
+        module.name: {item.target for item in imports(module, tree) if item.target in tree and item.target != FACADE}
         for module in tree.values()
         if module.name != FACADE
     }
@@ -207,9 +199,7 @@ def bindings(module: Module, tree: Tree) -> dict[str, str]:
                 bound[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom):
             base = absolute(module, node.level, node.module or "")
-            bound |= {
-                a.asname or a.name: f"{base}.{a.name}" for a in node.names if f"{base}.{a.name}" in tree
-            }
+            bound |= {a.asname or a.name: f"{base}.{a.name}" for a in node.names if f"{base}.{a.name}" in tree}
     return bound
 
 
@@ -253,7 +243,5 @@ def check_lengths(root: Path) -> Iterator[str]:
 def violations(root: Path) -> list[str]:
     """Everything that breaks a rule under `root`, one line each."""
     tree = load(root)
-    found = [
-        line for check in (check_layers, check_cycles, check_public, check_statements) for line in check(tree)
-    ]
+    found = [line for check in (check_layers, check_cycles, check_public, check_statements) for line in check(tree)]
     return found + list(check_lengths(root))

@@ -50,9 +50,7 @@ def make(repository: Path, *arguments: str) -> str:
 
 def run_make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As from a shell, even when these tests run under `make test` themselves."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
-    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
@@ -193,9 +191,7 @@ def test_ci_runs_the_same_tests_and_then_a_part_of_the_gate(repository: Path) ->
 # --- documents ----------------------------------------------------------------------------------------------
 
 
-def test_the_readme_lists_the_options_that_pytest_lists(
-    readme: str, fresh_python: Callable[[str], str]
-) -> None:
+def test_the_readme_lists_the_options_that_pytest_lists(readme: str, fresh_python: Callable[[str], str]) -> None:
     text = fresh_python("import pytest, sys; sys.exit(pytest.main(['--help']))")
     rows = re.findall(r"^\| `(--magis-[a-z-]+)`", readme, re.MULTILINE)
     assert sorted(rows) == sorted(set(OPTION.findall(text)))
@@ -230,9 +226,7 @@ def test_the_documented_layers_are_the_enforced_ones(repository: Path) -> None:
 
 
 def test_the_changelog_has_a_place_for_what_comes_next(repository: Path) -> None:
-    headings = re.findall(
-        r"^## \[(.+?)\]", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    headings = re.findall(r"^## \[(.+?)\]", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "Unreleased"
 
 

@@ -50,13 +50,9 @@ def test_amounts_of_memory_are_read(text: str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1 GiB", "8 G", "8 GiB GiB", "1e9", "nan", "8,5 GiB", "1.", "\u0663 GiB"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "-1 GiB", "8 G", "8 GiB GiB", "1e9", "nan", "8,5 GiB", "1.", "\u0663 GiB"])
 def test_anything_else_is_refused_with_the_units_that_would_do(text: str) -> None:
-    with pytest.raises(
-        UsageError, match=rf"not an amount of memory: {re.escape(repr(text))}; .* KiB, MiB, GiB"
-    ):
+    with pytest.raises(UsageError, match=rf"not an amount of memory: {re.escape(repr(text))}; .* KiB, MiB, GiB"):
         parse_bytes(text)
 
 
