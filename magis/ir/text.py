@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from magis.errors import MagisError
@@ -25,6 +25,8 @@ from magis.ir.types import Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 
 HEADER = "magis graph 1"
 MAX_DEPTH = 20
+MAX_DIGITS = 20
+"""Of whole numbers: enough for 64 bits."""
 
 
 class GraphTextError(MagisError):
@@ -88,7 +90,7 @@ def _arg(arg: Arg) -> str:
 _TOKEN = re.compile(
     r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$\w+)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>|(?P<string>"(?:[^"\\]|\\.)*")"""
     r"""|(?P<number>-?(?:inf|nan)\b|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[\w.]+)|(?P<mark>[()\[\]{}=,+@:]))""",
-    re.VERBOSE,
+    re.VERBOSE | re.ASCII,
 )
 
 
@@ -98,11 +100,11 @@ class _Line:
     def __init__(self, text: str) -> None:
         self.tokens: list[tuple[str, str]] = []
         position = 0
-        text = text.rstrip()
+        text = text.strip()
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise ValueError(f"unexpected {text[position : position + 20]!r}")
+                raise ValueError(f"unexpected {_short(text[position:].lstrip())}")
             kind = str(match.lastgroup)
             found = match.group(kind)
             self.tokens.append((kind, f"{match.group('kind')} {found}" if kind == "const" else found))
@@ -115,7 +117,7 @@ class _Line:
     def take(self, expected: str | None = None) -> str:
         kind, text = self.token()
         if expected is not None and text != expected:
-            raise ValueError(f"expected {expected!r}, found {text!r} ({kind})")
+            raise ValueError(f"expected {expected!r}, found {_short(text)} ({kind})")
         return text
 
     def token(self) -> tuple[str, str]:
@@ -125,22 +127,19 @@ class _Line:
         return self.tokens[self.next - 1]
 
     def integer(self) -> int:
-        text = self.take()
-        if not text.lstrip("-").isdigit() or len(text) > 19:
-            raise ValueError(f"expected a whole number, found {text!r}")
-        return int(text)
+        return _integer(self.take())
 
     def value(self) -> int:
         kind, text = self.token()
         if kind != "ref":
-            raise ValueError(f"expected a value such as %5, found {text!r}")
-        return int(text[1:])
+            raise ValueError(f"expected a value such as %5, found {_short(text)}")
+        return _integer(text[1:])
 
     def string(self) -> str:
         kind, text = self.token()
         if kind != "string":
-            raise ValueError(f"expected a quoted name, found {text!r}")
-        return str(json.loads(text))
+            raise ValueError(f"expected a quoted name, found {_short(text)}")
+        return _unquoted(text)
 
     def items(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
         while self.peek() != end:
@@ -156,19 +155,37 @@ class _Line:
         if text == "[" and kind == "mark":
             return tuple(self.items("]", lambda: self.arg(depth + 1)))
         if kind == "ref":
-            return Ref(int(text[1:]))
+            return Ref(_integer(text[1:]))
         if kind == "scalar":
             return Scalar(text[1:])
         if kind == "const":
             first, _, second = text.partition(" ")
             return Const(first, second)
         if kind == "string":
-            return str(json.loads(text))
+            return _unquoted(text)
         if kind == "number":
-            return int(text) if text.lstrip("-").isdigit() else float(text)
+            return _integer(text) if text.lstrip("-").isdigit() else float(text)
         if text in ("True", "False", "None"):
             return {"True": True, "False": False, "None": None}[text]
-        raise ValueError(f"unexpected {text!r}")
+        raise ValueError(f"unexpected {_short(text)}")
+
+
+def _integer(text: str) -> int:
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > MAX_DIGITS:
+        raise ValueError(f"expected a whole number, found {_short(text)}")
+    return int(text)
+
+
+def _unquoted(text: str) -> str:
+    found = str(json.loads(text))
+    found.encode()  # refuses halves of characters, which no digest could be made of
+    return found
+
+
+def _short(text: str) -> str:
+    """A piece of the text for a message: hostile ones can be megabytes."""
+    return repr(text if len(text) <= 20 else f"{text[:20]}...")
 
 
 def parse(text: str) -> Graph:
@@ -189,6 +206,12 @@ def parse(text: str) -> Graph:
     return reader.graph()
 
 
+def _fresh(key: int, known: Mapping[int, object]) -> int:
+    if key in known:
+        raise ValueError(f"{key} is described twice")
+    return key
+
+
 class _Reader:
     def __init__(self) -> None:
         self._storages: dict[int, Storage] = {}
@@ -206,10 +229,10 @@ class _Reader:
             "output": lambda rest: self._outputs.append(rest.integer()),
         }  # fmt: skip
         if word not in readers:
-            raise ValueError(f"unknown entry {word!r}")
+            raise ValueError(f"unknown entry {_short(word)}")
         readers[word](line)
         if line.peek():
-            raise ValueError(f"unexpected {line.peek()!r} at the end")
+            raise ValueError(f"unexpected {_short(line.peek())} at the end")
 
     def graph(self) -> Graph:
         return Graph(
@@ -217,11 +240,11 @@ class _Reader:
         )
 
     def _storage(self, line: _Line) -> None:
-        key, kind, nbytes = line.integer(), line.take(), line.integer()
+        key, kind, nbytes = _fresh(line.integer(), self._storages), line.take(), line.integer()
         self._storages[key] = Storage(key, nbytes, kind)
 
     def _value(self, line: _Line) -> None:
-        key = line.integer()
+        key = _fresh(line.integer(), self._values)
         line.take("@")
         storage, dtype = line.integer(), line.take()
         line.take("[")
@@ -234,7 +257,7 @@ class _Reader:
         self._values[key] = Value(key, shape, stride, dtype, storage, offset, name)
 
     def _constant(self, line: _Line) -> None:
-        key, data = line.integer(), line.arg()
+        key, data = _fresh(line.integer(), self._constants), line.arg()
         if not isinstance(data, tuple) or not all(isinstance(item, (int, float)) for item in data):
             raise ValueError("a constant is a list of numbers")
         self._constants[key] = tuple(item for item in data if isinstance(item, (int, float)))
@@ -287,7 +310,7 @@ class _Reader:
         elif word == "origin":
             found["origin"] = line.integer()
         else:
-            raise ValueError(f"unknown fact {word!r}")
+            raise ValueError(f"unknown fact {_short(word)}")
 
     def _output(self, line: _Line) -> int | None:
         if line.peek() == "_":

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magis.errors import VerifyError
-from magis.ir.types import ITEM_SIZE, Graph, Op, Value
+from magis.ir.types import ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
+
+_KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 
 
 def verify(graph: Graph) -> None:
@@ -20,8 +22,22 @@ def verify(graph: Graph) -> None:
 
 def problems(graph: Graph) -> Iterator[str]:
     """Every broken rule as one line."""
+    yield from _storage_problems(graph)
     yield from _value_problems(graph)
     yield from _schedule_problems(graph)
+
+
+def _storage_problems(graph: Graph) -> Iterator[str]:
+    for key, storage in graph.storages.items():
+        if key != storage.id:
+            yield f"storage {key} is filed under another id than its own, {storage.id}"
+        if storage.kind not in _KINDS or storage.nbytes < 0:
+            yield f"storage {key} is of kind {storage.kind!r} and has {storage.nbytes} bytes"
+    for value, data in graph.constants.items():
+        if value not in graph.inputs or value not in graph.values:
+            yield f"the data of constant {value} belongs to no input"
+        elif len(data) != graph.values[value].numel:
+            yield f"constant {value} has {graph.values[value].numel} elements, its data {len(data)}"
 
 
 def _value_problems(graph: Graph) -> Iterator[str]:
@@ -33,7 +49,7 @@ def _value_problems(graph: Graph) -> Iterator[str]:
             yield f"value {key} lies on storage {value.storage}, which does not exist"
         elif value.dtype not in ITEM_SIZE:
             yield f"value {key} has unknown data type {value.dtype!r}"
-        elif len(value.shape) != len(value.stride) or min(value.shape, default=0) < 0 or value.offset < 0:
+        elif len(value.shape) != len(value.stride) or min((*value.shape, *value.stride, value.offset)) < 0:
             yield f"value {key} has shape {value.shape}, stride {value.stride}, offset {value.offset}"
         elif _end(value) > storage.nbytes:
             yield f"value {key} reaches to byte {_end(value)} of storage {storage.id}, which has {storage.nbytes}"
@@ -52,6 +68,9 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
     gone: set[int] = set()
     versions = {graph.values[value].storage: 0 for value in graph.inputs if value in graph.values}
     versions.update({storage.id: 0 for storage in graph.storages.values() if storage.kind == "generator"})
+    for value in graph.inputs:
+        if value not in graph.values:
+            yield f"the step takes value {value}, which is not described"
     ids: set[int] = set()
     for op in graph.ops:
         where = f"operator {op.id} ({op.target})"
@@ -59,15 +78,9 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
             yield f"{where}: the id occurs twice"
         ids.add(op.id)
         yield from _input_problems(graph, op, where, defined, gone)
-        for storage, version in op.reads:
-            if versions.get(storage) != version:
-                yield f"{where}: reads version {version} of storage {storage}, which is at {versions.get(storage)}"
-        for storage, version in op.writes:
-            if versions.get(storage) != version - 1:
-                yield f"{where}: writes version {version} of storage {storage}, which is at {versions.get(storage)}"
-            versions[storage] = version
+        yield from _version_problems(op, where, versions)
         if op.target == "magis.wait":
-            gone.add(graph.values[op.inputs()[0]].storage)
+            gone.update(graph.values[value].storage for value in op.inputs()[:1] if value in graph.values)
         for value in dict.fromkeys(op.made()):  # some operators return one tensor twice
             if value in defined:
                 yield f"{where}: makes value {value}, which exists already"
@@ -79,6 +92,8 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
     for value in graph.outputs:
         if value not in defined:
             yield f"the step returns value {value}, which nothing makes"
+        elif value in graph.values and graph.values[value].storage in gone:
+            yield f"the step returns value {value}, whose memory was freed after swapping it out"
 
 
 def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: set[int]) -> Iterator[str]:
@@ -87,3 +102,14 @@ def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: s
             yield f"{where}: takes value {value}, which nothing has made yet"
         elif value in graph.values and graph.values[value].storage in gone:
             yield f"{where}: takes value {value}, whose memory was freed after swapping it out"
+
+
+def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[str]:
+    """Broken rules of what the operator meets; takes over what it leaves behind."""
+    for storage, version in op.reads:
+        if versions.get(storage) != version:
+            yield f"{where}: reads version {version} of storage {storage}, which is at {versions.get(storage)}"
+    for storage, version in op.writes:
+        if versions.get(storage) != version - 1:
+            yield f"{where}: writes version {version} of storage {storage}, which is at {versions.get(storage)}"
+        versions[storage] = version

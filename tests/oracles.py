@@ -1,0 +1,163 @@
+"""What tests compare with: eager PyTorch, the allocator's own count, and interpreters that are slow and obvious."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magis.aten.call import call
+from magis.aten.optimizers import scalars
+from magis.backend.host import Host
+from magis.backend.measure import tensor_peak, window_peak
+from magis.backend.steps import EagerStep, GraphStep, Step
+from magis.backend.workspaces import measure_workspaces
+from magis.capture import Captured, capture
+from magis.cost.signature import signature
+from magis.ir import Graph, Op, Value
+from magis.rewrite.realize import GENERATOR_BYTES
+from magis.simulate.compile import redo_form
+from tests.nets import Built
+
+
+class Workspaces:
+    """Scratch bytes of operators, measured in isolation and remembered by signature."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def learn(self, graph: Graph) -> None:
+        """Measure whatever operators of the graph, or of their repetitions, are not known yet."""
+        wanted = [*graph.ops, *(redo_form(op) for op in graph.ops)]
+        missing = {signature(op, graph.values): op for op in wanted if not op.target.startswith("magis.")}
+        new = [(op, graph.values) for key, op in missing.items() if key not in self._known]
+        if new:
+            self._known |= measure_workspaces(new)
+
+    def of(self, graph: Graph) -> Callable[[Op], int]:
+        """The workspace of each operator of the graph; a KeyError for one that refused to be measured."""
+        self.learn(graph)
+
+        def workspace(op: Op) -> int:
+            if op.target in ("magis.rng_save", "magis.rng_enter"):
+                return GENERATOR_BYTES  # torch makes a tensor of the generator's state
+            return 0 if op.target.startswith("magis.") else self._known[signature(op, graph.values)]
+
+        return workspace
+
+
+@functools.cache
+def workspaces() -> Workspaces:
+    """One store for the whole test run; and what exists by now is left out of every further garbage collection.
+
+    (Each measurement starts with one: seconds in all, where torch has been imported.)
+    """
+    gc.freeze()
+    return Workspaces()
+
+
+class Costs:
+    """Measured workspaces and made-up times, for ``compile_problem``."""
+
+    def __init__(self, graph: Graph, *, rounding: int = 1, link_bytes_per_s: float = 12e9) -> None:
+        self._workspace = workspaces().of(graph)
+        self.rounding = rounding
+        self.link_bytes_per_s = link_bytes_per_s
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 1000 + sum(values[value].nbytes for value in op.made())
+
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        return self._workspace(op)
+
+
+def captured(net: Built) -> Captured:
+    return capture(
+        net.module, net.inputs, net.targets, net.loss_fn, net.rule, explicit_attention=net.explicit_attention
+    )
+
+
+def eager_step(net: Built) -> EagerStep:
+    """Eager's step on a copy of the module."""
+    module = copy.deepcopy(net.module)
+    return EagerStep(module, net.inputs, net.targets, net.loss_fn, net.rule, explicit_attention=net.explicit_attention)
+
+
+def graph_step(graph: Graph, net: Built) -> GraphStep:
+    """The graph's step on a copy of the module."""
+    return GraphStep(graph, copy.deepcopy(net.module), net.inputs, net.targets, net.rule)
+
+
+def history(step: Step, count: int = 3) -> list[dict[str, Tensor]]:
+    """Everything that a step leaves behind, after each of ``count`` steps; the seeds are those of every history."""
+    found = []
+    for number in range(count):
+        torch.manual_seed(number)
+        step.prepare()
+        loss = step.run()
+        found.append(
+            {
+                "loss": loss.detach().clone(),
+                "random": torch.get_rng_state(),
+                **{name: tensor.detach().clone() for name, tensor in step.module.state_dict().items()},
+                **{f"state {name}": tensor.clone() for name, tensor in step.state().items()},
+            }
+        )
+    return found
+
+
+def differences(expected: Sequence[Mapping[str, Tensor]], seen: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Names of whatever is not equal, bit for bit; "step 1: weight"."""
+    found = []
+    for number, (left, right) in enumerate(zip(expected, seen, strict=True)):
+        found += [f"step {number}: {name} only on one side" for name in sorted(left.keys() ^ right.keys())]
+        found += [f"step {number}: {name}" for name in left if name in right and not same(left[name], right[name])]
+    return found
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Equal bit for bit, not-a-number included."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    return torch.equal(*raw)
+
+
+def measured(step: Step, persistent: int) -> tuple[int, int]:
+    """Peak bytes and tensor bytes of a step by the allocator's count; warm, so that state exists already."""
+    step.prepare()
+    step.run()
+    step.prepare()
+    peak = window_peak(step.run).peak_bytes
+    step.prepare()
+    return peak + persistent, tensor_peak(step.run) + persistent
+
+
+def interpret(graph: Graph, net: Built, order: Sequence[int] | None = None, step: int = 1) -> dict[str, Tensor]:
+    """Run the operators one by one in the given order of positions, on copies; everything named afterwards.
+
+    Independent of the generated code: no tensor is ever forgotten. Outputs of the step are named "output 0", ...
+    """
+    bound = graph_step(graph, net)
+    tensors = dict(zip(graph.inputs, bound._tensors, strict=True))
+    host = Host()
+    kept: dict[int, Any] = {}  # what lies on the host
+    torch.manual_seed(0)
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        for position in range(len(graph.ops)) if order is None else order:
+            op = graph.ops[position]
+            if op.target.startswith("magis."):
+                given = [tensors[v] if v in tensors else kept[v] for v in op.inputs()]
+                result = getattr(host, op.target.removeprefix("magis."))(*given)
+                for value in op.made():
+                    (tensors if isinstance(result, Tensor) else kept)[value] = result
+            else:
+                results = call(op, tensors, scalars(net.rule, step))
+                tensors |= {v: t for v, t in zip(op.outputs, results, strict=True) if v is not None and t is not None}
+    named = {graph.values[value].name: tensors[value].detach().clone() for value in graph.inputs}
+    return named | {f"output {n}": tensors[v].detach().clone() for n, v in enumerate(graph.outputs)}
