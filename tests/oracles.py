@@ -31,13 +31,16 @@ class Workspaces:
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
-    def learn(self, graph: Graph) -> None:
-        """Measure whatever operators of the graph, or of their repetitions, are not known yet."""
-        wanted = [*graph.ops, *(redo_form(op) for op in graph.ops)]
-        missing = {signature(op, graph.values): op for op in wanted if not op.target.startswith("magis.")}
-        new = [(op, graph.values) for key, op in missing.items() if key not in self._known]
-        if new:
-            self._known |= measure_workspaces(new)
+    def learn(self, *graphs: Graph) -> None:
+        """Measure whatever operators of the graphs, or of their repetitions, are not known yet."""
+        missing: dict[str, tuple[Op, Mapping[int, Value]]] = {}
+        for graph in graphs:
+            for op in (*graph.ops, *(redo_form(op) for op in graph.ops)):
+                key = signature(op, graph.values)
+                if key not in self._known and not op.target.startswith("magis."):
+                    missing[key] = (op, graph.values)
+        if missing:
+            self._known |= measure_workspaces(missing.values())
 
     def of(self, graph: Graph) -> Callable[[Op], int]:
         """The workspace of each operator of the graph; a KeyError for one that refused to be measured."""
@@ -138,10 +141,13 @@ def measured(step: Step, persistent: int) -> tuple[int, int]:
     return peak + persistent, tensor_peak(step.run) + persistent
 
 
-def interpret(graph: Graph, net: Built, order: Sequence[int] | None = None, step: int = 1) -> dict[str, Tensor]:
+def interpret(
+    graph: Graph, net: Built, order: Sequence[int] | None = None, *, all_values: bool = False
+) -> dict[str, Tensor]:
     """Run the operators one by one in the given order of positions, on copies; everything named afterwards.
 
-    Independent of the generated code: no tensor is ever forgotten. Outputs of the step are named "output 0", ...
+    Independent of the generated code: no tensor is ever forgotten. Outputs of the step are named "output 0", ...;
+    with ``all_values`` the tensors of all values are returned instead, named by their ids.
     """
     bound = graph_step(graph, net)
     tensors = dict(zip(graph.inputs, bound._tensors, strict=True))
@@ -157,7 +163,9 @@ def interpret(graph: Graph, net: Built, order: Sequence[int] | None = None, step
                 for value in op.made():
                     (tensors if isinstance(result, Tensor) else kept)[value] = result
             else:
-                results = call(op, tensors, scalars(net.rule, step))
+                results = call(op, tensors, scalars(net.rule, 1))
                 tensors |= {v: t for v, t in zip(op.outputs, results, strict=True) if v is not None and t is not None}
+    if all_values:
+        return {str(value): tensor for value, tensor in tensors.items()}
     named = {graph.values[value].name: tensors[value].detach().clone() for value in graph.inputs}
     return named | {f"output {n}": tensors[v].detach().clone() for n, v in enumerate(graph.outputs)}

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_IN_PLACE: dict[Any, Any] = {
-    torch.ops.aten.add.Tensor: torch.ops.aten.add_.Tensor,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.index_put.default: torch.ops.aten.index_put_.default,
+_IN_PLACE: dict[Any, tuple[Any, int]] = {
+    torch.ops.aten.add.Tensor: (torch.ops.aten.add_.Tensor, 0),
+    torch.ops.aten.scatter_add.default: (torch.ops.aten.scatter_add_.default, 0),
+    torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0),
+    torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1),
 }
+"""Operator -> its in-place form, and how many references more than an addition its call itself holds."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Unwatched:
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
-        form = _IN_PLACE.get(func)
+        form, held = _IN_PLACE.get(func, (None, 0))
         if form is None or torch._C._current_autograd_node() is None or torch.is_grad_enabled():
             return func
         first, others = args[0], [arg for arg in args[1:] if isinstance(arg, Tensor)]
@@ -41,7 +42,8 @@ class Unwatched:
             plain = kwargs.get("alpha", 1) == 1 and len(others) == 1
             if not plain or (others[0].shape, others[0].dtype) != (first.shape, first.dtype):
                 return func
-        return form if _references(first) == self.alone and _dense(first) else func
+        tensor, storage = self.alone
+        return form if _references(first) == (tensor + held, storage) and _dense(first) else func
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -75,7 +77,7 @@ class _Watch(TorchDispatchMode):
 def unwatched() -> Unwatched:
     """Finds out how many references a dispatch mode sees on a gradient that only autograd holds: it adds up two."""
     watch = _Watch()
-    with torch.enable_grad(), _disable_current_modes():
+    with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
         x = torch.ones(2, requires_grad=True) * 1
         y = (x.exp() + x.sin()).sum()
         with watch:

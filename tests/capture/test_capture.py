@@ -1,0 +1,257 @@
+"""What capture writes down: inputs by name, phases, modules, versions, lives; and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from magis.aten.optimizers import OPTIMIZER_KINDS, OptimizerSpec
+from magis.capture import Captured, capture
+from magis.ir import GENERATOR, Graph, Op, Scalar
+from magis.models.registry import get
+from tests.nets import ADAMW, FORWARD, NETS, SGD, Block, Net, labels, rows
+from tests.oracles import captured, eager_step, graph_step, same
+
+
+def graph_of(name: str) -> Graph:
+    return captured(NETS[name].build()).graph
+
+
+def targets(graph: Graph, phase: str = "") -> Counter[str]:
+    return Counter(op.target for op in graph.ops if phase in ("", op.phase))
+
+
+def named(graph: Graph) -> list[str]:
+    return [graph.values[value].name for value in graph.inputs]
+
+
+def find(graph: Graph, target: str) -> Op:
+    return next(op for op in graph.ops if op.target == target)
+
+
+def test_inputs_are_named_after_what_they_are() -> None:
+    assert named(graph_of("buffers")) == [
+        "parameter:a.weight", "parameter:a.bias", "buffer:offset", "buffer:mean", "buffer:calls", "input:0", "target:0",
+    ]  # fmt: skip
+    assert named(
+        captured(Net(lambda: nn.Linear(3, 2), rows(4, 3), labels(4, 2), F.cross_entropy, ADAMW).build()).graph
+    )[4:] == [f"state:{kind}:{name}" for name in ("weight", "bias") for kind in ("exp_avg", "exp_avg_sq")]
+
+
+def test_storage_kinds_tell_what_stays() -> None:
+    graph = graph_of("constants")
+    kinds = Counter(storage.kind for storage in graph.storages.values())
+    assert kinds["parameter"] == 2
+    assert kinds["batch"] == 2
+    assert kinds["constant"] == len(graph.constants) == 2
+    assert list(graph.constants.values()) == [(0.5,), (2.0, 3.0)]
+    assert graph.storages[GENERATOR].kind == "generator"
+    assert graph.persistent_bytes() == sum(
+        graph.storages[graph.values[value].storage].nbytes for value in dict.fromkeys(graph.inputs)
+    )
+
+
+def test_tied_weights_are_one_tensor() -> None:
+    graph = graph_of("tied")
+    assert [name for name in named(graph) if name.startswith("parameter")] == [
+        "parameter:embedding.weight", "parameter:mix.weight", "parameter:mix.bias",
+    ]  # fmt: skip
+    assert captured(NETS["tied"].build()).parameters == ("embedding.weight", "mix.weight", "mix.bias")
+    assert targets(graph, "update")["aten.addcdiv_.default"] == 3
+
+
+def test_parameters_without_gradient_have_neither_state_nor_update() -> None:
+    net = NETS["unused-parameter"].build()
+    graph = captured(net).graph
+    assert not [name for name in named(graph) if name.startswith("state") and "unused" in name]
+    assert "parameter:unused.weight" in named(graph)  # it is in memory all the same
+    state = eager_step(net)
+    state.run()
+    assert set(state.state()) == {name.removeprefix("state:") for name in named(graph) if name.startswith("state")}
+
+
+def test_frozen_parameters_are_only_read() -> None:
+    graph = graph_of("frozen-parameter")
+    frozen = {graph.values[v].storage for v in graph.inputs if graph.values[v].name.startswith("parameter:0.")}
+    assert len(frozen) == 2
+    assert not [op for op in graph.ops for storage, _ in op.writes if storage in frozen]
+
+
+def test_phases_and_modules() -> None:
+    graph = captured(
+        Net(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), rows(3, 4), rows(3, 2)).build()
+    )
+    ops = [(op.phase, op.module, op.target.split(".")[1]) for op in graph.graph.ops]
+    assert [phase for phase, _, _ in ops] == sorted(
+        (phase for phase, _, _ in ops), key=["forward", "backward", "update"].index
+    )
+    assert ("forward", "0", "addmm") in ops
+    assert ("forward", "1", "relu") in ops
+    assert ("forward", "2", "addmm") in ops
+    assert ("forward", "", "mse_loss") in ops
+    assert ("backward", "", "mse_loss_backward") in ops
+    assert ("backward", "1", "threshold_backward") in ops
+    assert Counter(module for phase, module, name in ops if phase == "backward" and name == "mm") == {"2": 2, "0": 1}
+    assert {module for phase, module, _ in ops if phase == "update"} == {""}
+
+
+def test_writes_and_random_numbers_have_versions() -> None:
+    graph = graph_of("batch-norm-twice")
+    norms = [op for op in graph.ops if op.target == "aten.native_batch_norm.default"]
+    storages = [graph.values[norms[0].inputs()[at]].storage for at in (3, 4)]  # running mean and variance
+    assert [op.writes for op in norms] == [
+        tuple((storage, version) for storage in storages) for version in (1, 2)
+    ]  # not said by the operator's schema
+    evaluated = graph_of("batch-norm-evaluated")
+    assert not find(evaluated, "aten.native_batch_norm.default").writes
+    drawn = [op for op in graph_of("dropout").ops if op.random]
+    assert [op.reads[0] for op in drawn] == [(GENERATOR, 0), (GENERATOR, 1)]
+    assert [op.writes[0] for op in drawn] == [(GENERATOR, 1), (GENERATOR, 2)]
+
+
+def test_views_look_at_no_data() -> None:
+    for op in graph_of("views").ops:
+        if op.target in ("aten.t.default", "aten.view.default", "aten.slice.Tensor", "aten.split.Tensor"):
+            assert op.reads == op.writes == ()
+
+
+def test_a_window_is_opened_anew_after_a_write() -> None:
+    """Else a view of the old contents would keep the write from becoming functional."""
+
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = block.a(x)
+        first = h.view(-1).sum()
+        h.mul_(0.5)
+        return first + h.view(-1).sum() + h.view(-1).mean()
+
+    graph = captured(Net(lambda: Block(run, a=nn.Linear(4, 4)), rows(2, 4), loss_fn=None, rule=FORWARD).build()).graph
+    views = [op for op in graph.ops if op.target == "aten.view.default"]
+    assert [op.inputs()[0] for op in views] == [
+        find(graph, "aten.addmm.default").made()[0],
+        find(graph, "aten.mul_.Tensor").made()[0],
+    ]
+
+
+def test_looks_changed_in_place_are_views() -> None:
+    def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x + 1).t_().unsqueeze_(0).squeeze_(0).transpose_(0, 1)
+
+    graph = captured(Net(lambda: Block(run), rows(2, 3), loss_fn=None, rule=FORWARD).build()).graph
+    assert list(targets(graph)) == ["aten.add.Tensor", "aten.t.default", "aten.unsqueeze.default"]
+    assert not [op for op in graph.ops if op.writes]
+    assert graph.outputs == find(graph, "aten.add.Tensor").made()  # the window that it was at first
+
+
+def test_step_dependent_numbers_are_scalars() -> None:
+    graph = graph_of("optimizer-adamw-decay")
+    scalars = Counter(
+        arg.name for op in graph.ops for arg in (*op.args, *dict(op.kwargs).values()) if isinstance(arg, Scalar)
+    )
+    assert scalars == {"decay": 6, "bias_correction2_sqrt": 6, "neg_step_size": 6}
+    assert find(graph_of("optimizer-sgd"), "aten.add_.Tensor").kwargs == (("alpha", Scalar("neg_lr")),)
+
+
+def test_gradients_are_returned_on_demand() -> None:
+    net = NETS["optimizer-gradients"].build()
+    step = captured(net)
+    eager, own = eager_step(net), graph_step(step.graph, net)
+    eager.run()
+    found = own._step(own._tensors, {})
+    expected = eager.gradients()
+    assert list(expected) == list(step.parameters)
+    assert len(found) == 1 + len(expected)
+    assert all(same(a, b) for a, b in zip(found[1:], expected.values(), strict=True))
+    assert not targets(step.graph, "update")
+
+
+def test_outputs_of_an_inference_are_all_its_tensors() -> None:
+    graph = graph_of("returns-tuple")
+    assert len(graph.outputs) == 3
+    assert {op.phase for op in graph.ops} == {"forward"}
+    assert graph_of("returns-input").outputs[0] in graph_of("returns-input").inputs
+
+
+def test_deaths_are_eagers() -> None:
+    """A tensor that nobody saves dies at once, one that backward needs with its formula, a gradient with the step."""
+    step = captured(
+        Net(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), rows(2, 4), rows(2, 3)).build()
+    )
+    graph = step.graph
+
+    def death(target: str, nth: int = 0) -> str:
+        op = [op for op in graph.ops if op.target == target][nth]
+        at = step.deaths.get(graph.values[op.made()[0]].storage)
+        return "end" if at is None else graph.ops[at - 1].target
+
+    assert death("aten.addmm.default", 0) == "aten.relu.default"
+    assert death("aten.relu.default") == "aten.threshold_backward.default"
+    assert death("aten.mse_loss.default") == "end"
+    assert death("aten.mm.default", 1) == "end"
+
+
+def test_dtype_is_the_parameters() -> None:
+    assert [captured(NETS[name].build()).dtype for name in ("bfloat16", "float16", "float64", "linear")] == [
+        "bfloat16", "float16", "float64", "float32",
+    ]  # fmt: skip
+    assert captured(NETS["returns-input"].build()).dtype == "float32"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZER_KINDS)
+def test_capture_leaves_the_module_alone(kind: str) -> None:
+    net = Net(
+        NETS["batch-norm"].module,
+        NETS["batch-norm"].inputs,
+        NETS["batch-norm"].targets,
+        F.cross_entropy,
+        OptimizerSpec(kind),
+    ).build()
+    before = {name: tensor.clone() for name, tensor in net.module.state_dict().items()}
+    state = torch.get_rng_state()
+    captured(net)
+    after = net.module.state_dict()
+    assert all(same(before[name], after[name]) for name in before)
+    assert same(state, torch.get_rng_state())
+    assert all(type(p) is nn.Parameter and p.grad is None and p.requires_grad for p in net.module.parameters())
+    assert all(type(b) is torch.Tensor for b in net.module.buffers())
+    assert not [m for m in net.module.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert net.module.training
+    assert torch.is_grad_enabled()
+
+
+def test_capture_keeps_no_tensors_alive() -> None:
+    net = NETS["dropout"].build()
+    step = captured(net)
+    references = [weakref.ref(p) for p in net.module.parameters()]
+    del net
+    gc.collect()
+    assert [r for r in references if r() is not None] == []
+    assert isinstance(step, Captured)
+
+
+def test_grad_mode_of_the_caller_does_not_matter() -> None:
+    net = NETS["linear"].build()
+    with torch.no_grad():
+        assert captured(net) == captured(NETS["linear"].build())
+
+
+def test_fake_tensors_need_no_memory() -> None:
+    """A layer of 16 TB, with its batch."""
+    with FakeTensorMode():
+        module = nn.Linear(2_000_000, 2_000_000)
+        x, y = torch.empty(8, 2_000_000), torch.empty(8, 2_000_000)
+    step = capture(module, (x,), (y,), F.mse_loss, SGD)
+    assert step.graph.persistent_bytes() == 4 * (2_000_000**2 + 2_000_000 + 2 * 8 * 2_000_000)
+    assert targets(step.graph)["aten.add_.Tensor"] == 2
+
+
+def test_a_registered_model_captures() -> None:
+    work = get("mlp").build("small", 0)
+    step = capture(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
+    assert len(step.parameters) == len(list(work.module.parameters()))

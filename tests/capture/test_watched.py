@@ -1,0 +1,132 @@
+"""Eager's in-place additions of gradients, seen although somebody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.aten.watched import Unwatched, unwatched
+from magis.backend.measure import tensor_peak, window_peak
+
+Scenario = Callable[[Tensor, Tensor], Tensor]
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operator of a backward, as it is called and as it would be."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.forms: Unwatched = unwatched()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        form = self.forms.form(func, args, kwargs or {})
+        self.seen.append((str(func), str(form)))
+        return form(*args, **(kwargs or {}))
+
+
+def run(scenario: Scenario) -> tuple[list[str], Tensor]:
+    """Forms of the additions and scatters of the backward, and the gradient."""
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16)
+    loss = scenario(x, w)
+    with Watch() as watch:
+        loss.backward()
+    assert x.grad is not None
+    wanted = ("aten.add.", "aten.scatter", "aten.index_put")
+    return [form for func, form in watch.seen if func.startswith(wanted)], x.grad
+
+
+def plain(scenario: Scenario) -> tuple[int, int, Tensor]:
+    """The allocator's count of the backward, the count of tensors, and the gradient, nobody watching."""
+    grads = []
+    counts = []
+    for count in (lambda fn: window_peak(fn).peak_bytes, tensor_peak):
+        torch.manual_seed(0)
+        x, w = torch.randn(16, 16, requires_grad=True), torch.randn(16, 16)
+        loss = scenario(x, w)
+        counts.append(count(loss.backward))
+        grads.append(x.grad)
+    assert grads[0] is not None
+    return counts[0], counts[1], grads[0]
+
+
+def two_readers(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    return (h @ w).sum() + (h @ w.t()).sum()
+
+
+def three_readers(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    return (h @ w).sum() + (h * w).sum() + h.sin().sum()
+
+
+def held_elsewhere(x: Tensor, w: Tensor) -> Tensor:
+    """What ``h`` gets from ``h + s`` is at the same time what ``s`` gets, whose formula runs after that of ``c``."""
+    h = x.exp()
+    s = h.sin()
+    c = h.cos()
+    return (h + s).exp().sum() + c.exp().sum()
+
+
+def expanded(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    return (h @ w).sum() + h.sum()
+
+
+def window(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    return (h.t() @ w).sum() + (h.t() @ w.t()).sum()
+
+
+def gathered(x: Tensor, w: Tensor) -> Tensor:
+    h = x.exp()
+    return (
+        h.gather(1, torch.arange(16).expand(16, 16).contiguous()).sum() + h[torch.arange(4)].sum() + h.sort(1)[0].sum()
+    )
+
+
+@pytest.mark.parametrize("scenario", [two_readers, three_readers, held_elsewhere, expanded, window, gathered])
+def test_the_numbers_and_the_bytes_are_those_of_nobody_watching(scenario: Scenario) -> None:
+    forms, grad = run(scenario)
+    assert forms, "nothing was added"
+    peak, tensors, expected = plain(scenario)
+    assert torch.equal(grad, expected)
+    assert tensors <= peak <= tensors + 1024  # workspaces
+
+
+def test_sole_references_are_added_in_place() -> None:
+    assert run(two_readers)[0] == ["aten.add_.Tensor"]
+    assert run(three_readers)[0] == ["aten.add_.Tensor"] * 2
+
+
+def test_shared_and_expanded_gradients_are_not() -> None:
+    assert run(held_elsewhere)[0] == ["aten.add.Tensor", "aten.add_.Tensor"]
+    assert run(expanded)[0] == ["aten.add.Tensor"]
+
+
+def test_scatters_into_own_zeros_are_in_place() -> None:
+    found = run(gathered)[0]
+    assert {"aten.scatter_add_.default", "aten.index_put_.default", "aten.scatter_.src"} <= set(found)
+
+
+def test_forward_operators_are_left_alone() -> None:
+    with Watch() as watch:
+        x = torch.ones(4) + torch.ones(4)
+        x.scatter(0, torch.tensor([0]), torch.ones(1))
+    assert [func for func, form in watch.seen if func != form] == []
+
+
+def test_it_asks_in_any_mode() -> None:
+    expected = unwatched()
+    with torch.no_grad(), Watch():
+        assert unwatched() == expected
+    with torch.inference_mode():
+        assert unwatched() == expected
