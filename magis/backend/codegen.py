@@ -20,9 +20,7 @@ from magis.ir import Arg, Const, Graph, Op, Ref, Scalar
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
 """Takes the tensors of ``graph.inputs`` in order and the named scalars; returns those of ``graph.outputs``."""
 
-_OWN = {
-    f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")
-}
+_OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Operators of our own: what happens on the host."""
 
 
