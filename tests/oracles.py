@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,14 +55,28 @@ class Workspaces:
         return workspace
 
 
-@functools.cache
 def workspaces() -> Workspaces:
-    """One store for the whole test run; and what exists by now is left out of every further garbage collection.
+    """One store for the whole test run and each number of threads."""
+    return _workspaces(torch.get_num_threads())
 
-    (Each measurement starts with one: seconds in all, where torch has been imported.)
-    """
+
+@functools.cache
+def _workspaces(_threads: int) -> Workspaces:
+    # What exists by now is left out of further garbage collections: every measurement starts with one, and torch
+    # has brought along so many objects that each would take a sixth of a second.
     gc.freeze()
     return Workspaces()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch's operators on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Costs:

@@ -146,15 +146,15 @@ STEPS: tuple[Step, ...] = (
     lambda p, i, j: p[i].clone(),
 )
 VIEWS: tuple[Step, ...] = (
-    lambda p, i, j: p[i].view(-1).view(p[i].shape),
+    lambda p, i, j: p[i].view(-1).view(4, 4) if p[i].is_contiguous() else p[i].t(),
     lambda p, i, j: p[i].t().t(),
     lambda p, i, j: p[i][:, :],
 )
 WRITES: tuple[Step, ...] = (
-    lambda p, i, j: p[i].add_(p[j]),
+    lambda p, i, j: p[i].add_(p[j].clone()),
     lambda p, i, j: p[i].mul_(0.5),
     lambda p, i, j: p[i].relu_(),
-    lambda p, i, j: p[i][1:3].copy_(p[j][:2]).new_zeros(4, 4),
+    lambda p, i, j: p[i][1:3].copy_(p[j][:2].clone()).repeat(2, 1),
     lambda p, i, j: p[i].t().add_(1.0).t(),
     lambda p, i, j: p[i].fill_(0.25),
     lambda p, i, j: p[i].uniform_(),

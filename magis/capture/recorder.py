@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
         _check_dense(out)
         if str(func) in CONTIGUOUS_RESULT:
             out = _row_by_row(out)
+        out = _masked(func, args, out)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -344,6 +345,16 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _tensors(part)
+
+
+def _masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """What an operator returned without the results that its ``output_mask`` declines; fakes make those as well."""
+    if not isinstance(out, tuple):
+        return out
+    for argument, mask in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "output_mask":
+            return tuple(item if wanted else None for item, wanted in zip(out, mask, strict=True))
+    return out
 
 
 def _row_by_row(out: Any) -> Any:
