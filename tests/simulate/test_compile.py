@@ -1,0 +1,329 @@
+"""A graph's arrays: what is a node, what a block, what may be repeated, re-used, moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from magis.ir import Graph, Op, Value, parse, verify
+from magis.rewrite.normalize import functionalize
+from magis.simulate.compile import GENERATOR_NS, Compiled, compile_problem, redo_form, reusable
+from magis.simulate.evaluator import check_order, evaluate
+from magis.simulate.grouping import split
+from tests.nets import NETS
+from tests.oracles import Costs, captured
+
+STEP = """magis graph 1
+storage 0 generator 0
+storage 1 parameter 400
+storage 2 state 400
+storage 3 buffer 8
+storage 4 batch 400
+storage 10 temporary 400
+storage 11 temporary 400
+storage 12 temporary 400
+storage 13 temporary 4
+storage 14 temporary 400
+storage 15 temporary 800
+value 1 @1 float32 [100] {1} +0 "parameter:w"
+value 2 @2 float32 [100] {1} +0 "state:m:w"
+value 3 @3 int64 [] {} +0 "buffer:n"
+value 4 @4 float32 [100] {1} +0 "input:0"
+value 9 @3 int64 [] {} +0
+value 10 @10 float32 [100] {1} +0
+value 16 @10 float32 [10, 10] {10, 1} +0
+value 11 @11 float32 [100] {1} +0
+value 18 @11 float32 [100] {1} +0
+value 19 @11 float32 [100] {1} +0
+value 12 @12 float32 [100] {1} +0
+value 13 @13 float32 [] {} +0
+value 14 @14 float32 [100] {1} +0
+value 15 @2 float32 [100] {1} +0
+value 17 @1 float32 [100] {1} +0
+value 20 @15 float32 [200] {1} +0
+input 1
+input 2
+input 3
+input 4
+op 0 %9 = aten.add_.Tensor(%3, 1) reads 3:0 writes 3:1 phase forward
+op 1 %10 = aten.mul.Tensor(%4, %1) reads 1:0 4:0 phase forward
+op 2 %16 = aten.view.default(%10, [10, 10]) phase forward
+op 3 %11 = aten.empty_like.default(%10) reads 10:0 phase forward
+op 4 %18 = aten.bernoulli_.float(%11, 0.5) reads 0:0 11:0 writes 0:1 11:1 random phase forward
+op 5 %19 = aten.div_.Scalar(%18, 0.5) reads 11:1 writes 11:2 phase forward
+op 6 %12 = aten.mul.Tensor(%10, %19) reads 10:0 11:2 phase forward
+op 7 %13 = aten.mean.default(%12) reads 12:0 phase forward
+op 8 %14 = aten.mul.Tensor(%19, %12) reads 11:2 12:0 phase backward
+op 9 %15 = aten.mul_.Tensor(%2, 0.9) reads 2:0 writes 2:1 phase update
+op 10 %20 = aten.cat.default([%15, %14]) reads 2:1 14:0 phase update
+op 11 %17 = aten.add_.Tensor(%1, %15, alpha=$neg_lr) reads 1:0 2:1 writes 1:1 phase update
+output 13
+"""
+
+
+class Bytes:
+    """A cost model of plain numbers: an operator takes its id in microseconds and 10 bytes per input."""
+
+    rounding = 1
+    link_bytes_per_s = 2e9
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 1000 * op.id
+
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 10 * len(op.inputs())
+
+
+def step() -> Graph:
+    graph = parse(STEP)
+    verify(graph)
+    return graph
+
+
+def compiled(graph: Graph | None = None, **more: bool) -> Compiled:
+    return compile_problem(step() if graph is None else graph, Bytes(), **more)
+
+
+def ids(groups: tuple[tuple[Op, ...], ...]) -> list[list[int]]:
+    return [[op.id for op in group] for group in groups]
+
+
+def test_operators_become_nodes_and_blocks() -> None:
+    """Views are neither; what fills one storage in several steps is one node; what updates one weight one block."""
+    found = compiled()
+    assert ids(found.nodes) == [[1], [3, 4, 5], [6], [7], [8]]
+    assert ids(found.blocks) == [[0], [9, 10, 11]]
+    assert found.storages == (10, 11, 12, 13, 14)
+
+
+def test_the_rows_of_a_step() -> None:
+    problem = compiled().problem
+    rows = [
+        [a.tolist() for a in (problem.inputs(n), problem.outputs(n), problem.reuses(n), problem.preads(n))]
+        for n in range(5)
+    ]
+    assert rows == [
+        [[], [0], [], [0]],  # reads w, which a block writes
+        [[0], [1], [], []],
+        [[0, 1], [2], [0, 1], []],
+        [[2], [3], [], []],
+        [[1, 2], [4], [1, 2], []],
+    ]
+    assert problem.node_ns.tolist() == [1000, 12_000, 6000, 7000, 8000]
+    assert problem.redo_ns.tolist() == [1000, 12_000 + GENERATOR_NS, 6000, 7000, 8000]
+    assert problem.node_ws.tolist() == [20, 10, 20, 10, 20]
+    assert problem.redo_ok.all()
+    assert problem.nbytes.tolist() == [400, 400, 400, 4, 400]
+    assert problem.producer.tolist() == problem.last_write.tolist() == [0, 1, 2, 3, 4]
+    assert problem.to_end.tolist() == [False, False, False, True, False]
+    assert not problem.pinned.any()
+    assert problem.persistent_bytes == 400 + 400 + 8 + 400
+    assert problem.xfer_ns_per_byte == 0.5
+
+
+def test_the_rows_of_blocks() -> None:
+    """The gradient is read by the second of three operators: before, it counts beside what the block makes."""
+    problem = compiled().problem
+    assert [problem.block_inputs(b).tolist() for b in range(2)] == [[], [4]]
+    assert [problem.block_writes(b).tolist() for b in range(2)] == [[2], [0, 1]]
+    assert problem.blk_ns.tolist() == [0, 30_000]
+    assert problem.blk_ws.tolist() == [0, 820]  # cat: 800 bytes made, two inputs
+    assert problem.blk_tensor.tolist() == [0, 800]
+    assert problem.blk_late_ws.tolist() == [10, 20]
+    assert problem.blk_late_tensor.tolist() == [0, 0]
+
+
+def test_allocators_round() -> None:
+    class Rounded(Bytes):
+        rounding = 512
+        link_bytes_per_s = 0.0
+
+    problem = compile_problem(step(), Rounded()).problem
+    assert problem.nbytes.tolist() == [512] * 5
+    assert problem.persistent_bytes == 4 * 512
+    assert problem.blk_tensor.tolist() == [0, 1024]
+    assert problem.xfer_ns_per_byte == 0.0
+
+
+def test_without_reuse_nothing_is_taken_over() -> None:
+    assert len(compiled(reuse=False).problem.reuse_idx) == 0
+
+
+def change_op(graph: Graph, op: int, **change: object) -> Graph:
+    return replace(graph, ops=tuple(replace(o, **change) if o.id == op else o for o in graph.ops))  # type: ignore[arg-type]
+
+
+def change_value(graph: Graph, key: int, **change: object) -> Graph:
+    return replace(graph, values={**graph.values, key: replace(graph.values[key], **change)})  # type: ignore[arg-type]
+
+
+NOT_REUSED: dict[str, Callable[[Graph], Graph]] = {
+    "another operator": lambda g: change_op(g, 6, target="aten.cat.default"),
+    "several outputs": lambda g: change_op(g, 6, outputs=(12, 12), many=True),
+    "a list of one": lambda g: change_op(g, 6, many=True),
+    "writes": lambda g: change_op(g, 6, writes=((11, 3),)),
+    "random": lambda g: change_op(g, 6, random=True),
+    "another shape": lambda g: change_value(g, 12, shape=(10, 10), stride=(10, 1)),
+    "another stride": lambda g: change_value(g, 12, shape=(50,), stride=(2,)),
+    "another type": lambda g: change_value(g, 12, dtype="int32"),
+    "a part of its storage": lambda g: replace(g, storages={**g.storages, 12: replace(g.storages[12], nbytes=404)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_REUSED)
+def test_what_may_not_be_taken_over(name: str) -> None:
+    graph = step()
+    assert reusable(graph, graph.ops[6]) == (10, 19)
+    spoilt = NOT_REUSED[name](graph)
+    assert reusable(spoilt, spoilt.ops[6]) == ()
+
+
+def test_which_input_may_be_taken_over() -> None:
+    graph = step()
+    mul = graph.ops[6]
+
+    def found(**change: object) -> tuple[int, ...]:
+        return reusable(graph, replace(mul, **change))  # type: ignore[arg-type]
+
+    assert found(args=mul.args[::-1]) == (19, 10)  # the first by preference
+    assert found(target="aten.sub.Tensor") == (10,)  # not commutative
+    assert found(target="aten.add.Tensor", kwargs=(("alpha", 2),)) == (10,)
+    assert found(args=(mul.args[0], 2.0)) == (10,)
+    assert found(args=(2.0, mul.args[0])) == (10,)  # type: ignore[comparison-overlap]
+    assert found(args=(mul.args[0], mul.args[0])) == ()  # both operands would be overwritten
+    assert found(target="aten.gelu_backward.default") == (10, 19)
+    assert found(target="aten.gelu.default", args=(mul.args[1],)) == (19,)
+    parameter = replace(mul, args=(graph.ops[1].args[1], mul.args[1]))
+    assert reusable(graph, parameter) == (19,)  # persistent memory is nobody's
+    whole = change_value(graph, 10, offset=1, shape=(99,))
+    assert reusable(whole, whole.ops[6]) == (19,)  # a part of its storage
+
+
+def test_a_returned_or_pinned_input_is_not_taken_over() -> None:
+    graph = replace(step(), outputs=(13, 16))  # a view of storage 10
+    assert compiled(graph).problem.reuses(2).tolist() == [1]
+    graph = change_op(step(), 8, target="aten.mul_.Tensor", outputs=(18,), writes=((11, 3),))
+    found = compiled(replace(graph, outputs=(13,)))
+    assert ids(found.nodes) == [[1], [3], [4], [5], [6], [7], [8]]
+    assert found.problem.pinned.tolist() == [False, True, False, False]
+    assert found.problem.reuses(4).tolist() == [0]
+    assert found.problem.last_write.tolist() == [0, 6, 4, 5]
+
+
+def test_what_may_not_be_repeated() -> None:
+    """A node whose input somebody writes later, who writes somebody else's memory, or who makes nothing."""
+    graph = change_op(
+        step(),
+        8,
+        target="aten.add_.Tensor",
+        args=step().ops[6].args,
+        outputs=(14,),
+        reads=((10, 0),),
+        writes=((10, 1),),
+    )
+    graph = change_value(graph, 14, storage=10)
+    problem = compiled(replace(graph, ops=graph.ops[:9])).problem
+    assert problem.redo_ok.tolist() == [False, False, False, True, False]
+    assert problem.pinned.tolist() == [True, False, False, False]
+    assert problem.extras(4).tolist() == [1, 2]  # readers of what it overwrites
+
+
+def test_nodes_keep_the_order_of_hazards() -> None:
+    net = NETS["stale-views"].build()
+    found = compile_problem(captured(net).graph, Costs(captured(net).graph))
+    assert any(len(found.problem.extras(node)) for node in range(found.problem.n_nodes))
+    check_order(found.problem, np.arange(found.problem.n_nodes, dtype=np.int32))
+
+
+def test_storages_that_no_value_shows_are_pinned() -> None:
+    """The memory behind a mean of squares is as large as the squares."""
+    found = captured(NETS["scaled-loss"].build()).graph
+    problem = compile_problem(found, Costs(found)).problem
+    loss = next(op for op in found.ops if op.target == "aten.mse_loss.default")
+    storage = found.values[loss.made()[0]].storage
+    assert found.storages[storage].nbytes == 50 * 30 * 4
+    compiled_storages = compile_problem(found, Costs(found)).storages
+    assert problem.pinned[compiled_storages.index(storage)]
+
+
+# --- who floats -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_waits_for_nobody_but_readers() -> None:
+    nodes, blocks = split(step())
+    assert [op.id for group in blocks for op in group] == [0, 9, 10, 11]
+    # somebody meets what operator 0 wrote: it stays where it is, and so does whoever it depends on
+    meets = change_op(step(), 7, reads=((3, 1), (12, 0)))
+    nodes, blocks = split(meets)
+    assert ids(nodes)[0] == [0]
+    assert ids(blocks) == [[9, 10, 11]]
+    writes = change_op(step(), 7, reads=((3, 1), (12, 0)), writes=((3, 2),))
+    assert ids(split(writes)[1]) == [[9, 10, 11]]
+
+
+def test_an_update_that_is_read_afterwards_stays() -> None:
+    late = Op(12, "aten.sum.default", step().ops[11].args[:1], (), (), reads=((1, 1),))
+    graph = step()
+    _, blocks = split(replace(graph, ops=(*graph.ops, late)))
+    assert ids(blocks) == [[0], [10]]  # nor does the operator that it reads from float
+
+
+def test_buffers_that_the_forward_reads_are_written_in_time() -> None:
+    """A running mean, updated and then subtracted."""
+    graph = functionalize(captured(NETS["buffers"].build()).graph)
+    nodes, blocks = split(graph)
+    floating = {op.target for group in blocks for op in group if op.phase == "forward"}
+    writers = [op for group in nodes for op in group if any(graph.storages[s].kind == "buffer" for s, _ in op.writes)]
+    assert len(writers) == 2  # the mean: scaled and added to
+    assert floating == {"aten.add_.Tensor"}  # the count of calls
+
+
+def test_groups_end_where_somebody_else_writes() -> None:
+    graph = step()
+    assert ids(split(graph)[0])[1] == [3, 4, 5]
+    later = change_op(graph, 8, writes=((11, 3),))
+    assert [3] in ids(split(later)[0])
+    other = change_op(graph, 5, writes=((10, 1), (11, 2)))
+    assert [3, 4] not in ids(split(other)[0])
+
+
+# --- running again ----------------------------------------------------------------------------------------------------
+
+
+def test_a_repetition_leaves_statistics_and_the_generator_alone() -> None:
+    graph = captured(NETS["batch-norm"].build()).graph
+    norm = next(op for op in graph.ops if op.target == "aten.native_batch_norm.default")
+    again = redo_form(norm)
+    assert norm.args[3] is not None
+    assert again.args[3] is again.args[4] is None
+    assert again.writes == ()
+    assert {storage for storage, _ in again.reads} == {s for s, _ in norm.reads} - {s for s, _ in norm.writes}
+    assert again.args[:3] == norm.args[:3]
+    assert again.args[5:] == norm.args[5:]
+    assert again.outputs == norm.outputs
+    draw = step().ops[4]
+    again = redo_form(draw)
+    assert (again.random, again.reads, again.writes) == (False, ((11, 0),), ((11, 1),))
+    assert redo_form(step().ops[6]) is step().ops[6] or redo_form(step().ops[6]) == step().ops[6]
+
+
+def test_an_evaluated_norm_repeats_as_it_is() -> None:
+    graph = captured(NETS["batch-norm-evaluated"].build()).graph
+    norm = next(op for op in graph.ops if op.target == "aten.native_batch_norm.default")
+    assert redo_form(norm) == norm
+
+
+@pytest.mark.parametrize("name", ["tied", "batch-norm", "attention-dropout", "numbers"])
+def test_the_program_as_it_stands_costs_what_its_rows_say(name: str) -> None:
+    graph = functionalize(captured(NETS[name].build()).graph)
+    costs = Costs(graph)
+    found = compile_problem(graph, costs)
+    problem = found.problem
+    plan = np.zeros(problem.n_storages, dtype=np.int8)
+    result = evaluate(problem, np.arange(problem.n_nodes, dtype=np.int32), plan)
+    everything = [op for group in (*found.nodes, *found.blocks) for op in group]
+    assert result.latency_ns == sum(costs.nanoseconds(op, graph.values) for op in everything)
+    assert len({op.id for op in everything}) == len(everything)

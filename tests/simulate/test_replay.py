@@ -1,0 +1,117 @@
+"""The exact simulator against a count of every storage at every operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.aten.facts import NUMBER_BYTES
+from magis.ir import Graph, Op, Ref, Storage, Value
+from magis.simulate.replay import replay, rounded
+from tests.strategies import schedules
+
+
+def scratch(op: Op) -> int:
+    return 7 * (op.id % 3)
+
+
+def nothing(op: Op) -> int:
+    return 0
+
+
+def counted(graph: Graph, at: int, *, deaths: dict[int, int] | None, rounding: int, held: frozenset[int]) -> int:
+    """Bytes of tensors during operator ``at``, storage by storage."""
+    total = 0
+    for storage in graph.storages.values():
+        blocks = (storage.nbytes + rounding - 1) // rounding * rounding
+        touched = [
+            position
+            for position, op in enumerate(graph.ops)
+            if any(graph.values[value].storage == storage.id for value in (*op.inputs(), *op.made()))
+        ]
+        if storage.persistent:
+            total += blocks
+        elif storage.kind == "temporary" and touched:
+            last = touched[-1]
+            if deaths is not None:
+                last = max(deaths[storage.id] - 1, touched[0]) if storage.id in deaths else len(graph.ops)
+            if any(graph.values[value].storage == storage.id for value in graph.outputs):
+                last = len(graph.ops)
+            if storage.id in held or touched[0] <= at <= last:
+                total += blocks
+    return total
+
+
+@given(schedules(12), st.sampled_from([1, 1, 16, 512]), st.data())
+def test_bytes_are_counted_storage_by_storage(graph: Graph, rounding: int, data: st.DataObject) -> None:
+    some = st.sets(st.sampled_from(sorted(graph.storages)), max_size=4)
+    held = frozenset(data.draw(some))
+    deaths = None
+    if data.draw(st.booleans()):
+        deaths = {storage: data.draw(st.integers(0, len(graph.ops))) for storage in data.draw(some)}
+    spans = st.tuples(st.integers(0, len(graph.ops)), st.integers(0, len(graph.ops))).map(sorted).map(tuple)
+    numbers: tuple[tuple[int, int], ...] = tuple(data.draw(st.lists(spans, max_size=3)))  # type: ignore[arg-type]
+    profile = replay(graph, scratch, deaths=deaths, rounding=rounding, held=held, numbers=numbers)
+    assert profile.persistent_bytes == sum(
+        rounded(storage.nbytes, rounding) for storage in graph.storages.values() if storage.persistent
+    )
+    assert len(profile.tensors) == len(profile.peaks) == len(graph.ops)
+    for at, op in enumerate(graph.ops):
+        tensors = counted(graph, at, deaths=deaths, rounding=rounding, held=held)
+        alive = sum(born <= at <= last for born, last in numbers)
+        assert profile.tensors[at] == tensors
+        assert profile.peaks[at] == tensors + NUMBER_BYTES * alive + scratch(op)
+    assert profile.tensor_bytes == max(profile.tensors, default=profile.persistent_bytes)
+    assert profile.peak_bytes == max(profile.peaks, default=profile.persistent_bytes)
+    if graph.ops:
+        assert profile.peak_position == profile.peaks.index(profile.peak_bytes)
+
+
+def chain() -> Graph:
+    """w (8 B) -> a (100 B) -> b (40 B), a view of b, a copy of b on the host; the view is returned."""
+    storages = {
+        n: Storage(n, nbytes, kind)
+        for n, nbytes, kind in ((1, 8, "parameter"), (2, 100, "temporary"), (3, 40, "temporary"), (4, 40, "host"))
+    }
+    values = {
+        n: Value(n, (nbytes,), (1,), "int8", s)
+        for n, nbytes, s in ((1, 8, 1), (2, 100, 2), (3, 40, 3), (4, 40, 3), (5, 40, 4))
+    }
+    ops = (
+        Op(0, "make.a", (Ref(1),), (), (2,)),
+        Op(1, "make.b", (Ref(2),), (), (3,)),
+        Op(2, "view.b", (Ref(3),), (), (4,)),
+        Op(3, "magis.store", (Ref(3),), (), (5,)),
+        Op(4, "use.w", (Ref(1),), (), ()),
+    )
+    return Graph(storages, values, ops, (1,), (4,))
+
+
+def test_a_chain_by_hand() -> None:
+    workspace: Callable[[Op], int] = {0: 0, 1: 5, 2: 0, 3: 0, 4: 99}.get  # type: ignore[assignment]
+    profile = replay(chain(), lambda op: workspace(op.id))
+    assert profile.persistent_bytes == 8
+    assert profile.tensors == (108, 148, 48, 48, 48)
+    assert profile.peaks == (108, 153, 48, 48, 147)
+    assert (profile.peak_bytes, profile.peak_position, profile.tensor_bytes) == (153, 1, 148)
+
+
+def test_the_first_of_equal_peaks_is_named() -> None:
+    profile = replay(chain(), lambda op: 153 - replay(chain(), nothing).tensors[op.id])
+    assert profile.peak_position == 0
+
+
+def test_a_step_without_operators_is_what_persists() -> None:
+    profile = replay(Graph({1: Storage(1, 10, "buffer")}, {}, (), (), ()), nothing, rounding=8)
+    assert (profile.peak_bytes, profile.tensor_bytes, profile.persistent_bytes) == (16, 16, 16)
+    assert profile.peak_position == -1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rounding", "expected"), [(0, 512, 0), (1, 512, 512), (512, 512, 512), (513, 512, 1024), (7, 1, 7)]
+)
+def test_allocators_hand_out_whole_blocks(nbytes: int, rounding: int, expected: int) -> None:
+    assert rounded(nbytes, rounding) == expected
