@@ -76,4 +76,8 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
     if op.target not in FUNCTIONAL_FORM or op.random or len(touched) != 1 or len(op.writes) != 1:
         return False
     value = graph.values[touched[0]]
+    # A result of another data type than the written tensor's is no longer the same operator; masks do not widen it.
+    masked = op.target.startswith("aten.masked_fill_")
+    if not masked and any(graph.values[other].dtype != value.dtype for other in op.inputs()):
+        return False
     return op.inputs()[0] == value.id and fills(value, graph.storages[storage])
