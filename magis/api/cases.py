@@ -187,7 +187,7 @@ class CaseRun:
     def _execute(self, candidate: _Candidate) -> tuple[str, Memory | None, Timing | None]:
         subject, case = self._subject, self._case
         if case.strategy == "eager":
-            return "bit-identical", subject.original_measured, None
+            return "reference", subject.original_measured, None
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
@@ -230,7 +230,7 @@ class CaseRun:
         return CaseResult(
             case=case,
             dtype=subject.source.dtype,
-            identity=device_identity(case.device),
+            identity={**device_identity(case.device), **({"simulated": "too large to run"} if refusal else {})},
             original=original,
             optimized=opt,
             ratio=ratio,
@@ -251,13 +251,19 @@ class CaseRun:
 def compare(eager: Step, step: Step, seed: int) -> str:
     """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
     for index in range(STEPS_COMPARED):
-        losses = []
+        returned = []
         for each in (eager, step):
             torch.manual_seed(seed + index)
             each.prepare()
-            losses.append(each.run())
-        if not torch.equal(losses[0], losses[1]):
-            return f"differs: loss of step {index + 1} is {losses[1].item()!r}, eager's {losses[0].item()!r}"
+            each.run()
+            returned.append(each.results())
+        if len(returned[0]) != len(returned[1]):
+            return f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
+        for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
+            if not torch.equal(theirs, ours):
+                what = "loss" if position == 0 else f"result {position}"
+                error = (theirs.double() - ours.double()).abs().max().item()
+                return f"differs: {what} of step {index + 1}, by up to {error:.3g}"
     expected, found = eager.module.state_dict(), step.module.state_dict()
     for name, tensor in expected.items():
         if not torch.equal(tensor, found[name]):

@@ -76,7 +76,7 @@ def plan(
             memory_limit=target,
             latency_limit_ns=latency_limit_ns,
             budget=DEFAULT_BUDGET if budget is None else budget,
-            seconds=seconds,
+            seconds=None if seconds is None else max(seconds - (time.perf_counter() - started), seconds / 10),
             allow_swap=compiled.problem.xfer_ns_per_byte > 0,
             seed=seed,
         )
@@ -84,15 +84,22 @@ def plan(
         return found if memory_limit is None else replace(found, feasible=found.planned.peak_bytes <= memory_limit)
 
     target = memory_limit
-    found = attempt(target)
-    states = found.states
+    tried = [attempt(target)]
     for _ in range(ATTEMPTS - 1):
+        found = tried[-1]
         if memory_limit is None or target is None or found.feasible or not found.result.feasible:
             break
         target -= found.planned.peak_bytes - memory_limit
-        found = attempt(target)
-        states += found.states
-    return replace(found, states=states, seconds=time.perf_counter() - started)
+        tried.append(attempt(target))
+    best = min(tried, key=lambda each: (not each.feasible, each.planned.peak_bytes))
+    return replace(
+        best,
+        states=sum(each.states for each in tried),
+        seconds=time.perf_counter() - started,
+        stopped_by_seconds=any(each.stopped_by_seconds for each in tried),
+        # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
+        workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
+    )
 
 
 def _known(subject: Subject, stored: Mapping[str, int] | None) -> Mapping[str, int]:

@@ -6,7 +6,7 @@ gradients None at its start. Both kinds update weights and statistics in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,9 @@ class Step(Protocol):
 
     def run(self) -> Tensor:
         """One step; returns the loss (or the first output in inference)."""
+
+    def results(self) -> tuple[Tensor, ...]:
+        """All that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Optimizer state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
@@ -56,8 +59,10 @@ class EagerStep:
         self._explicit = explicit_attention
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizers.torch_optimizer(rule, [p for _, p in self._trained])
+        self._outputs: tuple[Tensor, ...] = ()
 
     def prepare(self) -> None:
+        self._outputs = ()
         for _, parameter in self._trained:
             parameter.grad = None
 
@@ -70,17 +75,24 @@ class EagerStep:
     def _run(self) -> Tensor:
         if self._rule.kind == "none":
             with torch.no_grad():
-                return first_tensor(self._forward())
+                self._outputs = tuple(_flat(self._forward()))
+                return self._outputs[0]
         loss = self._forward()
         loss.backward()
         if self._optimizer is not None:
             self._optimizer.step()
-        return loss.detach()  # type: ignore[no-any-return]
+        self._outputs = (loss.detach(),)
+        return self._outputs[0]
 
     def _forward(self) -> Any:
         if self._loss_fn is None:
             return self.module(*self._inputs)
         return self._loss_fn(self.module(*self._inputs), *self._targets)
+
+    def results(self) -> tuple[Tensor, ...]:
+        if self._rule.kind != "gradients":
+            return self._outputs
+        return (*self._outputs, *self.gradients().values())
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients of the last step, by parameter name."""
@@ -116,6 +128,7 @@ class GraphStep:
         self._step = compile_step(graph, device)
         self._state: dict[str, Tensor] = {}
         self._tensors = self._bind(graph, inputs, targets, device)
+        self._outputs: tuple[Tensor, ...] = ()
 
     def _bind(
         self, graph: Graph, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str
@@ -147,19 +160,28 @@ class GraphStep:
         return tensors
 
     def prepare(self) -> None:
-        """Nothing: the step leaves no gradients behind."""
+        """Forget what the last step returned; it leaves no gradients behind."""
+        self._outputs = ()
 
     def run(self) -> Tensor:
         self._steps += 1
-        return self._step(self._tensors, optimizers.scalars(self._rule, self._steps))[0]
+        self._outputs = self._step(self._tensors, optimizers.scalars(self._rule, self._steps))
+        return self._outputs[0]
+
+    def results(self) -> tuple[Tensor, ...]:
+        return self._outputs
 
     def state(self) -> Mapping[str, Tensor]:
         return self._state
 
 
-def first_tensor(result: Any) -> Tensor:
-    """The first tensor of a module's output, as in the graph's outputs."""
+def _flat(result: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output, in the order of the graph's outputs."""
     if isinstance(result, Tensor):
-        return result
-    parts = result.values() if isinstance(result, Mapping) else result
-    return first_tensor(next(iter(parts)))
+        yield result
+    elif isinstance(result, Mapping):
+        for part in result.values():
+            yield from _flat(part)
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _flat(part)

@@ -103,7 +103,7 @@ def capture(
                 with torch.no_grad():
                     optimizers.update(rule, leaves, grads, states, marks.numbers)
             returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
-            outputs = tuple(dict.fromkeys(recorder.value_of(t) for t in returned))
+            outputs = tuple(recorder.value_of(t) for t in returned)
             deaths = recorder.deaths
     return Captured(
         graph=recorder.graph(outputs),

@@ -77,7 +77,7 @@ def test_other_strategies_are_predicted_exactly_too(bench: Bench, strategy: str)
         assert_exact(result)
     assert result.optimized.measured is not None
     assert result.optimized.measured.tensor_bytes == result.optimized.simulated.tensor_bytes
-    assert result.numbers == "bit-identical"
+    assert result.numbers == ("reference" if strategy == "eager" else "bit-identical")
     assert (result.memory_ratio < 0.9) == (strategy == "checkpoint")
 
 

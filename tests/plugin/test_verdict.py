@@ -140,14 +140,15 @@ def test_a_peak_above_the_limit_is_broken():
     check(compare(result(opt=(700, 880)), result(opt=(700, 880))), "pass", passed=True)
 
 
-def test_elsewhere_the_limit_binds_the_tensors():
+def test_elsewhere_the_limit_is_a_note_and_the_tensors_are_gated():
+    # the limit is a share of the peak measured there, scratch included; the plan was made for the limit stored here
     before = result(opt=(700, 880))
     verdict = compare(result(opt=(700, 950), identity=ELSEWHERE), before)
     check(verdict, "pass", passed=True)
     assert any("above the memory limit on this device" in note for note in verdict.notes)
     over = result(opt=(881, 950), identity=ELSEWHERE)
-    assert compare(over, result(opt=(881, 881), memory_ratio=1.0)).label in ("FAIL new", "FAIL broken")
-    assert compare(over, before).label == "FAIL broken"
+    assert compare(over, result(opt=(881, 881), memory_ratio=1.0)).passed
+    assert compare(over, before).label == "FAIL worse"
 
 
 @pytest.mark.parametrize("which", ["original", "optimized"])
