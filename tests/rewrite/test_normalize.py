@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
-
 from torch import Tensor, nn
 
 from magis.ir import Graph, parse, verify
