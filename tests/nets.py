@@ -288,7 +288,9 @@ NETS: dict[str, Net] = {
         lambda: conv_net(batch_norm=False), rows(4, 3, 8, 8), labels(4, 4), F.cross_entropy, ADAMW
     ),
     "batch-norm-twice": Net(
-        lambda: Block(lambda m, x: m.norm(x).relu() + m.norm(x * 2.0 + 1.0), norm=nn.BatchNorm1d(7)), rows(8, 7), rows(8, 7)
+        lambda: Block(lambda m, x: m.norm(x).relu() + m.norm(x * 2.0 + 1.0), norm=nn.BatchNorm1d(7)),
+        rows(8, 7),
+        rows(8, 7),
     ),
     "batch-norm-evaluated": Net(
         lambda: conv_net(batch_norm=True).eval(), rows(4, 3, 8, 8), labels(4, 4), F.cross_entropy
