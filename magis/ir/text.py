@@ -62,7 +62,7 @@ def _op(op: Op) -> str:
     outputs = ", ".join("_" if value is None else f"%{value}" for value in op.outputs)
     outputs = f"({outputs})" if op.many else outputs
     args = [_arg(arg) for arg in op.args] + [f"{name}={_arg(arg)}" for name, arg in op.kwargs]
-    line = f"op {op.id} {outputs} = {op.target}({', '.join(args)})"
+    line = f"op {op.id} {outputs}{' ' if outputs else ''}= {op.target}({', '.join(args)})"
     for word, versions in (("reads", op.reads), ("writes", op.writes)):
         if versions:
             line += f" {word} " + " ".join(f"{storage}:{version}" for storage, version in versions)
