@@ -33,7 +33,7 @@ def generate(graph: Graph) -> str:
     lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
     module = None
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
-        where = f"{op.phase} {op.module}".strip()
+        where = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
         if where != module:
             lines.append(f"    # {where}")
             module = where

@@ -17,7 +17,7 @@ from magis.aten import optimizers
 from magis.aten.optimizers import OptimizerSpec
 from magis.backend.codegen import compile_step
 from magis.errors import MagisError
-from magis.ir import ITEM_SIZE, Graph
+from magis.ir import Graph
 
 
 class Step(Protocol):
@@ -150,7 +150,7 @@ class GraphStep:
                 tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
             else:
                 tensor = known[value.name]
-            if tuple(tensor.shape) != value.shape or tensor.element_size() != ITEM_SIZE[value.dtype]:
+            if tuple(tensor.shape) != value.shape or tensor.dtype != getattr(torch, value.dtype):
                 raise MagisError(
                     f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the graph was captured with"
                     f" {value.dtype}{value.shape}",

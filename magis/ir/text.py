@@ -88,7 +88,7 @@ def _arg(arg: Arg) -> str:
 
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$\w+)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>|(?P<string>"(?:[^"\\]|\\.)*")"""
+    r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$[A-Za-z_]\w*)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>|(?P<string>"(?:[^"\\]|\\.)*")"""
     r"""|(?P<number>-?(?:inf|nan)\b|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[\w.]+)|(?P<mark>[()\[\]{}=,+@:]))""",
     re.VERBOSE | re.ASCII,
 )
@@ -134,6 +134,12 @@ class _Line:
         if kind != "ref":
             raise ValueError(f"expected a value such as %5, found {_short(text)}")
         return _integer(text[1:])
+
+    def name(self) -> str:
+        text = self.take()
+        if not text.isidentifier():
+            raise ValueError(f"expected a name, found {_short(text)}")
+        return text
 
     def string(self) -> str:
         kind, text = self.token()
@@ -240,7 +246,7 @@ class _Reader:
         )
 
     def _storage(self, line: _Line) -> None:
-        key, kind, nbytes = _fresh(line.integer(), self._storages), line.take(), line.integer()
+        key, kind, nbytes = _fresh(line.integer(), self._storages), line.name(), line.integer()
         self._storages[key] = Storage(key, nbytes, kind)
 
     def _value(self, line: _Line) -> None:
@@ -272,13 +278,15 @@ class _Reader:
         else:
             outputs = tuple(line.items("=", lambda: self._output(line)))
         target = line.take()
+        if not all(part.isidentifier() for part in target.split(".")):
+            raise ValueError(f"expected an operator, found {_short(target)}")
         line.take("(")
         args: list[Arg] = []
         kwargs: list[tuple[str, Arg]] = []
         while line.peek() != ")":
             named = line.next + 1 < len(line.tokens) and line.tokens[line.next + 1][1] == "="
             if named:
-                name = line.take()
+                name = line.name()
                 line.take("=")
                 kwargs.append((name, line.arg()))
             else:
@@ -304,7 +312,7 @@ class _Reader:
         elif word == "random":
             found["random"] = True
         elif word == "phase":
-            found["phase"] = line.take()
+            found["phase"] = line.name()
         elif word == "module":
             found["module"] = line.string()
         elif word == "origin":
