@@ -88,7 +88,8 @@ def _arg(arg: Arg) -> str:
 
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$[A-Za-z_]\w*)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>|(?P<string>"(?:[^"\\]|\\.)*")"""
+    r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$[A-Za-z_]\w*)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>"""
+    r"""|(?P<string>"(?:[^"\\]|\\.)*")"""
     r"""|(?P<number>-?(?:inf|nan)\b|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[\w.]+)|(?P<mark>[()\[\]{}=,+@:]))""",
     re.VERBOSE | re.ASCII,
 )
