@@ -36,7 +36,7 @@ def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
         earlier = writer.get((storage, version - 1))
         if earlier is not None:
             edges.add((earlier, position))
-        edges.update((position, reader) for reader in readers.get((storage, version), []) if reader != position)
+        edges.update((position, reader) for reader in readers.get((storage, version), []))
     return sorted(edges)
 
 
