@@ -12,6 +12,7 @@ from magis.errors import VerifyError
 from magis.ir.types import ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
+_MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
 
 
 def verify(graph: Graph) -> None:
@@ -79,6 +80,7 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
         ids.add(op.id)
         yield from _input_problems(graph, op, where, defined, gone)
         yield from _version_problems(op, where, versions)
+        yield from _unread_problems(graph, op, where)
         if op.target == "magis.wait":
             gone.update(graph.values[value].storage for value in op.inputs()[:1] if value in graph.values)
         for value in dict.fromkeys(op.made()):  # some operators return one tensor twice
@@ -113,3 +115,19 @@ def _version_problems(op: Op, where: str, versions: dict[int, int]) -> Iterator[
         if versions.get(storage) != version - 1:
             yield f"{where}: writes version {version} of storage {storage}, which is at {versions.get(storage)}"
         versions[storage] = version
+
+
+def _unread_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """Inputs without a version: an operator that computes on memory says which contents it must meet.
+
+    Views look at no data. Nor do the calls of _MOVES need a version: each comes after the call whose value it takes,
+    by data flow, and nothing else ever touches that memory (what is moved was pinned when it was stored).
+    """
+    taken = {graph.values[value].storage for value in op.inputs() if value in graph.values}
+    made = {graph.values[value].storage for value in op.made() if value in graph.values}
+    view = bool(made) and made <= taken and not op.writes and not op.random
+    if view or op.target in _MOVES:
+        return
+    known = {storage for storage, _ in op.reads}
+    for storage in sorted(taken - known):
+        yield f"{where}: takes a value on storage {storage} without saying which version it reads"

@@ -164,6 +164,22 @@ BROKEN: dict[str, tuple[Callable[[Graph], Graph], str]] = {
         lambda g: change_op(g, 2, reads=((0, 1), (3, 0))),
         "operator 2 (aten.bernoulli_.float): reads version 1 of storage 0, which is at 0",
     ),
+    "version not said": (
+        lambda g: change_op(g, 3, reads=()),
+        "operator 3 (aten.neg.default): takes a value on storage 3 without saying which version it reads",
+    ),
+    "version of one of two not said": (
+        lambda g: change_op(g, 0, reads=((1, 0),)),
+        "operator 0 (aten.mul.Tensor): takes a value on storage 2 without saying which version it reads",
+    ),
+    "writer that says nothing": (
+        lambda g: change_op(g, 7, reads=((6, 0),)),
+        "operator 7 (aten.add_.Tensor): takes a value on storage 1 without saying which version it reads",
+    ),
+    "store that says nothing": (
+        lambda g: change_op(g, 4, reads=()),
+        "operator 4 (magis.store): takes a value on storage 3 without saying which version it reads",
+    ),
     "made twice": (
         lambda g: change_op(g, 6, outputs=(2,)),
         "operator 6 (magis.load): makes value 2, which exists already",
