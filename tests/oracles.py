@@ -20,7 +20,7 @@ from magis.backend.steps import EagerStep, GraphStep, Step
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, capture
 from magis.cost.signature import signature
-from magis.ir import Graph, Op, Value
+from magis.ir import Graph, Op, Value, every_op
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.simulate.compile import redo_form
 from tests.nets import Built
@@ -36,21 +36,22 @@ class Workspaces:
         """Measure whatever operators of the graphs, or of their repetitions, are not known yet."""
         missing: dict[str, tuple[Op, Mapping[int, Value]]] = {}
         for graph in graphs:
-            for op in (*graph.ops, *(redo_form(op) for op in graph.ops)):
-                key = signature(op, graph.values)
-                if key not in self._known and not op.target.startswith("magis."):
-                    missing[key] = (op, graph.values)
+            for once, values in every_op(graph):
+                for op in (once, redo_form(once)):
+                    key = signature(op, values)
+                    if key not in self._known and not op.target.startswith("magis."):
+                        missing[key] = (op, values)
         if missing:
             self._known |= measure_workspaces(missing.values())
 
-    def of(self, graph: Graph) -> Callable[[Op], int]:
+    def of(self, graph: Graph) -> Callable[[Op, Mapping[int, Value]], int]:
         """The workspace of each operator of the graph; a KeyError for one that refused to be measured."""
         self.learn(graph)
 
-        def workspace(op: Op) -> int:
+        def workspace(op: Op, values: Mapping[int, Value]) -> int:
             if op.target in ("magis.rng_save", "magis.rng_enter"):
                 return GENERATOR_BYTES  # torch makes a tensor of the generator's state
-            return 0 if op.target.startswith("magis.") else self._known[signature(op, graph.values)]
+            return 0 if op.target.startswith("magis.") else self._known[signature(op, values)]
 
         return workspace
 
@@ -91,7 +92,7 @@ class Costs:
         return 1000 + sum(values[value].nbytes for value in op.made())
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        return self._workspace(op)
+        return self._workspace(op, values)
 
 
 def captured(net: Built) -> Captured:
@@ -117,16 +118,31 @@ def history(step: Step, count: int = 3) -> list[dict[str, Tensor]]:
     for number in range(count):
         torch.manual_seed(number)
         step.prepare()
-        loss = step.run()
-        found.append(
-            {
-                "loss": loss.detach().clone(),
-                "random": torch.get_rng_state(),
-                **{name: tensor.detach().clone() for name, tensor in step.module.state_dict().items()},
-                **{f"state {name}": tensor.clone() for name, tensor in step.state().items()},
-            }
-        )
+        step.run()
+        found.append(_left_behind(step))
     return found
+
+
+def observed(step: Step, persistent: int) -> tuple[list[dict[str, Tensor]], int, int]:
+    """The history of two steps, and peak and tensor bytes, as ``measured``, of the second and of the first."""
+    torch.manual_seed(0)
+    step.prepare()
+    tensors = tensor_peak(step.run)
+    found = [_left_behind(step)]
+    torch.manual_seed(1)
+    step.prepare()
+    peak = window_peak(step.run).peak_bytes
+    found.append(_left_behind(step))
+    return found, peak + persistent, tensors + persistent
+
+
+def _left_behind(step: Step) -> dict[str, Tensor]:
+    return {
+        "loss": step.results()[0].detach().clone(),
+        "random": torch.get_rng_state(),
+        **{name: tensor.detach().clone() for name, tensor in step.module.state_dict().items()},
+        **{f"state {name}": tensor.clone() for name, tensor in step.state().items()},
+    }
 
 
 def differences(expected: Sequence[Mapping[str, Tensor]], seen: Sequence[Mapping[str, Tensor]]) -> list[str]:

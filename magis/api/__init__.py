@@ -2,6 +2,7 @@
 
 from magis.api.bench import Bench, available_devices, check_device, default_device
 from magis.api.cases import run_case
+from magis.api.check import check_case
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Workload",
     "available_devices",
     "capture",
+    "check_case",
     "check_device",
     "default_device",
     "run_case",

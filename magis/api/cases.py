@@ -99,11 +99,9 @@ class CaseRun:
         if self._case.strategy == "magis":
             return self._planned(table, limit, original_ns, reference)
         subject = self._subject
+        if self._case.strategy == "checkpoint":
+            require_blocks(subject)
         captured = subject.captured if self._case.strategy == "eager" else subject.checkpointed
-        if self._case.strategy == "checkpoint" and not subject.blocks:
-            raise UsageError(
-                f"model {self._case.model!r} names no blocks to checkpoint", hint="list them in Workload.blocks"
-            )
         profile = subject.simulate(captured)
 
         def make(stack: ExitStack) -> Step:
@@ -245,6 +243,14 @@ class CaseRun:
             note=refusal or "",
             search=candidate.stats,
             planning_workspaces=dict(candidate.workspaces),
+        )
+
+
+def require_blocks(subject: Subject) -> None:
+    """Raise UsageError unless the model says which of its sub-modules activation checkpointing wraps."""
+    if not subject.blocks:
+        raise UsageError(
+            f"model {subject.source.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks"
         )
 
 

@@ -123,7 +123,7 @@ def _realized(subject: Subject, compiled: Compiled, result: SearchResult, stored
     else:
         table = {**dict.fromkeys(signatures(graph), 0), **_known(subject, stored)}
     costs = subject.costs(table)
-    profile = replay(graph, lambda op: costs.workspace(op, graph.values), rounding=costs.rounding)
+    profile = replay(graph, costs.workspace, rounding=costs.rounding)
     problem = compiled.problem
     return Plan(
         graph=graph,

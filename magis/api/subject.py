@@ -19,7 +19,7 @@ from magis.capture.checkpoint import checkpointed
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.signature import signature
-from magis.ir import Graph, Op, Value, digest, verify
+from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
 from magis.simulate.compile import compile_problem, redo_form
@@ -117,7 +117,7 @@ class Subject:
         """
         if self.kind != "cpu" or not self.runs:
             return {}
-        missing = [(op, graph.values) for op in graph.ops if not op.target.startswith("magis.")]
+        missing = [(op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")]
         missing = [(op, values) for op, values in missing if signature(op, values) not in self._workspaces]
         if missing:
             self._workspaces.update(measure_workspaces(missing))
@@ -141,7 +141,7 @@ class Subject:
         costs = self.costs(workspaces)
         return replay(
             graph,
-            lambda op: costs.workspace(op, graph.values),
+            costs.workspace,
             deaths=captured.deaths,
             rounding=costs.rounding,
             numbers=captured.numbers if self.kind == "cpu" else (),
@@ -182,7 +182,7 @@ class Subject:
     def simulate_graph(self, graph: Graph) -> Memory:
         """What this machine should measure for a graph of ours."""
         costs = self.costs(self.workspaces(graph))
-        profile = replay(graph, lambda op: costs.workspace(op, graph.values), rounding=costs.rounding)
+        profile = replay(graph, costs.workspace, rounding=costs.rounding)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def latency_ns(self, graph: Graph) -> int:
@@ -214,7 +214,7 @@ class Subject:
         graph = self.captured.graph
         profile = replay(
             graph,
-            lambda op: self.roofline.workspace(op, graph.values),
+            self.roofline.workspace,
             deaths=self.captured.deaths,
             rounding=self.roofline.rounding,
         )
@@ -282,4 +282,4 @@ def redo_graph(graph: Graph) -> Graph:
 
 def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
     """Every distinct operator signature of a graph with an example; swaps left out."""
-    return {signature(op, graph.values): (op, graph.values) for op in graph.ops if not op.target.startswith("magis.")}
+    return {signature(op, values): (op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")}

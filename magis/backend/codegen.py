@@ -6,7 +6,7 @@ nothing is saved for a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,40 +15,101 @@ from torch import Tensor
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
 from magis.backend.host import Host
-from magis.ir import Arg, Const, Graph, Op, Ref, Scalar
+from magis.ir import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
+from magis.ir.loops import JOIN, PART, REDUCE
+
+Name: TypeAlias = Callable[[int], str]
+"""How the source calls a value."""
 
 Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
 """Takes the tensors of ``graph.inputs`` in order and the named scalars; returns those of ``graph.outputs``."""
 
 _OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Operators of our own: what happens on the host."""
+_REDUCTION = {
+    "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
+    "mean": "{whole}.add_({part}, alpha={share!r}) if {i} else {whole}.copy_({part}).mul_({share!r})",
+    "max": "maximum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
+    "min": "minimum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
+    "same": "{i} or {whole}.copy_({part})",
+}
+"""How the part of a tensor is taken into the whole, by kind of reduction; no neutral element: the first is copied."""
 
 
 def generate(graph: Graph) -> str:
     """Python source of the step."""
     lines = ["def step(tensors, scalars):"]
     if graph.inputs:
-        lines.append(f"    ({', '.join(_name(v) for v in graph.inputs)},) = tensors")
-    names = sorted({scalar for op in graph.ops for scalar in _scalars((op.args, tuple(a for _, a in op.kwargs)))})
+        lines.append(f"    ({', '.join(f'v{value}' for value in graph.inputs)},) = tensors")
+    names = sorted({name for op, _ in every_op(graph) for name in _scalars((op.args, tuple(a for _, a in op.kwargs)))})
     lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
-    module = None
-    for op, forget in zip(graph.ops, last_uses(graph), strict=True):
-        where = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
-        if where != module:
-            lines.append(f"    # {where}")
-            module = where
-        lines.append(f"    {_call(op)}")
-        if forget:
-            lines.append(f"    del {', '.join(_name(value) for value in forget)}")
-    lines.append(f"    return ({', '.join(_name(v) for v in graph.outputs)},)" if graph.outputs else "    return ()")
+    lines.extend(_block(graph, {}, "    ", 0))
+    results = ", ".join(f"v{value}" for value in graph.outputs)
+    lines.append(f"    return ({results},)" if graph.outputs else "    return ()")
     return "\n".join(lines) + "\n"
+
+
+def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, parts: int = 1) -> Iterator[str]:
+    """Lines of a graph's operators; ``outside`` names the values that come from the graph around a body."""
+
+    def name(value: int) -> str:
+        return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
+
+    where = None
+    for op, forget in zip(graph.ops, last_uses(graph), strict=True):
+        here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
+        if here != where and op.target not in (PART, JOIN, REDUCE):
+            yield f"{indent}# {here}"
+            where = here
+        if op.body is not None:
+            yield from _loop(op, op.body, graph, name, indent, depth + 1)
+        elif op.target in (PART, JOIN, REDUCE):
+            yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
+        else:
+            yield f"{indent}{_call(op, name)}"
+        if forget:
+            yield f"{indent}del {', '.join(name(value) for value in forget)}"
+
+
+def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int) -> Iterator[str]:
+    """A loop over parts: whole results first, then one part after another."""
+    for value in op.made():
+        whole = graph.values[value]
+        dtype = _constant(Const("dtype", whole.dtype))
+        yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
+    outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))
+    yield f"{indent}for i{depth} in range({loop.parts}):"
+    yield from _block(loop.graph, outside, f"{indent}    ", depth, loop.parts)
+
+
+def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
+    """Operators of our own at the border of a loop: stretches, joins, reductions."""
+    whole, how = op.inputs()[0], op.args[-1]
+    if op.target == REDUCE:
+        part_name = name(op.inputs()[1])
+        return _REDUCTION[str(how)].format(whole=name(whole), part=part_name, i=index, share=1 / parts)
+    part = graph.values[op.made()[0] if op.target == PART else op.inputs()[1]]
+    size = part.shape[how] if isinstance(how, int) else 0
+    stretch = f"{name(whole)}.narrow({how}, {index} * {size}, {size})"
+    if op.target == JOIN:
+        return f"{stretch}.copy_({name(part.id)})"
+    if part.storage != graph.values[whole].storage:
+        return f"{name(part.id)} = {name(whole)}.new_empty_strided({part.shape}, {part.stride}).copy_({stretch})"
+    return f"{name(part.id)} = {stretch}"
 
 
 def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
     """The step as a callable on ``device``; it runs without autograd and changes the weights in place."""
-    namespace: dict[str, Any] = {"host": Host(device)}
-    for op in graph.ops:
-        if op.target not in _OWN:
+    namespace: dict[str, Any] = {
+        "host": Host(device), "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
+        "minimum": torch.minimum,
+    }  # fmt: skip
+    for op, values in every_op(graph):
+        if op.body is not None:
+            for value in op.made():
+                dtype = Const("dtype", values[value].dtype)
+                namespace[_constant(dtype, device)] = constant(dtype)
+        elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
             # The builtin behind the overload: one Python call less per operator.
             namespace[_function(op.target)] = resolve(op.target)._op
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
@@ -64,32 +125,28 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
     return step
 
 
-def _call(op: Op) -> str:
-    args = [_arg(arg) for arg in op.args] + [f"{name}={_arg(arg)}" for name, arg in op.kwargs]
+def _call(op: Op, name: Name) -> str:
+    args = [_arg(arg, name) for arg in op.args] + [f"{key}={_arg(arg, name)}" for key, arg in op.kwargs]
     function = _OWN.get(op.target) or _function(op.target)
     call = f"{function}({', '.join(args)})"
-    names = [_name(value) if value is not None else "none" for value in op.outputs]
+    names = [name(value) if value is not None else "none" for value in op.outputs]
     if not names or (not op.many and names == ["none"]):
         return call
     return f"({', '.join(names)},) = {call}" if op.many else f"{names[0]} = {call}"
 
 
-def _arg(arg: Arg) -> str:
+def _arg(arg: Arg, name: Name) -> str:
     if isinstance(arg, Ref):
-        return _name(arg.value)
+        return name(arg.value)
     if isinstance(arg, Scalar):
         return arg.name
     if isinstance(arg, Const):
         return _constant(arg)
     if isinstance(arg, tuple):
-        return f"[{', '.join(_arg(item) for item in arg)}]"
+        return f"[{', '.join(_arg(item, name) for item in arg)}]"
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):  # noqa: PLR0124
         return f"float({str(arg)!r})"
     return repr(arg)
-
-
-def _name(value: int) -> str:
-    return f"v{value}"
 
 
 def _function(target: str) -> str:

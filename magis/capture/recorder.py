@@ -28,11 +28,11 @@ from magis.aten.facts import (
     is_random,
     undeclared_writes,
 )
+from magis.aten.layouts import masked, row_by_row
 from magis.aten.watched import unwatched
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
-_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 ONLY_DENSE = "only dense, strided tensors can be captured"
 
 
@@ -103,8 +103,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         _check_dense(out)
         if str(func) in CONTIGUOUS_RESULT:
-            out = _row_by_row(out)
-        out = _masked(func, args, out)
+            out = row_by_row(out)
+        out = masked(func, args, out)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -345,28 +345,6 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _tensors(part)
-
-
-def _masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
-    """What an operator returned without the results that its ``output_mask`` declines; fakes make those as well."""
-    if not isinstance(out, tuple):
-        return out
-    for argument, mask in zip(func._schema.arguments, args, strict=False):
-        if argument.name == "output_mask":
-            return tuple(item if wanted else None for item, wanted in zip(out, mask, strict=True))
-    return out
-
-
-def _row_by_row(out: Any) -> Any:
-    """What an operator returned, with the first result in the layout that the kernel gives it."""
-    first = out[0] if isinstance(out, tuple) else out
-    if not isinstance(first, Tensor) or any(
-        first.is_contiguous(memory_format=layout)
-        for layout in (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
-    ):
-        return out
-    first = first.contiguous()
-    return (first, *out[1:]) if isinstance(out, tuple) else first
 
 
 def _check_dense(item: Any) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from magis.cost.devices import DeviceModel, find_device
+from magis.cost.loops import MERGING, equivalent
 from magis.cost.roofline import roofline_ns
 from magis.cost.scratch import estimated_workspace
 from magis.cost.signature import signature
@@ -85,6 +86,10 @@ class RooflineCosts:
         return self.device.link_bytes_per_s
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        if op.body is not None:
+            inside = op.body.graph
+            return op.body.parts * sum(self.nanoseconds(each, inside.values) for each in inside.ops)
+        op, values = equivalent(op, values)
         if self.profile is not None:
             entry = self.profile.entries.get(signature(op, values))
             if entry is not None:
@@ -92,6 +97,8 @@ class RooflineCosts:
         return roofline_ns(self.device, op, values)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        if op.target in MERGING:
+            return 0  # copies and sums in place
         key = signature(op, values)
         if key in self.workspaces:
             return self.workspaces[key]
@@ -105,6 +112,10 @@ class RooflineCosts:
         return self.device.launch_ns + round(nbytes / self.link_bytes_per_s * 1e9)
 
     def is_estimated(self, op: Op, values: Mapping[int, Value]) -> bool:
+        if op.body is not None:
+            inside = op.body.graph
+            return any(self.is_estimated(each, inside.values) for each in inside.ops)
+        op, values = equivalent(op, values)
         return self.profile is None or signature(op, values) not in self.profile.entries
 
 

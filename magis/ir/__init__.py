@@ -8,17 +8,19 @@ from magis.ir.types import (
     Arg,
     Const,
     Graph,
+    Loop,
     Op,
     Ref,
     Scalar,
     Storage,
     Value,
+    every_op,
     replace_refs,
 )
 from magis.ir.verify import verify
 
 __all__ = [
     "GENERATOR",
-    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Op", "Ref", "Scalar", "Storage",
-    "Value", "digest", "dump", "parse", "replace_refs", "verify",
+    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
+    "Storage", "Value", "digest", "dump", "every_op", "parse", "replace_refs", "verify",
 ]  # fmt: skip

@@ -8,8 +8,9 @@
     op 0 %40 = aten.mm.default(%7, %5) reads 2:0 3:0 phase forward module "layers.0"
     output 40
 
-``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants. A saved
-graph is data: reading one runs nothing and trusts nothing (``verify`` comes after).
+``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants. The body
+of a loop follows its operator, indented, in the same form, up to the line ``end``. A saved graph is data: reading one
+runs nothing and trusts nothing (``verify`` comes after).
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from magis.errors import MagisError
-from magis.ir.types import Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.ir.types import Arg, Const, Graph, Loop, Op, Ref, Scalar, Storage, Value
 
 HEADER = "magis graph 1"
+END = "end"
 MAX_DEPTH = 20
 MAX_DIGITS = 20
 """Of whole numbers: enough for 64 bits."""
@@ -35,18 +38,24 @@ class GraphTextError(MagisError):
 
 def dump(graph: Graph) -> str:
     """The graph as text, one line per storage, value and operator."""
-    lines = [HEADER]
-    lines.extend(f"storage {s.id} {s.kind} {s.nbytes}" for s in graph.storages.values())
-    lines.extend(
+    return "\n".join([HEADER, *_lines(graph)]) + "\n"
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    yield from (f"storage {s.id} {s.kind} {s.nbytes}" for s in graph.storages.values())
+    yield from (
         f"value {v.id} @{v.storage} {v.dtype} {_ints(v.shape)} {{{_ints(v.stride)[1:-1]}}} +{v.offset}"
         + (f" {json.dumps(v.name)}" if v.name else "")
         for v in graph.values.values()
     )
-    lines.extend(f"constant {key} {_arg(data)}" for key, data in graph.constants.items())
-    lines.extend(f"input {value}" for value in graph.inputs)
-    lines.extend(_op(op) for op in graph.ops)
-    lines.extend(f"output {value}" for value in graph.outputs)
-    return "\n".join(lines) + "\n"
+    yield from (f"constant {key} {_arg(data)}" for key, data in graph.constants.items())
+    yield from (f"input {value}" for value in graph.inputs)
+    for op in graph.ops:
+        yield _op(op)
+        if op.body is not None:
+            yield from (f"  {line}" for line in _lines(op.body.graph))
+            yield END
+    yield from (f"output {value}" for value in graph.outputs)
 
 
 def digest(graph: Graph) -> str:
@@ -70,6 +79,7 @@ def _op(op: Op) -> str:
     line += f" phase {op.phase}"
     line += f" module {json.dumps(op.module)}" if op.module else ""
     line += f" origin {op.origin}" if op.origin is not None else ""
+    line += f" parts {op.body.parts}" if op.body is not None else ""
     return line
 
 
@@ -202,15 +212,30 @@ def parse(text: str) -> Graph:
         raise GraphTextError(
             f"line 1 is {lines[0][:40] if lines else ''!r}, not {HEADER!r}", hint="save the graph again"
         )
-    reader = _Reader()
+    readers = [_Reader()]
     for number, line in enumerate(lines[1:], 2):
         if not line.strip():
             continue
         try:
-            reader.line(_Line(line))
+            if line.strip() == END:
+                _close(readers)
+            elif readers[-1].line(_Line(line)):
+                readers.append(_Reader())
+                if len(readers) > MAX_DEPTH:
+                    raise ValueError(f"loops nested more than {MAX_DEPTH} deep")
         except (ValueError, IndexError) as error:
             raise GraphTextError(f"line {number} of the graph: {error}") from error
-    return reader.graph()
+    if len(readers) > 1:
+        raise GraphTextError(f"line {len(lines)} of the graph: the text ends within the body of a loop")
+    return readers[0].graph()
+
+
+def _close(readers: list[_Reader]) -> None:
+    """The innermost graph read so far is complete: the body of the last operator of the one around it."""
+    if len(readers) == 1:
+        raise ValueError(f"{END!r} without a loop")
+    body = readers.pop().graph()
+    readers[-1].attach(body)
 
 
 def _fresh(key: int, known: Mapping[int, object]) -> int:
@@ -227,8 +252,15 @@ class _Reader:
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._ops: list[Op] = []
+        self._parts = 0  # of the loop whose body comes next
 
-    def line(self, line: _Line) -> None:
+    def attach(self, body: Graph) -> None:
+        """Give the last operator its body."""
+        self._ops[-1] = replace(self._ops[-1], body=Loop(self._parts, body))
+
+    def line(self, line: _Line) -> bool:
+        """Take one line; returns whether the body of a loop follows."""
+        self._parts = 0
         word = line.take()
         readers: dict[str, Callable[[_Line], None]] = {
             "storage": self._storage, "value": self._value, "constant": self._constant, "op": self._op,
@@ -240,6 +272,7 @@ class _Reader:
         readers[word](line)
         if line.peek():
             raise ValueError(f"unexpected {_short(line.peek())} at the end")
+        return self._parts > 0
 
     def graph(self) -> Graph:
         return Graph(
@@ -318,6 +351,10 @@ class _Reader:
             found["module"] = line.string()
         elif word == "origin":
             found["origin"] = line.integer()
+        elif word == "parts":
+            self._parts = line.integer()
+            if self._parts < 1:
+                raise ValueError(f"a loop has at least one part, not {self._parts}")
         else:
             raise ValueError(f"unknown fact {_short(word)}")
 

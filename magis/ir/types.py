@@ -11,7 +11,7 @@ The published implementation (PAPER, "what it gets wrong") has neither storages 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -57,7 +57,8 @@ Arg: TypeAlias = "Ref | Scalar | Const | int | float | bool | str | tuple[Arg, .
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Memory: ``nbytes`` bytes; kind is one of PERSISTENT_KINDS, "temporary", "host" or "generator" (0 bytes)."""
+    """Memory: ``nbytes`` bytes; kind is one of PERSISTENT_KINDS, "temporary", "host", "generator" (0 bytes), or, in the
+    body of a loop, "outer": memory of the graph around it, which counts there."""
 
     id: int
     nbytes: int
@@ -101,7 +102,8 @@ class Op:
     the call returns a tuple or list even when it has one element. ``reads`` are the (storage, version) pairs that
     the call must meet, ``writes`` the pairs that it leaves behind (only storages that existed before the call; a
     fresh storage starts at version 0). ``phase`` is "forward", "backward" or "update"; ``module`` the path of the
-    sub-module that it stems from; ``origin`` the id of the operator that this one recomputes or stands for.
+    sub-module that it stems from; ``origin`` the id of the operator that this one recomputes or stands for. ``body``
+    is what a loop runs (``magis.loop``); other operators have none.
     """
 
     id: int
@@ -116,6 +118,7 @@ class Op:
     phase: str = "forward"
     module: str = ""
     origin: int | None = None
+    body: Loop | None = None
 
     def inputs(self) -> tuple[int, ...]:
         """Value ids that the call takes, in order, repeats kept."""
@@ -143,6 +146,30 @@ class Graph:
 
     def persistent_bytes(self) -> int:
         return sum(storage.nbytes for storage in self.storages.values() if storage.persistent)
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a ``magis.loop`` runs ``parts`` times: fission (PAPER, F-Trans), on one stretch of its inputs after another.
+
+    The inputs of ``graph`` stand for the loop's inputs, in order, and then for the tensors that it makes: these are
+    allocated before the first part runs. Operators of our own tie the parts to the whole, all with equal stretches:
+
+        %p = magis.part(%x, dim)         the part's stretch of a dimension: a view where that is dense, else a copy
+        magis.join(%whole, %p, dim)      writes the part's stretch
+        magis.reduce(%whole, %p, "sum")  takes the part into the sum (or "mean", "max", "min"; "same": takes the first)
+    """
+
+    parts: int
+    graph: Graph
+
+
+def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
+    """Every operator with the values that its ids mean, bodies of loops included, a loop before its body."""
+    for op in graph.ops:
+        yield op, graph.values
+        if op.body is not None:
+            yield from every_op(op.body.graph)
 
 
 def _refs(arg: Arg) -> Iterator[Ref]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magis.errors import VerifyError
+from magis.ir.loops import JOIN, PART, REDUCE, loop_problems
 from magis.ir.types import ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
+_IN_BODY = ("outer", "temporary", "host")
+_OF_BODY = (PART, JOIN, REDUCE)
 _MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
 
 
@@ -23,16 +26,28 @@ def verify(graph: Graph) -> None:
 
 def problems(graph: Graph) -> Iterator[str]:
     """Every broken rule as one line."""
-    yield from _storage_problems(graph)
+    yield from _problems(graph, _KINDS)
+    for op in graph.ops:
+        if op.target in _OF_BODY:
+            yield f"operator {op.id} ({op.target}): stands outside of a loop"
+
+
+def _problems(graph: Graph, kinds: tuple[str, ...]) -> Iterator[str]:
+    yield from _storage_problems(graph, kinds)
     yield from _value_problems(graph)
     yield from _schedule_problems(graph)
+    for op in graph.ops:
+        where = f"operator {op.id} ({op.target})"
+        yield from loop_problems(graph, op, where)
+        if op.body is not None:
+            yield from (f"{where}: {problem}" for problem in _problems(op.body.graph, _IN_BODY))
 
 
-def _storage_problems(graph: Graph) -> Iterator[str]:
+def _storage_problems(graph: Graph, kinds: tuple[str, ...]) -> Iterator[str]:
     for key, storage in graph.storages.items():
         if key != storage.id:
             yield f"storage {key} is filed under another id than its own, {storage.id}"
-        if storage.kind not in _KINDS or storage.nbytes < 0:
+        if storage.kind not in kinds or storage.nbytes < 0:
             yield f"storage {key} is of kind {storage.kind!r} and has {storage.nbytes} bytes"
     for value, data in graph.constants.items():
         if value not in graph.inputs or value not in graph.values:

@@ -33,6 +33,7 @@ class Step(NamedTuple):
     blk_after_idx: Int32s
     ns: Int64s  # [2, n] of the first run, of the recomputation
     ws: Int64s
+    tensor: Int64s
     blk_ns: Int64s
     blk_ws: Int64s
     blk_tensor: Int64s
@@ -117,6 +118,7 @@ def make_step(problem: Problem) -> Step:
         blk_after_idx=np.array([node for nodes in after for node in nodes], dtype=np.int32),
         ns=np.stack([_int64(problem.node_ns), _int64(problem.redo_ns)]),
         ws=np.stack([_int64(problem.node_ws), _int64(problem.redo_ws)]),
+        tensor=np.stack([_int64(problem.node_tensor), _int64(problem.redo_tensor)]),
         blk_ns=_int64(problem.blk_ns),
         blk_ws=_int64(problem.blk_ws),
         blk_tensor=_int64(problem.blk_tensor),

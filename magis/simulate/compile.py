@@ -16,7 +16,7 @@ from magis.aten.facts import COMMUTATIVE, IN_PLACE_FORM, OUT_FORM, undeclared_wr
 from magis.ir import GENERATOR, Graph, Op, Ref, Value
 from magis.simulate.grouping import Group, split
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
-from magis.simulate.replay import MemoryProfile, replay, rounded
+from magis.simulate.replay import MemoryProfile, inside, replay, rounded
 
 GENERATOR_NS = 10_000
 """Putting a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
@@ -128,14 +128,18 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
     taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
     redo = tuple(redo_form(op) for op in group)
     candidates = reusable(graph, group[0]) if reuse and len(group) == 1 else ()
+    ws, tensor = _workspace(graph, group, costs)
+    redo_ws, redo_tensor = (ws, tensor) if redo == group else _workspace(graph, redo, costs)
     return NodeRow(
         inputs=tuple(facts.number[s] for s in taken if s in facts.number),
         outputs=tuple(facts.number[s] for s in made if s in facts.number),
         ns=sum(costs.nanoseconds(op, graph.values) for op in group),
-        ws=_workspace(graph, group, costs),
+        ws=ws,
+        tensor=tensor,
         redo_ns=sum(costs.nanoseconds(op, graph.values) for op in redo)
         + (GENERATOR_NS if any(op.random for op in group) else 0),
-        redo_ws=_workspace(graph, redo, costs),
+        redo_ws=redo_ws,
+        redo_tensor=redo_tensor,
         redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
         reuse=tuple(facts.number[graph.values[v].storage] for v in candidates if _may_reuse(graph, v, facts)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
@@ -159,20 +163,20 @@ def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
     return not any(facts.pinned(storage) for storage in made)
 
 
-def _workspace(graph: Graph, group: Group, costs: Costs) -> int:
-    """Bytes at the worst moment of a node beyond its inputs and outputs."""
+def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
+    """Bytes at the worst moment of a node beyond its inputs and outputs, and those of tensors alone."""
     if len(group) == 1:
-        return costs.workspace(group[0], graph.values)
+        return inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
     outside = {graph.values[value].storage for op in group for value in op.inputs()}
     profile = _alone(graph, group, outside, costs)
-    return profile.peak_bytes - profile.tensor_bytes
+    return profile.peak_bytes - profile.tensor_bytes, 0
 
 
 def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
     """Memory while the operators run by themselves, the storages in ``held`` in memory the whole time."""
     return replay(
         replace(graph, ops=group, outputs=()),
-        lambda op: costs.workspace(op, graph.values),
+        costs.workspace,
         rounding=costs.rounding,
         held=frozenset(held),
     )

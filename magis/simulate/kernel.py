@@ -319,7 +319,7 @@ def _replay_time(step: Step, scratch: Scratch, count: int) -> None:
 @numba.njit(cache=True)
 def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
     """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
-    nbytes, to_end, out_bytes, ws = step.nbytes, step.to_end, step.out_bytes, step.ws
+    nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
     blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = step.blk_in_ptr, step.blk_in_idx, step.blk_ws, step.blk_tensor
     blk_late_ws, blk_late_tensor = step.blk_late_ws, step.blk_late_tensor
     reuse_ptr, reuse_idx = step.reuse_ptr, step.reuse_idx
@@ -374,7 +374,7 @@ def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:
             peak = worst
             scratch.result[PEAK_EVENT] = at
             scratch.result[PEAK_IN_BLOCK] = 0
-        tensor_peak = max(tensor_peak, level - saved)
+        tensor_peak = max(tensor_peak, level - saved + tensor[event[at] & 1, node])
         level -= free[at]
         free[at] = 0
         block = blk_head[at]

@@ -49,8 +49,10 @@ class Problem:
     out_idx: Int32s
     node_ns: Int64s  # [n] time of the operator
     node_ws: Int64s  # [n] bytes at its worst moment beyond inputs and fresh outputs
-    redo_ns: Int64s  # [n] the same two of the form that recomputes it
+    node_tensor: Int64s  # [n] the same without operators' workspace: tensors that come and go within the node
+    redo_ns: Int64s  # [n] the same three of the form that recomputes it
     redo_ws: Int64s
+    redo_tensor: Int64s
     redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
     reuse_ptr: Int32s  # [n + 1] inputs whose memory its only output may take over when they die with it
     reuse_idx: Int32s
@@ -127,6 +129,8 @@ class NodeRow:
     ws: int = 0
     redo_ns: int = 0
     redo_ws: int = 0
+    tensor: int = 0
+    redo_tensor: int = 0
     redo_ok: bool = False
     reuse: tuple[int, ...] = ()
     preads: tuple[int, ...] = ()
@@ -190,8 +194,10 @@ def build_problem(
         out_idx=out_idx,
         node_ns=_numbers([node.ns for node in nodes]),
         node_ws=_numbers([node.ws for node in nodes]),
+        node_tensor=_numbers([node.tensor for node in nodes]),
         redo_ns=_numbers([node.redo_ns for node in nodes]),
         redo_ws=_numbers([node.redo_ws for node in nodes]),
+        redo_tensor=_numbers([node.redo_tensor for node in nodes]),
         redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
         reuse_ptr=reuse_ptr,
         reuse_idx=reuse_idx,
@@ -225,6 +231,9 @@ def _check_node(
     what = f"node {index}"
     if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
         raise VerifyError(f"{what}: negative time or workspace")
+    for tensor, total in ((node.tensor, node.ws), (node.redo_tensor, node.redo_ws)):
+        if not 0 <= tensor <= total:
+            raise VerifyError(f"{what}: needs 0 <= tensor bytes {tensor} <= bytes {total}")
     _check_ids(what, node.inputs, len(storages))
     _check_ids(what, node.outputs, len(storages))
     for storage in node.inputs:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from magis.analysis.liveness import lifetimes
 from magis.aten.facts import NUMBER_BYTES
-from magis.ir import Graph, Op
+from magis.ir import Graph, Op, Value
+
+Workspace = Callable[[Op, Mapping[int, Value]], int]
+"""Scratch in bytes of an operator, given the values of its graph."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,17 @@ def rounded(nbytes: int, rounding: int) -> int:
 
 def replay(
     graph: Graph,
-    workspace: Callable[[Op], int],
+    workspace: Workspace,
     *,
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
     held: frozenset[int] = frozenset(),
     numbers: tuple[tuple[int, int], ...] = (),
 ) -> MemoryProfile:
-    """Walk the schedule. ``workspace`` gives an operator's scratch in bytes; ``deaths`` are eager's own lifetimes.
+    """Walk the schedule. ``deaths`` are eager's own lifetimes.
+
+    During a loop there are, besides what it takes and makes, the tensors and the scratch of its body: those of one part
+    at a time, each the same as the others.
 
     Host storages (swapped tensors) count nothing. Storages in ``held`` are in memory the whole time.
     ``numbers`` are lives of small tensors that eager keeps besides the graph's (``Captured.numbers``); none on a GPU.
@@ -83,6 +89,15 @@ def replay(
     for position, op in enumerate(graph.ops):
         level += change[position]
         beside += small[position]
-        tensors.append(level)
-        peaks.append(level + beside + workspace(op))
+        parts, scratch = inside(op, graph, workspace, rounding)
+        tensors.append(level + parts)
+        peaks.append(level + beside + scratch)
     return MemoryProfile(persistent, tuple(tensors), tuple(peaks))
+
+
+def inside(op: Op, graph: Graph, workspace: Workspace, rounding: int) -> tuple[int, int]:
+    """Bytes of tensors, and of tensors and scratch, at the worst moments within an operator: a loop makes both."""
+    if op.body is None:
+        return 0, workspace(op, graph.values)
+    profile = replay(op.body.graph, workspace, rounding=rounding)
+    return profile.tensor_bytes, profile.peak_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,6 +62,9 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
                 "extra": tuple(sorted(extra)),
             }
         )
+    for row in rows:
+        for whole, tensor in (("ws", "tensor"), ("redo_ws", "redo_tensor")):
+            row[tensor] = int(rng.choice([0, 0, row[whole] // 2, row[whole]]))
     to_end = [bool(rng.random() < 0.1) for _ in sizes]
     for row in rows:
         made = row["outputs"]
@@ -93,16 +97,46 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
 
 def random_order(problem: Problem, rng: np.random.Generator) -> Int32s:
     """A legal order, drawn by picking among the nodes that are ready."""
+    return _ordered(problem, lambda ready: ready.pop(int(rng.integers(len(ready)))))
+
+
+def adversarial_order(problem: Problem, rng: np.random.Generator) -> Int32s:
+    """A legal order far from the program's: backwards, in leaps, or mutations and their kin as early as they may."""
+    kind = int(rng.integers(3))
+    writers = {int(node) for node, made in zip(problem.last_write, problem.producer, strict=True) if node != made}
+
+    def take(ready: list[int]) -> int:
+        if kind == 2 and rng.random() < 0.8:
+            chosen = max(ready, key=lambda node: (node in writers or len(problem.extras(node)) > 0, node))
+        elif kind == 1 and rng.random() < 0.5:
+            chosen = min(ready)
+        else:
+            chosen = max(ready)
+        ready.remove(chosen)
+        return chosen
+
+    return _ordered(problem, take)
+
+
+def _ordered(problem: Problem, take: Callable[[list[int]], int]) -> Int32s:
+    """The order that ``take`` makes by removing one after the other from the nodes that are ready."""
     waits = [
         {*problem.extras(v).tolist(), *problem.producer[problem.inputs(v)].tolist()} for v in range(problem.n_nodes)
     ]
+    followers: list[list[int]] = [[] for _ in waits]
+    for node, before in enumerate(waits):
+        for other in before:
+            followers[other].append(node)
+    left = [len(before) for before in waits]
+    ready = [node for node, count in enumerate(left) if count == 0]
     done: list[int] = []
-    left = list(range(problem.n_nodes))
-    while left:
-        ready = [v for v in left if not waits[v] - set(done)]
-        node = ready[int(rng.integers(len(ready)))]
+    while ready:
+        node = take(ready)
         done.append(node)
-        left.remove(node)
+        for other in followers[node]:
+            left[other] -= 1
+            if left[other] == 0:
+                ready.append(other)
     return np.array(done, dtype=np.int32)
 
 
@@ -237,6 +271,7 @@ def _weigh(problem: Problem, events: Events, copies: list[Copy], unwanted: dict[
         scratch = scratch_tensor = 0
         if kind in (FIRST, REDO):
             scratch = int((problem.redo_ws if kind == REDO else problem.node_ws)[arg])
+            scratch_tensor = int((problem.redo_tensor if kind == REDO else problem.node_tensor)[arg])
             dying = {c.storage for c in alive if c.death(problem, len(events)) == at and at in c.uses}
             fits = [s for s in problem.reuses(arg).tolist() if s in dying]
             assert int(events.reuse[at]) == (fits[0] if fits else -1)

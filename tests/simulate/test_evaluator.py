@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.errors import VerifyError
@@ -19,6 +19,7 @@ from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, RED
 from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer
 from tests.simulate.plans import plans, random_order, random_problem, reference_runs, replay
+from tests.strategies import examples
 
 Plan = tuple[Problem, Int32s, Int8s]
 
@@ -37,7 +38,7 @@ def chain(sizes: list[int], *, backward: list[tuple[int, ...]], ns: int = 10, **
     return build_problem(nodes, storages, **more)
 
 
-@settings(max_examples=400)
+@examples(150)
 @given(plans())
 def test_bytes_and_time_equal_the_replay_of_the_schedule(plan: Plan) -> None:
     found = evaluate(*plan)
@@ -50,7 +51,7 @@ def test_bytes_and_time_equal_the_replay_of_the_schedule(plan: Plan) -> None:
     assert found.swaps == int((events.kind == STORE).sum()) == int((events.kind == LOAD).sum())
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(plans())
 def test_recomputation_equals_plain_recursion(plan: Plan) -> None:
     events = expand(*plan)
@@ -58,7 +59,7 @@ def test_recomputation_equals_plain_recursion(plan: Plan) -> None:
     assert runs == reference_runs(*plan)
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(plans())
 def test_blocks_run_once_each_as_early_as_they_may(plan: Plan) -> None:
     problem, _, _ = plan
@@ -83,7 +84,7 @@ def test_blocks_run_once_each_as_early_as_they_may(plan: Plan) -> None:
         assert not any(kind in (FIRST, REDO) for kind, _ in between[1:]) or not must_precede
 
 
-@settings(max_examples=300)
+@examples(150)
 @given(plans())
 def test_swaps_are_hidden_and_in_order(plan: Plan) -> None:
     problem = plan[0]
@@ -101,7 +102,6 @@ def test_swaps_are_hidden_and_in_order(plan: Plan) -> None:
         assert not swapped
 
 
-@settings(max_examples=100)
 @given(plans())
 def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
     problem, order, flags = plan

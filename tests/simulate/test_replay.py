@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -14,11 +14,11 @@ from magis.simulate.replay import replay, rounded
 from tests.strategies import schedules
 
 
-def scratch(op: Op) -> int:
+def scratch(op: Op, values: Mapping[int, Value]) -> int:
     return 7 * (op.id % 3)
 
 
-def nothing(op: Op) -> int:
+def nothing(op: Op, values: Mapping[int, Value]) -> int:
     return 0
 
 
@@ -63,7 +63,7 @@ def test_bytes_are_counted_storage_by_storage(graph: Graph, rounding: int, data:
         tensors = counted(graph, at, deaths=deaths, rounding=rounding, held=held)
         alive = sum(born <= at <= last for born, last in numbers)
         assert profile.tensors[at] == tensors
-        assert profile.peaks[at] == tensors + NUMBER_BYTES * alive + scratch(op)
+        assert profile.peaks[at] == tensors + NUMBER_BYTES * alive + scratch(op, graph.values)
     assert profile.tensor_bytes == max(profile.tensors, default=profile.persistent_bytes)
     assert profile.peak_bytes == max(profile.peaks, default=profile.persistent_bytes)
     if graph.ops:
@@ -92,7 +92,7 @@ def chain() -> Graph:
 
 def test_a_chain_by_hand() -> None:
     workspace: Callable[[Op], int] = {0: 0, 1: 5, 2: 0, 3: 0, 4: 99}.get  # type: ignore[assignment]
-    profile = replay(chain(), lambda op: workspace(op.id))
+    profile = replay(chain(), lambda op, values: workspace(op.id))
     assert profile.persistent_bytes == 8
     assert profile.tensors == (108, 148, 48, 48, 48)
     assert profile.peaks == (108, 153, 48, 48, 147)
@@ -100,7 +100,7 @@ def test_a_chain_by_hand() -> None:
 
 
 def test_the_first_of_equal_peaks_is_named() -> None:
-    profile = replay(chain(), lambda op: 153 - replay(chain(), nothing).tensors[op.id])
+    profile = replay(chain(), lambda op, values: 153 - replay(chain(), nothing).tensors[op.id])
     assert profile.peak_position == 0
 
 

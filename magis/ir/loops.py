@@ -1,0 +1,150 @@
+"""The rules of loops (``magis.ir.types.Loop``): how a body fits the operator that runs it, and what it may touch.
+
+That the parts together compute the whole is checked where the operators' dimension labels are known
+(``magis.fission``); here are the rules that need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from magis.ir.types import Graph, Op, Ref, Value
+
+LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
+REDUCTIONS = ("sum", "mean", "max", "min", "same")
+
+
+def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """Every broken rule of an operator's loop; nothing for operators that are none."""
+    if (op.target == LOOP) != (op.body is not None):
+        yield f"{where}: a loop is called {LOOP} and has a body, anything else has none"
+    if op.body is None:
+        return
+    body = op.body.graph
+    made = op.made()
+    if op.kwargs or not all(isinstance(arg, Ref) for arg in op.args) or len(made) != len(op.outputs):
+        yield f"{where}: a loop takes and makes nothing but tensors"
+        return
+    outside = (*op.inputs(), *made)
+    if len(outside) != len(body.inputs) or not set(outside) <= set(graph.values) or body.outputs or body.constants:
+        yield f"{where}: its body has {len(body.inputs)} inputs for {len(outside)} tensors, or outputs or constants"
+        return
+    if not set(body.inputs) <= set(body.values) or len(set(body.inputs)) != len(body.inputs):
+        return  # said by the rules of every graph
+    yield from _pairing_problems(graph, op, where)
+    yield from _body_problems(op, where)
+
+
+def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """An input of the body shows the very memory that the loop's tensor shows."""
+    if op.body is None:
+        return
+    body = op.body.graph
+    inner_of: dict[int, int] = {}
+    outer_of: dict[int, int] = {}
+    for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
+        theirs, ours = graph.values[outside], body.values[inside]
+        if _looks(theirs) != _looks(ours):
+            yield f"{where}: value {outside} is {_looks(theirs)}, in the body {_looks(ours)}"
+        storage = body.storages.get(ours.storage)
+        same = inner_of.setdefault(theirs.storage, ours.storage) == ours.storage
+        same &= outer_of.setdefault(ours.storage, theirs.storage) == theirs.storage
+        given = graph.storages.get(theirs.storage)
+        if storage is None or given is None or storage.kind != "outer" or storage.nbytes != given.nbytes or not same:
+            yield f"{where}: the storage of value {outside} is another one in the body"
+    written = {inner for _, inner in _written(op)}
+    made = {graph.values[value].storage for value in op.made()}
+    expected = {outer_of[inner] for inner in written if inner in outer_of} - made
+    if expected != {storage for storage, _ in op.writes}:
+        yield f"{where}: the body writes other storages than the loop says, {sorted(expected)}"
+    if len(made) != len(op.made()) or made & {graph.values[value].storage for value in op.inputs()}:
+        yield f"{where}: makes values that share a storage with each other or with an input"
+
+
+def _looks(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    return value.shape, value.stride, value.dtype, value.offset
+
+
+def _written(op: Op) -> list[tuple[Op, int]]:
+    """Operators of the body with the storages from outside that they write."""
+    if op.body is None:
+        return []
+    graph = op.body.graph
+    outer = {storage.id for storage in graph.storages.values() if storage.kind == "outer"}
+    return [(each, storage) for each in graph.ops for storage, _ in each.writes if storage in outer]
+
+
+def _body_problems(op: Op, where: str) -> Iterator[str]:
+    """What the operators of the body may do with memory from outside."""
+    if op.body is None:
+        return
+    body = op.body.graph
+    taken = len(op.inputs())
+    given, wholes = set(body.inputs[:taken]), set(body.inputs[taken:])
+    parts: set[int] = set()
+    finished: list[int] = []
+    for each in body.ops:
+        inside = f"{where}, operator {each.id} ({each.target})"
+        if each.random:
+            yield f"{inside}: draws random numbers, which would be others than those of the whole"
+        values = [value for value in each.inputs() if value in body.values]
+        if each.target in (JOIN, REDUCE):
+            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, op.body.parts))
+            finished += values[:1]
+            values = values[1:]
+        elif each.target == PART:
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts))
+            parts.update(each.made())
+        if any(value in wholes for value in values):
+            yield f"{inside}: takes a tensor that the loop is still making"
+        written = {storage for storage, _ in each.writes}
+        touching = {value for value in values if body.values[value].storage in written}
+        outer = {value for value in touching if body.storages[body.values[value].storage].kind == "outer"}
+        if any(value in given or value not in parts for value in outer):
+            yield f"{inside}: writes memory from outside other than its own stretch"
+    if sorted(finished) != sorted(wholes):
+        yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
+
+
+def _part_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
+    """Broken rules of ``magis.part(%whole, dim)``."""
+    match op.args, op.made():
+        case (Ref(whole), int(dim)), (made,) if not op.kwargs and not op.writes:
+            if made in body.values and whole in body.values:
+                yield from _stretch_problems(body.values[whole], body.values[made], dim, parts)
+                ours, theirs = body.values[made], body.values[whole]
+                if ours.storage == theirs.storage and (ours.stride, ours.offset) != (theirs.stride, theirs.offset):
+                    yield "a view of a stretch has the strides and the offset of the whole"
+        case _:
+            yield "needs a tensor and a dimension, makes one tensor, writes nothing"
+
+
+def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
+    """Broken rules of ``magis.join(%whole, %part, dim)`` and ``magis.reduce(%whole, %part, how)``."""
+    match op.args:
+        case (Ref(whole), Ref(part), how) if not op.kwargs and not op.outputs:
+            if whole not in body.values or part not in body.values:
+                return
+            theirs, ours = body.values[whole], body.values[part]
+            if [storage for storage, _ in op.writes] != [theirs.storage]:
+                yield "writes the tensor that it merges into, and no other"
+            if op.target == JOIN and isinstance(how, int):
+                yield from _stretch_problems(theirs, ours, how, parts)
+            elif op.target == REDUCE and how in REDUCTIONS:
+                if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+                    yield f"merges {ours.dtype}{ours.shape} into {theirs.dtype}{theirs.shape}"
+            else:
+                yield f"merges by {how!r}, which is no dimension, or none of {', '.join(REDUCTIONS)}"
+        case _:
+            yield "needs the whole, the part, and how to merge them, and makes nothing"
+
+
+def _stretch_problems(whole: Value, part: Value, dim: int, parts: int) -> Iterator[str]:
+    """Whether a tensor has the shape of one of ``parts`` stretches of another along ``dim``."""
+    if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
+        yield f"dimension {dim} of a tensor with {len(whole.shape)}"
+        return
+    expected = list(whole.shape)
+    expected[dim] //= parts
+    if whole.shape[dim] % parts or part.shape != tuple(expected) or part.dtype != whole.dtype:
+        yield f"{part.dtype}{part.shape} is not one of {parts} stretches of {whole.dtype}{whole.shape} along {dim}"
