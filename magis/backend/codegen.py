@@ -108,7 +108,7 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
         if op.body is not None:
             for value in op.made():
                 dtype = Const("dtype", values[value].dtype)
-                namespace[_constant(dtype, device)] = constant(dtype)
+                namespace[_constant(dtype)] = constant(dtype, device)
         elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
             # The builtin behind the overload: one Python call less per operator.
             namespace[_function(op.target)] = resolve(op.target)._op
