@@ -18,8 +18,16 @@ hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, p
 hypothesis.settings.load_profile("fixed")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave `soak` tests out unless the marker expression names them; skip `cuda` tests without a GPU."""
+    """Leave `soak` tests out unless the marker expression names them; skip `cuda` tests without a GPU.
+
+    Property tests are soak tests, too, under the profile that gives them many examples.
+    """
+    if hypothesis.settings.get_current_profile_name() == "soak":
+        for item in items:
+            if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
+                item.add_marker(pytest.mark.soak)
     if "soak" not in config.option.markexpr:
         soak = [item for item in items if item.get_closest_marker("soak")]
         if soak:

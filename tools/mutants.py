@@ -1,18 +1,21 @@
 """Plants small mistakes in the core, one at a time, and counts how many the tests notice.
 
-    python tools/mutants.py [--count 200] [--seed 0] [--only PATH ...] [--jobs 2] [--list]
+    python tools/mutants.py [--count 200] [--seed 0] [--only PATH ...] [--slice K/N] [--work FOLDER] [--jobs 2] [--list]
 
 A mutant is one changed operator, constant, condition or dropped statement in the simulator, in hazards, liveness and
 verification, or in the verdict. It is *killed* if one of the quick tests of its file fails or takes too long; it
 *survives* otherwise, and is then either a missing test or a change that means nothing. Exit 1 below 85% killed. Equal
-seeds make equal mutants. Everything happens in copies of the working tree under a temporary directory.
+seeds make equal mutants. Everything happens in copies of the working tree under a temporary directory; ``--work`` keeps
+them, and what numba compiled in them, for the next slice of the same mutants.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib.util
 import os
 import queue
 import random
@@ -200,42 +203,81 @@ def choose(paths: Sequence[str], count: int, seed: int) -> list[Mutant]:
     chosen: list[Mutant] = []
     while len(chosen) < count and any(decks):
         chosen += [deck.pop() for deck in decks if deck]
-    return chosen[:count]
+    return sorted(chosen[:count], key=lambda mutant: paths.index(mutant.path))
+
+
+def part(mutants: Sequence[Mutant], which: str) -> list[Mutant]:
+    """Slice "K/N" of the mutants: the K-th of N pieces, as equal as can be; all pieces together are all of them."""
+    try:
+        number, pieces = map(int, which.split("/"))
+    except ValueError:
+        number, pieces = 0, 0
+    if not 1 <= number <= pieces:
+        sys.exit(f"--slice {which}: K/N with 1 <= K <= N is needed, as in 3/10")
+    return list(mutants[(number - 1) * len(mutants) // pieces : number * len(mutants) // pieces])
 
 
 # --- running tests ----------------------------------------------------------------------------------------------------
 
 
 def copy_tree(folder: Path) -> None:
-    """What the tests need, without caches."""
+    """What the tests need, without caches; caches of an earlier copy stay, files that are gone go."""
+    wanted = set()
     for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif source.exists():
-            shutil.copy2(source, folder / name)
+        for source in [ROOT / name, *(ROOT / name).rglob("*")]:
+            place = source.relative_to(ROOT)
+            if source.is_file() and "__pycache__" not in place.parts:
+                wanted.add(folder / place)
+                (folder / place).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, folder / place)  # with its age, by which caches know it
+    for old in [old for name in COPIED for old in (folder / name).rglob("*")]:
+        if old.is_file() and "__pycache__" not in old.parts and old not in wanted:
+            old.unlink()
 
 
-def run_tests(folder: Path, path: str, timeout: float) -> tuple[str, str]:
-    """The tests of a file in a copy: "passed", "failed" or "timeout"; and the last lines they printed."""
-    interpreted = INTERPRETED if TESTS[path] is _EVALUATOR else {}
-    environment = {**os.environ, **interpreted, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[path]]
-    process = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return "timeout", ""
-    tail = "\n".join(output.splitlines()[-5:])
-    return "passed" if process.returncode == 0 else "failed", tail
+def write_source(target: Path, source: str) -> None:
+    """Replace a module; its byte code goes, since two mutants of one second and size look alike."""
+    target.write_text(source, encoding="utf-8")
+    Path(importlib.util.cache_from_source(str(target))).unlink(missing_ok=True)
 
 
-def check_unchanged(folder: Path, paths: Sequence[str], timeout: float) -> str:
+@dataclass(frozen=True)
+class Bench:
+    """Copies of the working tree that are free, and tests under way."""
+
+    folders: queue.Queue[Path]
+    running: set[subprocess.Popen[str]]
+    timeout: float
+
+    def run_tests(self, folder: Path, path: str) -> tuple[str, str]:
+        """The tests of a file in a copy: "passed", "failed" or "timeout"; and the last lines they printed."""
+        interpreted = INTERPRETED if TESTS[path] is _EVALUATOR else {}
+        environment = {**os.environ, **interpreted, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS[path]]
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self.running.add(process)
+        try:
+            output, _ = process.communicate(timeout=self.timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return "timeout", ""
+        finally:
+            self.running.discard(process)
+        tail = "\n".join(output.splitlines()[-5:])
+        return "passed" if process.returncode == 0 else "failed", tail
+
+    def stop(self) -> None:
+        """End all tests, with whatever they started."""
+        for process in tuple(self.running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def check_unchanged(bench: Bench, folder: Path, paths: Sequence[str]) -> str:
     """Why mutants would be killed for nothing: the tests fail anyway, or import another tree. Empty if all is well."""
     place = subprocess.run(
         [sys.executable, "-c", "import magis, pytest_magis; print(magis.__file__, pytest_magis.__file__)"],
@@ -245,45 +287,54 @@ def check_unchanged(folder: Path, paths: Sequence[str], timeout: float) -> str:
         return "the copy is not what tests would import"
     for tests in dict.fromkeys(TESTS[path] for path in paths):
         path = next(path for path in paths if TESTS[path] is tests)
-        outcome, tail = run_tests(folder, path, timeout)
+        outcome, tail = bench.run_tests(folder, path)
         if outcome != "passed":
             return f"without any mutant, {' '.join(tests)} {outcome}:\n{tail}"
     return ""
 
 
-def judge(mutant: Mutant, folders: queue.Queue[Path], timeout: float) -> tuple[Mutant, str, float]:
+def judge(mutant: Mutant, bench: Bench) -> tuple[Mutant, str, float]:
     """Plant a mutant in a free copy, test, and take it out again."""
-    folder = folders.get()
+    folder = bench.folders.get()
     target = folder / mutant.path
     source = target.read_text(encoding="utf-8")
     begin = time.monotonic()
     try:
-        target.write_text(mutate(source, mutant.number), encoding="utf-8")
-        outcome, _ = run_tests(folder, mutant.path, timeout)
+        write_source(target, mutate(source, mutant.number))
+        outcome, _ = bench.run_tests(folder, mutant.path)
     finally:
-        target.write_text(source, encoding="utf-8")
-        folders.put(folder)
+        write_source(target, source)
+        bench.folders.put(folder)
     return mutant, outcome, time.monotonic() - begin
 
 
-def survey(mutants: Sequence[Mutant], jobs: int, timeout: float) -> list[tuple[Mutant, str]]:
-    """Judge all mutants, a line each; stops with a message if the tests fail without them."""
+def survey(mutants: Sequence[Mutant], work: str, jobs: int, timeout: float) -> list[tuple[Mutant, str]]:
+    """Judge all mutants, a line each; stops with a message if the tests fail without them.
+
+    The copies lie in the folder ``work`` and stay there, or, if that is empty, in a temporary one.
+    """
     results = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        folders: queue.Queue[Path] = queue.Queue()
+    place = contextlib.nullcontext(work) if work else tempfile.TemporaryDirectory(prefix="mutants-")
+    with place as name:
+        bench = Bench(queue.Queue(), set(), timeout)
         for job in range(jobs):
-            folder = Path(temporary).resolve() / str(job)
-            folder.mkdir()
+            folder = Path(name).resolve() / str(job)
+            folder.mkdir(parents=True, exist_ok=True)
             copy_tree(folder)
-            folders.put(folder)
-        problem = check_unchanged(folders.queue[0], list(dict.fromkeys(m.path for m in mutants)), timeout)
+            bench.folders.put(folder)
+        problem = check_unchanged(bench, folder, list(dict.fromkeys(m.path for m in mutants)))
         if problem:
             sys.exit(problem)
         with ThreadPoolExecutor(jobs) as pool:
-            for mutant, outcome, seconds in pool.map(lambda m: judge(m, folders, timeout), mutants):
-                verdict = "SURVIVED" if outcome == "passed" else "killed"
-                print(f"{verdict:8} {seconds:6.1f} s  {mutant}{' (timeout)' * (outcome == 'timeout')}", flush=True)
-                results.append((mutant, verdict))
+            try:
+                for mutant, outcome, seconds in pool.map(lambda m: judge(m, bench), mutants):
+                    verdict = "SURVIVED" if outcome == "passed" else "killed"
+                    print(f"{verdict:8} {seconds:6.1f} s  {mutant}{' (timeout)' * (outcome == 'timeout')}", flush=True)
+                    results.append((mutant, verdict))
+            except BaseException:  # interrupted or terminated: no test may outlive this program
+                pool.shutdown(wait=False, cancel_futures=True)
+                bench.stop()
+                raise
     return results
 
 
@@ -293,15 +344,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="mutants to plant (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="which mutants (default: 0)")
     parser.add_argument("--only", action="append", choices=[*TESTS], metavar="PATH", help="mutate this file only")
+    parser.add_argument("--slice", default="1/1", metavar="K/N", help="only the K-th of N pieces of these mutants")
+    parser.add_argument("--work", default="", metavar="FOLDER", help="keep the copies of the working tree here")
     parser.add_argument("--jobs", type=int, default=2, help="copies tested at once (default: 2)")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds per mutant (default: 180)")
     parser.add_argument("--list", action="store_true", help="print the mutants instead of planting them")
     options = parser.parse_args()
-    mutants = choose(options.only or list(TESTS), options.count, options.seed)
+    mutants = part(choose(options.only or list(TESTS), options.count, options.seed), options.slice)
     if options.list:
         print("\n".join(map(str, mutants)))
         return 0
-    results = survey(mutants, options.jobs, options.timeout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = survey(mutants, options.work, options.jobs, options.timeout)
     killed = sum(verdict == "killed" for _, verdict in results)
     for path in dict.fromkeys(mutant.path for mutant in mutants):
         own = [verdict for mutant, verdict in results if mutant.path == path]

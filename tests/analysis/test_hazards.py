@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rustworkx as rx
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.analysis.hazards import dependency_graph, is_pure_view, order_edges
@@ -17,7 +17,7 @@ from magis.ir import GENERATOR, Graph, Op, Ref, Storage, Value, verify
 from magis.ir.verify import problems
 from tests.nets import NETS, Net
 from tests.oracles import captured, interpret, same
-from tests.strategies import adversarial_orders, programs, reordered, schedules, topological
+from tests.strategies import adversarial_orders, examples, programs, reordered, schedules, topological
 
 
 def conflicts(graph: Graph) -> set[tuple[int, int]]:
@@ -113,7 +113,7 @@ def test_constraints_guard_numbers(name: str, kind: str) -> None:
     assert wrong
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(programs(), st.integers(0, 2**32 - 1))
 def test_programs_compute_the_same_in_every_legal_order(net: Net, seed: int) -> None:
     """Views made before and after writes through other views, and random numbers, on three storages."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.backend import measure
@@ -27,6 +27,7 @@ from magis.backend.measure import (
     window_peak,
 )
 from magis.cost.devices import CONSTANTS_VERSION, UnknownDevice
+from tests.strategies import examples
 
 KIB = 256  # float32 elements of 1024 bytes
 
@@ -177,7 +178,7 @@ def test_peaks_repeat_exactly() -> None:
     assert tensors.pop() < found[0].peak_bytes
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), min_size=1, max_size=15))
 def test_any_program_of_allocations_and_frees(program: list[tuple[bool, int]]) -> None:
     """The oracle is a sum that is kept by hand."""

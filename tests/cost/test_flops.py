@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,6 +15,7 @@ from magis.cost.families import FAMILIES, family, name_of
 from magis.cost.flops import Work, work
 from magis.ir.types import Op, Ref, Value
 from tests.cost.recording import record
+from tests.strategies import examples
 
 MATRIX = {"matmul", "conv", "conv_backward", "attention", "attention_backward"}
 
@@ -35,7 +36,7 @@ def ours_and_torchs(fn: Callable[[], object]) -> tuple[int, int]:
 small = st.integers(1, 6)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(small, small, small, small)
 def test_products_count_as_in_torch(batch: int, rows: int, inner: int, columns: int) -> None:
     def fn() -> None:
@@ -48,7 +49,7 @@ def test_products_count_as_in_torch(batch: int, rows: int, inner: int, columns: 
     assert ours == torchs
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans(),
     st.integers(3, 6),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 from magis.ir import Graph, parse, verify
@@ -15,7 +15,7 @@ from magis.rewrite.normalize import functionalize
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import FORWARD, NETS, Block, Net, rows
 from tests.oracles import captured, differences, graph_step, history, interpret, same
-from tests.strategies import adversarial_orders, programs, reordered
+from tests.strategies import adversarial_orders, examples, programs, reordered
 
 SPLIT = """magis graph 1
 storage 0 generator 0
@@ -146,7 +146,7 @@ def test_the_numbers_stay(name: str) -> None:
     assert after.persistent_bytes() == graph.persistent_bytes()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(programs())
 def test_the_numbers_of_programs_stay_in_every_order(net: Net) -> None:
     built = net.build()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.schedule.window import WIDEST, best_order, window_orders
@@ -14,6 +14,7 @@ from magis.simulate.events import DROP
 from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer
 from tests.simulate.plans import plans, problems, random_order
+from tests.strategies import examples
 
 
 def base(problem: Problem) -> np.ndarray:
@@ -35,7 +36,7 @@ def legal_orders(problem: Problem) -> list[np.ndarray]:
     ]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(problems(6, blocks=False))
 def test_a_window_over_everything_finds_the_best_order_of_all(problem: Problem) -> None:
     plain = build_problem(  # without in-place re-use, whose use depends on the order
@@ -58,7 +59,6 @@ def test_a_window_over_everything_finds_the_best_order_of_all(problem: Problem) 
     assert min([now, *found]) == best
 
 
-@settings(max_examples=200)
 @given(plans(), st.integers(2, WIDEST))
 def test_windows_keep_every_hazard(plan: tuple[Problem, np.ndarray, np.ndarray], width: int) -> None:
     problem, order, flags = plan
