@@ -49,8 +49,8 @@ lint: $(READY)  ## check style only
 types: $(READY)  ## check types only
 	$(BIN)/mypy
 
-soak: $(READY)  ## run the tests that take minutes, with fresh random examples
-	$(BIN)/pytest -m soak --hypothesis-profile=soak $(ARGS)
+soak: $(READY)  ## run the tests that take an hour or two, with thousands of fresh examples
+	$(BIN)/pytest -n $(WORKERS) -m soak --hypothesis-profile=soak $(ARGS)
 
 bench: $(READY)  ## run every benchmark and print its table
 	@set -e; for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python "$$program"; done
