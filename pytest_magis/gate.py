@@ -41,6 +41,8 @@ class Gate:
     """By case name: a case that ran again (reruns) counts once, as it ended."""
     lines: list[str] = field(default_factory=list)
     """What was written, and what could not be; for the summary."""
+    workers_ready: int = 0
+    """Workers of pytest-xdist that have collected."""
 
     def baseline(self, planned: PlannedCase) -> tuple[Path, ModelBaseline | None]:
         """The file that holds a case's baseline, and what it held when the run began."""

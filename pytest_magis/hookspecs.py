@@ -48,5 +48,6 @@ def pytest_magis_run_case(
 
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
     the plan is the same on every machine; both are None without one. `progress` takes one short line of text to show
-    on a terminal; None where there is none. Errors of magis fail the case in one line.
+    on a terminal; None where there is none. Errors of magis fail the case in one line. Without a further
+    implementation, models that magis cannot capture end the run before its first case; with one, they fail their case.
     """

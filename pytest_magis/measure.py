@@ -15,7 +15,7 @@ from magis.results import Case, CaseResult
 if TYPE_CHECKING:
     from magis.api import Bench
 
-__all__ = ["devices", "measure", "run_with_magis"]
+__all__ = ["check_with_magis", "devices", "measure", "run_with_magis", "runs_every_case"]
 
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
@@ -50,17 +50,35 @@ def run_with_magis(
     progress: Callable[[str], None] | None,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
-    from magis.api import Bench, run_case
+    from magis.api import run_case
 
-    if _BENCH not in config.stash:
-        config.stash[_BENCH] = Bench()
     return run_case(
         case,
-        cache=config.stash[_BENCH],
+        cache=_bench(config),
         planning_workspaces=planning_workspaces,
         expected_graph=expected_graph,
         progress=progress,
     )
+
+
+def check_with_magis(case: Case, config: pytest.Config, *, keep: bool) -> None:
+    """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
+    from magis.api import check_case
+
+    check_case(case, cache=_bench(config) if keep else None)
+
+
+def runs_every_case(config: pytest.Config) -> bool:
+    """Whether no other plugin might run a case: `run_with_magis` then runs all of them."""
+    return len(config.hook.pytest_magis_run_case.get_hookimpls()) == 1
+
+
+def _bench(config: pytest.Config) -> Bench:
+    from magis.api import Bench
+
+    if _BENCH not in config.stash:
+        config.stash[_BENCH] = Bench()
+    return config.stash[_BENCH]
 
 
 def devices() -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +13,7 @@ from pytest_magis import hookspecs, options
 from pytest_magis.gate import Gate, prepare
 from pytest_magis.measure import devices, run_with_magis
 from pytest_magis.outputs.terminal import summary
+from pytest_magis.precheck import check_factories
 from pytest_magis.strategies import BUILT_IN, Strategy
 from pytest_magis.suite import Suite
 from pytest_magis.workers import group_by_model
@@ -74,6 +75,29 @@ def pytest_make_collect_report(
     if gate is not None and isinstance(collector, pytest.Session) and report.passed:
         report.result = [*report.result, Suite.build(collector, gate)]
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Refuse users' own models that no case could run; workers leave that to the process that has the terminal."""
+    gate = session.config.stash.get(_GATE, None)
+    if gate is None or gate.is_worker or session.config.option.collectonly or session.testsfailed:
+        return
+    check_factories(session.config, gate, [item.nodeid for item in session.items], keep=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: Sequence[str]) -> None:
+    """The same under pytest-xdist, where the process that has the terminal learns here which cases were chosen.
+
+    Only once all workers are idle: ending one that still collects takes ten seconds.
+    """
+    gate = node.config.stash.get(_GATE, None)
+    if gate is None:
+        return
+    gate.workers_ready += 1
+    if gate.workers_ready == node.workerinput["workercount"]:
+        check_factories(node.config, gate, ids, keep=False)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -13,6 +13,7 @@ import pandas as pd  # noqa: F401  (loaded here, once: inner runs in this proces
 import pytest
 
 CORE = Path(__file__).with_name("fake_core.py")
+OWN_NETS = Path(__file__).with_name("own_nets.py")
 PLUGINS = ("-p", "pytest_magis.plugin", "-p", "xdist.plugin")
 
 
@@ -24,6 +25,13 @@ class Gate:
         self.root = pytester.path
         pytester.syspathinsert()
         shutil.copyfile(CORE, self.root / "conftest.py")
+        self.is_real = False
+
+    def use_real_core(self) -> None:
+        """From now on `magis.api` runs the cases, each run in a process of its own; `own_nets` is there to be gated."""
+        (self.root / "conftest.py").unlink()
+        shutil.copyfile(OWN_NETS, self.root / OWN_NETS.name)
+        self.is_real = True
 
     def extend_conftest(self, text: str) -> None:
         with (self.root / "conftest.py").open("a", encoding="utf-8") as stream:
@@ -31,6 +39,8 @@ class Gate:
 
     def __call__(self, *args: str, workers: int = 0) -> pytest.RunResult:
         parallel = ("-n", str(workers)) if workers else ()
+        if self.is_real:
+            return self.in_subprocess(*parallel, *args)
         return self.pytester.runpytest_inprocess(*PLUGINS, *parallel, *args)
 
     def in_subprocess(self, *args: str) -> pytest.RunResult:
@@ -60,12 +70,13 @@ class Gate:
         return found
 
     def files(self) -> dict[str, bytes | None]:
-        """Every file and directory with its content, caches left out."""
-        skipped = {".pytest_cache", "__pycache__"}
+        """Every file and directory with its content, caches and what pytester leaves left out."""
+        skipped = {".pytest_cache", "__pycache__", "stdout", "stderr"}
         return {
             str(path.relative_to(self.root)): path.read_bytes() if path.is_file() else None
             for path in sorted(self.root.rglob("*"))
             if not skipped & set(path.relative_to(self.root).parts)
+            and not path.relative_to(self.root).parts[0].startswith("runpytest-")
         }
 
     def refuses(self, *args: str, workers: int = 0) -> str:

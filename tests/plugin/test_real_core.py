@@ -6,7 +6,7 @@ ARGUMENTS = ("--magis-models=mlp", "--magis-device=sim:rtx3090", "--magis-preset
 
 
 def test_a_run_is_accepted_and_comes_again(gate):
-    (gate.root / "conftest.py").unlink()
+    gate.use_real_core()
     gate.in_subprocess(*ARGUMENTS, "--magis-update=new").assert_outcomes(passed=3)
     first = gate.rows()
     result = gate.in_subprocess(*ARGUMENTS, "-n2")
@@ -23,7 +23,7 @@ def test_a_run_is_accepted_and_comes_again(gate):
 
 
 def test_devices_are_asked_for(gate):
-    (gate.root / "conftest.py").unlink()
+    gate.use_real_core()
     result = gate.in_subprocess("--magis-models=mlp", "--magis-device=sim:abacus", "--collect-only")
     assert result.ret == 4
     (line,) = [line for line in result.stderr.str().splitlines() if line]

@@ -1,0 +1,64 @@
+"""Users' own models are looked at before the first case runs: what is wrong with one ends the run as bad input does.
+
+Options are checked when pytest is configured; that a factory's module branches on its data, lies on another device or
+mixes data types is found only by building, capturing and running it. That would cost seconds in runs that need no
+such model (`--collect-only`, a deselected case, a file's own tests), so it waits until the cases are chosen.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+
+import pytest
+
+from magis.errors import CaptureError, UsageError
+from magis.models.names import is_factory
+from pytest_magis.gate import Gate
+from pytest_magis.measure import check_with_magis, runs_every_case
+from pytest_magis.outputs.progress import progress_line
+from pytest_magis.plan import PREFIX, PlannedCase
+
+__all__ = ["check_factories"]
+
+
+def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
+    """Check the model of every chosen case that a factory makes. Raises pytest.UsageError in one line.
+
+    Nothing is checked where another plugin may run the case, which may support what magis does not. `keep` says
+    whether the cases run in this process, and may use the captures again.
+    """
+    if not runs_every_case(config):
+        return
+    for planned in _distinct(gate.cases, node_ids):
+        with progress_line(config, planned.model) as progress, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the case gives them again
+            if progress is not None:
+                progress("checking the model")
+            problem = _problem(config, planned, keep=keep)
+        if problem is not None:
+            raise pytest.UsageError(problem)
+
+
+def _distinct(cases: Collection[PlannedCase], node_ids: Collection[str]) -> Iterator[PlannedCase]:
+    """One chosen case of each factory; two where one of them wraps the model's blocks, since that is a capture more."""
+    chosen = {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}  # --dist=loadgroup appends "@<group>"
+    seen = set()
+    for planned in cases:
+        key = (planned.model, planned.case.strategy == "checkpoint")
+        if is_factory(planned.case.model) and f"{PREFIX}{planned.name}" in chosen and key not in seen:
+            seen.add(key)
+            yield planned
+
+
+def _problem(config: pytest.Config, planned: PlannedCase, *, keep: bool) -> str | None:
+    call = pytest.CallInfo.from_call(
+        lambda: check_with_magis(planned.case, config, keep=keep),
+        when="setup",
+        reraise=(KeyboardInterrupt, pytest.exit.Exception),
+    )
+    error = None if call.excinfo is None else call.excinfo.value
+    if not isinstance(error, (UsageError, CaptureError)):
+        return None  # fine, or a defect: the case meets it again and shows all of it
+    text = str(error)
+    return text if text.startswith(f"{planned.case.model}:") else f"{planned.model}: {text}"

@@ -1,0 +1,88 @@
+"""What is found out about a model before its first case runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from magis.api import Bench, check_case
+from magis.api.subject import Subject
+from magis.errors import CaptureError, MagisError, UsageError
+from magis.results import Case
+
+NETS = "tests.plugin.own_nets"
+BRANCHES = r"the step depends on the data of a tensor \(.*\) in module '\(root\)' at own_nets\.py:\d+; replace"
+ADDMM = r"mixed data types: aten\.addmm\.default in module '\(root\)' is given float32 and int64; the step must run"
+MM = r"mixed data types: aten\.mm\.default in module '\(root\)' is given float32 and float64; the step must run"
+DEVICES = r"FakeTensorDeviceMismatchError in module '\(root\)' at own_nets\.py:\d+: .* cpu and meta"
+NORM = r"RuntimeError at own_nets\.py:\d+ in eager mode: mixed dtype \(CPU\).*; the step must run eagerly"
+EVERYWHERE = ("cpu", "sim:rtx3090")
+
+
+def case(model: str, device: str = "cpu", strategy: str = "eager", **more: object) -> Case:
+    return Case(model if ":" in model else f"{NETS}:{model}", strategy, device, "small", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("branches", CaptureError, BRANCHES),
+        ("on_meta", CaptureError, r"weight is on device meta; pass the module and its batch on the CPU"),
+        ("on_two_devices", CaptureError, r"1\.weight is on device meta; pass the module"),
+        ("across_devices", CaptureError, DEVICES),
+        ("two_types", CaptureError, r"mixed data types: 0\.weight is float32, 1\.weight is float64; convert"),
+        ("other_input", CaptureError, r"mixed data types: weight is float32, input 0 is float64; convert"),
+        ("whole_input", CaptureError, ADDMM),
+        ("mixed_product", CaptureError, MM),
+        ("mixed_conv", CaptureError, r"Input type .* should be the same"),
+        ("raises", UsageError, r"own_nets:raises: the factory failed: OSError: no such checkpoint anywhere"),
+        ("returns_nothing", UsageError, r"own_nets:returns_nothing: the factory returned a NoneType; return"),
+        ("nosuch", UsageError, r"own_nets has no attribute 'nosuch'"),
+        (f"{NETS}.nosuch:net", UsageError, r"cannot import tests\.plugin\.own_nets\.nosuch: ModuleNotFoundError"),
+    ],
+)
+def test_each_kind_of_mistake_is_one_line(device: str, model: str, error: type[MagisError], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        check_case(case(model, device))
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_the_real_kernels_refuse_is_found_where_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaptureError, match=NORM):
+        check_case(case("mixed_norm"))
+    check_case(case("mixed_norm", "sim:rtx3090"))
+    monkeypatch.setattr("magis.api.subject.free_device_memory", lambda _device: 1000)
+    check_case(case("mixed_norm"))
+
+
+def test_a_factory_that_fails_only_for_real_is_found_where_steps_run() -> None:
+    with pytest.raises(UsageError, match="own_nets:raises_for_real: the factory failed: OSError: no such data"):
+        check_case(case("raises_for_real"))
+    check_case(case("raises_for_real", "sim:rtx3090"))
+
+
+def test_data_types_that_eager_mixes_are_no_mistake() -> None:
+    for device in EVERYWHERE:
+        check_case(case("embeds", device))
+
+
+def test_blocks_must_be_named_where_they_are_wrapped() -> None:
+    check_case(case("tests.api.nets:blocks", strategy="checkpoint"))
+    with pytest.raises(UsageError, match="no_blocks' names no blocks to checkpoint; list them in"):
+        check_case(case("tests.api.nets:no_blocks", strategy="checkpoint"))
+
+
+def test_the_data_type_asked_for_is_the_one_that_must_run() -> None:
+    check_case(case("sound", dtype="bfloat16"))
+    check_case(case("mixed_norm", dtype="float64"))  # where nothing is mixed any more
+    with pytest.raises(CaptureError, match=NORM):
+        check_case(case("mixed_norm", dtype="float32"))
+
+
+def test_captures_are_kept_for_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    check_case(case("sound"), cache=bench)
+    captured = bench.subject(case("sound", strategy="magis", memory_ratio=0.8)).captured
+    monkeypatch.setattr(Subject, "_captured", None)  # a further capture would fail
+    check_case(case("sound"), cache=bench)
+    assert bench.subject(case("sound")).captured is captured

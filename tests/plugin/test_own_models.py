@@ -1,0 +1,120 @@
+"""`--magis-models=package.module:factory` on the real core: what only building, capturing or running can find.
+
+Each inner run loads torch; the kinds of mistakes are all told apart, in one process, in tests/api/test_check.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+BAD = {
+    "own_nets:branches": "own_nets:branches: the step depends on the data of a tensor (*) in module * at own_nets.py:*",
+    "own_nets:on_two_devices": "own_nets:on_two_devices: 1.weight is on device meta; *",
+    "own_nets:two_types": "own_nets:two_types: mixed data types: 0.weight is float32, 1.weight is float64; convert *",
+    "own_nets:mixed_norm": "own_nets:mixed_norm: RuntimeError at own_nets.py:* in eager mode: mixed dtype *",
+    "own_nets:raises": "own_nets:raises: the factory failed: OSError: no such checkpoint anywhere",
+    "own_nets:nosuch": "own_nets:nosuch: own_nets has no attribute 'nosuch'",
+    "own_nets.nosuch:net": "own_nets.nosuch:net: cannot import own_nets.nosuch: ModuleNotFoundError: *",
+}
+ON_CPU = ("--magis-device=cpu", "--magis-update=new")
+SIMULATED = ("--magis-device=sim:rtx3090", "--magis-strategies=eager", "--magis-update=new")
+
+
+def refused(gate, model, *, workers=0):
+    line = gate.refuses(f"--magis-models=own_nets:sound,{model}", *ON_CPU, workers=workers)
+    pytest.LineMatcher([line]).fnmatch_lines([f"ERROR: {BAD[model]}"])
+
+
+@pytest.mark.parametrize("model", BAD)
+def test_a_bad_model_is_one_line_and_nothing_is_written(gate, model):
+    gate.use_real_core()
+    refused(gate, model)
+
+
+@pytest.mark.parametrize("model", ["own_nets:branches", "own_nets:mixed_norm"])
+def test_the_same_under_xdist(gate, model):
+    gate.use_real_core()
+    refused(gate, model, workers=2)
+
+
+def test_however_cases_are_distributed(gate):
+    gate.use_real_core()
+    line = gate.refuses("--magis-models=own_nets:raises", *ON_CPU, "--dist=loadgroup", workers=2)
+    assert "the factory failed" in line
+
+
+def test_blocks_to_checkpoint_must_be_named(gate):
+    gate.use_real_core()
+    line = gate.refuses("--magis-models=own_nets:sound", "--magis-strategies=eager,checkpoint", *ON_CPU)
+    assert line.startswith("ERROR: own_nets:sound: model 'own_nets:sound' names no blocks to checkpoint")
+
+
+def test_models_of_other_projects_are_looked_at_under_their_own_name(gate):
+    gate.use_real_core()
+    hook = "def pytest_magis_models(config):\n    return {'ours': 'own_nets:branches'}\n"
+    (gate.root / "conftest.py").write_text(hook)
+    assert gate.refuses("--magis-models=ours", *SIMULATED).startswith("ERROR: ours: the step depends on the data")
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ["--deselect=magis::own_nets:branches[eager]"],
+        ["magis::own_nets:sound[eager]"],
+        ["-k", "not branches", "-n2"],
+    ],
+    ids=["deselect", "node-id", "k-n2"],
+)
+def test_a_model_that_is_not_chosen_does_no_harm(gate, choice):
+    gate.use_real_core()
+    gate("--magis-models=own_nets:sound,own_nets:branches", *SIMULATED, *choice).assert_outcomes(
+        passed=1, deselected=0 if "-n2" in choice or choice[0].startswith("magis::") else 1
+    )
+    assert [row["name"] for row in gate.rows()] == ["own_nets:sound"]
+
+
+def test_listing_the_cases_builds_no_model(gate, node_ids):
+    gate.use_real_core()
+    result = gate("--magis-models=own_nets:raises", *SIMULATED, "--collect-only", "-q")
+    assert node_ids(result) == ["magis::own_nets:raises[eager]"]
+    assert result.ret == 0
+
+
+def test_a_file_that_cannot_be_collected_is_reported_first(gate):
+    gate.use_real_core()
+    (gate.root / "test_broken.py").write_text("import no_such_module\n")
+    result = gate("--magis-models=own_nets:branches", *SIMULATED, "test_broken.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert "no_such_module" in result.stdout.str()
+
+
+def test_what_is_no_bad_input_is_left_to_the_case(gate):
+    gate.use_real_core()
+    result = gate("--magis-models=own_nets:leaves", *SIMULATED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*SystemExit: this factory gives up*"])
+    assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
+
+
+def test_another_plugin_may_run_what_magis_refuses(gate):
+    gate.use_real_core()
+    hook = """
+def pytest_magis_run_case(case):
+    raise RuntimeError(f"asked for {case.model}")
+"""
+    (gate.root / "conftest.py").write_text(hook)
+    result = gate("--magis-models=own_nets:branches", *SIMULATED)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*RuntimeError: asked for own_nets:branches*"])
+
+
+def test_an_operator_that_nobody_declared_runs(gate, workers):
+    gate.use_real_core()
+    arguments = ("--magis-models=own_nets:undeclared", "--magis-memory-ratios=0.8", "--magis-budget=500", *ON_CPU)
+    gate(*arguments, workers=workers).assert_outcomes(passed=2)
+    eager, optimized = gate.rows()
+    assert eager["name"] == "own_nets:undeclared"
+    assert optimized["numbers"] == "bit-identical"
+    assert optimized["opt-is-prof-result"] == "True"
+    assert optimized["opt-memory"] == optimized["opt-simul-memory"]
+    assert int(optimized["opt peak bytes"]) <= 0.8 * int(eager["ori peak bytes"])
