@@ -155,11 +155,8 @@ def adaptive_pool(call: Call) -> Labels | str:
 def resize(call: Call) -> Labels | str:
     """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
     rank = _rank(call)
-    sized = call.arg(1, "output_size") is not None
-    places = _repeated(call, call.shape(0), call.shape_of_output(), rank, 2)
-    labels: Dims = ["n", "c", *(places if sized or call.overload == "vec" else [None] * rank)]
-    literals: dict[Path, str] = {(1, index): f"s{index}" for index in range(rank)} if sized else {}
-    return Labels({(0,): labels}, [labels], literals)
+    labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
+    return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
 
 
 def resize_backward(call: Call) -> Labels | str:
@@ -180,8 +177,8 @@ def _repeated(call: Call, small: Sequence[int], large: Sequence[int], rank: int,
     for index in range(rank):
         before, after = small[index + 2], large[index + 2]
         times = after // max(1, before)
-        asked = call.arg(scales + index) if call.overload == "default" else None
-        exact = times > 0 and times & (times - 1) == 0 and after == before * times and asked in (None, times)
+        exact = times > 0 and times & (times - 1) == 0 and after == before * times
+        exact = exact and call.overload == "default" and call.arg(scales + index) in (None, times)
         labels.append(f"s{index}" if "nearest" in call.name and exact else None)
     return labels
 
@@ -210,7 +207,7 @@ RULES: dict[str, Rule] = {
     **rows(convolution_backward, "convolution_backward convolution_backward_overrideable"),
     **rows(max_pool, "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward"),
     **rows(max_pool, "max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool3d"),
-    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d max_pool2d"),
+    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d"),
     **rows(average_pool, "avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward"),
     **rows(adaptive_pool, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d"),
     **rows(adaptive_pool, "_adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),

@@ -206,7 +206,7 @@ RULES: dict[str, Rule] = {
     **rows(index_along, "index_add index_copy index_fill index_reduce"),
     **rows(index, "index _unsafe_index"),
     **rows(index_put, "index_put _unsafe_index_put _index_put_impl"),
-    **rows(cat, "cat concat concatenate"),
+    **rows(cat, "cat"),
     **rows(stack, "stack"),
     **rows(pad, "constant_pad_nd"),
     **rows(pad_planes, "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeAlias
 
+from magis.aten.facts import is_view
 from magis.aten.splits.types import Path, Split
 from magis.ir.types import Arg, Op, Ref, Value
 
@@ -127,35 +128,51 @@ def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
 
 def _split(call: Call, labels: Labels, label: str) -> Split | None:
     """The split that cuts everything with that label; None where the call does not allow it."""
-    inputs = tuple(_dimension(labels.inputs.get(path, ()), label) for path in call.tensors)
+    inputs = tuple(_place(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
     sizes = [value.shape[dim] for value, dim in zip(call.tensors.values(), inputs, strict=True) if dim is not None]
-    given = {value.storage for value in call.tensors.values()}
     outputs: list[int | str | None] = []
     for index, value in enumerate(call.outputs):
-        dim = _dimension(labels.outputs[index], label) if index < len(labels.outputs) else None
         if value is None:
             outputs.append(None)
-        elif dim is not None:
-            outputs.append(dim)
-            sizes.append(value.shape[dim])
-        elif value.numel == 0:
-            outputs.append("same")
-        else:
-            how = labels.combine.get(label)
-            how = how if how is None or isinstance(how, str) else how[index]
-            # memory that the parts share would be written by each of them
-            if how is None or value.storage in given:
-                return None
-            outputs.append(how)
+            continue
+        dim = _place(value, labels.outputs[index], label)
+        how = labels.combine.get(label) if value.numel else "same"
+        how = how if how is None or isinstance(how, str) else how[index]
+        joined = how if dim is None else dim
+        if joined is None or not _apart(call, value, joined, inputs):
+            return None
+        outputs.append(joined)
+        sizes += [] if dim is None else [value.shape[dim]]
     paths = _literals(call, labels, label)
-    if paths is None or 0 in sizes:
+    if paths is None:
         return None
     extent = gcd(*sizes, *paths.values(), labels.limits.get(label, 0))
     return Split(inputs, tuple(outputs), tuple(paths), extent) if extent > 1 else None
 
 
-def _dimension(dims: Dims, label: str) -> int | None:
-    return next((index for index, found in enumerate(dims) if found == label), None)
+def _apart(call: Call, output: Value, joined: int | str, inputs: Sequence[int | None]) -> bool:
+    """Whether the parts write different elements where the output is on an input's memory.
+
+    A window on the input is no write. What is written in place must be cut there as it is joined; parts that each
+    wrote all of it would undo or repeat each other's work.
+    """
+    on_input = [
+        (value, cut)
+        for value, cut in zip(call.tensors.values(), inputs, strict=True)
+        if value.storage == output.storage
+    ]
+    if isinstance(joined, str):
+        return not on_input or output.numel == 0
+    if is_view(call.op.target):
+        return True
+    return all(
+        cut == joined for value, cut in on_input if value.shape == output.shape and value.offset == output.offset
+    )
+
+
+def _place(value: Value, dims: Dims, label: str) -> int | None:
+    """The dimension with that label; None where there is none, or no element along it."""
+    return next((index for index, found in enumerate(dims) if found == label and value.shape[index]), None)
 
 
 def _literals(call: Call, labels: Labels, label: str) -> dict[Path, int] | None:
@@ -167,7 +184,7 @@ def _literals(call: Call, labels: Labels, label: str) -> dict[Path, int] | None:
             continue
         arg: Arg = everything
         for position in path:
-            arg = arg[position] if isinstance(arg, tuple) and position < len(arg) else None
+            arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
         if not isinstance(arg, int) or isinstance(arg, bool) or arg < -1:
             return None
         if arg != -1:

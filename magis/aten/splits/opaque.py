@@ -22,8 +22,8 @@ RULES: dict[str, Rule] = {
     **rows(
         because("numbers depend on where they stand"), "arange range linspace logspace eye tril_indices triu_indices"
     ),
-    **rows(because("one number"), "scalar_tensor _local_scalar_dense item is_same_size sym_size sym_numel"),
-    **rows(because("how many elements there are depends on the contents"), "nonzero masked_select unique2 _unique2"),
+    **rows(because("one number"), "scalar_tensor _local_scalar_dense is_same_size"),
+    **rows(because("how many elements there are depends on the contents"), "nonzero masked_select _unique2"),
     **rows(because("bags of an embedding have lengths of their own"), "_embedding_bag _embedding_bag_forward_only"),
     **rows(because(RANDOM), "native_dropout _fused_dropout rrelu_with_noise rand rand_like randn randn_like randint"),
     **rows(because(RANDOM), "bernoulli normal uniform randperm multinomial randint_like exponential"),

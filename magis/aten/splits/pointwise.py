@@ -62,23 +62,23 @@ def _sized(call: Call, position: int) -> Labels | str:
 
 RULES: dict[str, Rule] = {
     # arithmetic and comparisons
-    **rows(pointwise, "add sub rsub mul div neg abs sign square pow sqrt rsqrt reciprocal exp exp2 expm1 log log2"),
+    **rows(pointwise, "add sub rsub mul div neg abs sign pow sqrt rsqrt reciprocal exp exp2 expm1 log log2"),
     **rows(pointwise, "log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh erf erfc erfinv lgamma digamma"),
     **rows(pointwise, "floor ceil round trunc frac fmod remainder floor_divide maximum minimum fmax fmin clamp"),
     **rows(pointwise, "clamp_min clamp_max eq ne lt le gt ge isnan isinf isfinite signbit logical_and logical_or"),
     **rows(pointwise, "logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not nan_to_num where"),
     **rows(pointwise, "masked_fill lerp addcmul addcdiv hypot copysign heaviside xlogy logaddexp logaddexp2 sgn"),
-    **rows(pointwise, "real imag conj _conj conj_physical _neg_view angle polar complex deg2rad rad2deg"),
+    **rows(pointwise, "real _conj conj_physical _neg_view angle polar complex deg2rad rad2deg"),
     # activations and their backward
-    **rows(pointwise, "relu relu6 threshold gelu silu mish sigmoid hardtanh hardswish hardsigmoid leaky_relu elu"),
-    **rows(pointwise, "softplus softshrink hardshrink logit log_sigmoid_forward celu selu _prelu_kernel"),
+    **rows(pointwise, "relu threshold gelu silu mish sigmoid hardtanh hardswish hardsigmoid leaky_relu elu"),
+    **rows(pointwise, "softplus softshrink hardshrink logit log_sigmoid_forward celu _prelu_kernel"),
     **rows(pointwise, "threshold_backward gelu_backward silu_backward mish_backward sigmoid_backward"),
     **rows(pointwise, "tanh_backward hardtanh_backward hardswish_backward hardsigmoid_backward"),
     **rows(pointwise, "leaky_relu_backward elu_backward softplus_backward softshrink_backward"),
     **rows(pointwise, "hardshrink_backward logit_backward log_sigmoid_backward _prelu_kernel_backward"),
     **rows(pointwise, "rrelu_with_noise_backward native_dropout_backward _masked_scale"),
     # copies and windows of the same shape
-    **rows(pointwise, "clone copy _to_copy contiguous detach alias lift lift_fresh lift_fresh_copy fill zero"),
+    **rows(pointwise, "clone copy _to_copy detach alias lift lift_fresh lift_fresh_copy fill zero"),
     **rows(pointwise, "detach_copy alias_copy"),
     # tensors made from another's shape, or from sizes
     **rows(pointwise, "zeros_like ones_like full_like empty_like"),

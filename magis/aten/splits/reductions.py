@@ -47,8 +47,9 @@ def _combination(call: Call) -> str | None:
 def _reduced(call: Call) -> set[int] | None:
     """The reduced dimensions, as the shapes of input and result tell them where no dimension is named."""
     shape, made = call.shape(0), call.shape_of_output()
-    position = 2 if call.name in ("linalg_vector_norm", "norm") else 1
-    asked = {wrapped(dim, len(shape)) for dim in call.integers(position, "dim")} if _names_dims(call) else set()
+    asked = (
+        {wrapped(dim, len(shape)) for dim in call.integers(_dim_position(call), "dim")} if _names_dims(call) else set()
+    )
     keeps = len(made) == len(shape)
     if not asked and made in ((), (1,) * len(shape)):
         return set(range(len(shape)))
@@ -58,10 +59,12 @@ def _reduced(call: Call) -> set[int] | None:
 
 def _names_dims(call: Call) -> bool:
     """Whether the call may name dimensions; `var(x, True)` has a flag in their place."""
-    position = 2 if call.name in ("linalg_vector_norm", "norm") else 1
-    found = call.arg(position, "dim")
-    items = found if isinstance(found, tuple) else (found,)
-    return not any(isinstance(item, bool) for item in items)
+    return not isinstance(call.arg(_dim_position(call), "dim"), bool)
+
+
+def _dim_position(call: Call) -> int:
+    """After the order of a norm, and after the k of a k-th value."""
+    return 2 if call.name in ("linalg_vector_norm", "norm", "kthvalue") else 1
 
 
 def elementwise_along(position: int, keyword: str = "dim", default: int = -1) -> Rule:
@@ -106,12 +109,12 @@ def halves(call: Call) -> Labels | str:
 
 RULES: dict[str, Rule] = {
     **rows(reduction, "sum nansum mean amax amin any all prod var std var_mean std_mean logsumexp norm argmax argmin"),
-    **rows(reduction, "linalg_vector_norm count_nonzero median mode aminmax nanmedian"),
+    **rows(reduction, "linalg_vector_norm count_nonzero median mode aminmax nanmedian kthvalue"),
     **rows(extremum, "max min"),
-    **rows(elementwise_along(1), "_softmax _log_softmax _safe_softmax softmax log_softmax cumsum cumprod"),
+    **rows(elementwise_along(1), "_softmax _log_softmax _safe_softmax cumsum cumprod"),
     **rows(elementwise_along(1), "logcumsumexp cummax cummin"),
     **rows(elementwise_along(1), "sort"),
-    **rows(elementwise_along(2), "topk kthvalue"),
+    **rows(elementwise_along(2), "topk"),
     **rows(elementwise_along(2), "_softmax_backward_data _log_softmax_backward_data"),
     **rows(flipped, "flip roll"),
     **rows(triangle, "tril triu"),
