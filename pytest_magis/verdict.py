@@ -23,6 +23,19 @@ PERMISSIONS = (NEW, BETTER, WORSE)
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 
+PROVEN, NOT_FOUND = "infeasible, proven", "no plan found"
+"""What an accepted case that misses its limit is called: no plan can meet it, or the search knows of none."""
+
+WIDEST = 1.5
+"""A baseline's own interval counts up to so many times the tolerance: with 0.04, a step that is a tenth slower and
+measured to within 0.02 is red whatever the baseline."""
+
+
+_ROUNDING = 0.51 * 10**-RATIO_DIGITS
+"""Of a stored latency ratio, either way."""
+
+_UNSURE = "unsure"
+
 
 @dataclass(frozen=True)
 class Tolerances:
@@ -75,27 +88,25 @@ def judge(
     measured = stored.measured.get(identity_key(result)) if stored else None
     foreign = stored is not None and measured is None
     stopped = result.search.stopped_by_seconds
-    findings = [
-        *_broken(result, foreign=foreign),
-        *_compared(result, stored, measured, tolerances, stopped=stopped),
-    ]
-    notes = list(_notes(result, stored, measured))
+    notes = list(_notes(result, stored, measured, tolerances))
+    broken = tuple(_broken(result, foreign=foreign))
+    if broken:  # nothing else matters: figures of a broken step are no figures
+        return Verdict(False, "FAIL broken", broken, tuple(notes))
+    findings = tuple(_compared(result, stored, measured, tolerances, stopped=stopped))
     kinds = {finding.kind for finding in findings}
-    if BROKEN in kinds:
-        return Verdict(False, "FAIL broken", tuple(findings), tuple(notes))
     if stopped:
         failed = WORSE in kinds
-        return Verdict(not failed, "FAIL worse" if failed else "not gated", tuple(findings), tuple(notes))
+        return Verdict(not failed, "FAIL worse" if failed else "not gated", findings, tuple(notes))
     if kinds and kinds <= permissions:
-        return Verdict(True, f"accepted {_words(kinds)}", tuple(findings), tuple(notes), store=True)
+        return Verdict(True, f"accepted {_words(kinds)}", findings, tuple(notes), store=True)
     if kinds - {BETTER}:
-        return Verdict(False, f"FAIL {_words(kinds - {BETTER})}", tuple(findings), tuple(notes))
+        return Verdict(False, f"FAIL {_words(kinds - {BETTER})}", findings, tuple(notes))
     # nothing to accept, or an improvement nobody asked to keep
     adopted = foreign and NEW in permissions and not kinds
     label = "pass, better" if kinds else "accepted new" if adopted else "pass"
     if label == "pass" and not result.search.feasible:
-        label = "infeasible"
-    return Verdict(True, label, tuple(findings), tuple(notes), store=adopted)
+        label = PROVEN if _is_proven(result) else NOT_FOUND
+    return Verdict(True, label, findings, tuple(notes), store=adopted)
 
 
 def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:
@@ -131,18 +142,41 @@ def _simulator_off(name: str, step: StepFigures, device: str, *, tensors_only: b
             return  # a wrong peak follows from wrong tensors: one line says it
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A difference, in full and as an addition to another one of its kind that comes first."""
+
+    kind: str
+    text: str
+    brief: str
+
+
 def _compared(
     result: CaseResult, stored: CaseBaseline | None, measured: Measured | None, tolerances: Tolerances, *, stopped: bool
 ) -> Iterator[Finding]:
+    """At most one finding about memory of each kind, and one about latency: a wider layer is one line, not three."""
     if stored is None:
         if not stopped:
             yield Finding(NEW, "no baseline")
         return
+    parts: dict[str, list[_Part]] = {}
+    for part in _memory_parts(result, stored, measured, tolerances.memory, stopped=stopped):
+        parts.setdefault(part.kind, []).append(part)
+    for kind, (first, *others) in parts.items():
+        yield Finding(kind, "; ".join([first.text, *(part.brief for part in others)]))
+    judged = None if stopped else _latency(result, measured, tolerances.latency)
+    if judged is not None and judged[0] in (WORSE, BETTER):
+        yield Finding(*judged)
+
+
+def _memory_parts(
+    result: CaseResult, stored: CaseBaseline, measured: Measured | None, tolerance: float, *, stopped: bool
+) -> Iterator[_Part]:
     yield from _memory(
         "original",
         (result.original_memory.tensor_bytes, stored.original_tensor_bytes),
         (result.original_memory.peak_bytes, measured.original_peak_bytes) if measured else None,
-        tolerances.memory,
+        tolerance,
     )
     if stopped:
         return
@@ -151,18 +185,18 @@ def _compared(
             "optimized",
             (result.memory.tensor_bytes, stored.optimized_tensor_bytes),
             (result.memory.peak_bytes, measured.optimized_peak_bytes) if measured else None,
-            tolerances.memory,
+            tolerance,
         )
     if stored.feasible and not result.search.feasible:
-        yield Finding(WORSE, f"the limit is no longer met: {_shortfall(result)}")
+        text = "the limit is no longer met"
+        yield _Part(WORSE, f"{text}: {_shortfall(result)}", text)
     elif result.search.feasible and not stored.feasible:
-        yield Finding(BETTER, "the limit is met now; the baseline says infeasible")
-    if measured is not None:
-        yield from _latency(result, measured, tolerances.latency)
+        text = "the limit is met now, the baseline says infeasible"
+        yield _Part(BETTER, text, text)
 
 
-def _memory(step: str, tensors: tuple[int, int], peaks: tuple[int, int] | None, tolerance: float) -> Iterator[Finding]:
-    """At most one finding of each kind: where tensor bytes changed, the peak follows and is not reported again."""
+def _memory(step: str, tensors: tuple[int, int], peaks: tuple[int, int] | None, tolerance: float) -> Iterator[_Part]:
+    """At most one part of each kind: where tensor bytes changed, the peak follows and is not reported again."""
     kinds = set()
     for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks)):
         if pair is None:
@@ -170,39 +204,65 @@ def _memory(step: str, tensors: tuple[int, int], peaks: tuple[int, int] | None, 
         seen, before = pair
         slack = int(before * Fraction(tolerance))  # exact: a float product loses bytes above 2**53
         if seen > before + slack:
-            found = Finding(WORSE, f"{step} {what}: {_against(seen, before + slack)}")
+            kind, text, share = WORSE, _against(seen, before + slack), _percent(seen, before + slack)
         elif seen < before - slack:
-            found = Finding(BETTER, f"{step} {what}: {seen:,}, baseline {before:,}, {_percent(seen, before)}")
+            kind, share = BETTER, _percent(seen, before)
+            text = f"{seen:,}, baseline {before:,}, {share}"
         else:
             continue
-        if found.kind not in kinds:
-            kinds.add(found.kind)
-            yield found
+        if kind not in kinds:
+            kinds.add(kind)
+            yield _Part(kind, f"{step} {what}: {text}", f"{step} {share}")
 
 
-def _latency(result: CaseResult, measured: Measured, tolerance: float) -> Iterator[Finding]:
-    """Red only if the whole interval lies above what is allowed: noise alone must not decide."""
+def _latency(result: CaseResult, measured: Measured | None, tolerance: float) -> tuple[str, str] | None:
+    """What the latency ratio is, WORSE, BETTER or _UNSURE, and why in words; None if it is as before, or not known.
+
+    The whole interval must lie beyond what is allowed: noise alone must not decide. It is unsure, and passes, where
+    only the interval of the baseline says that nothing got worse.
+    """
     ratio, low, high = latency(result)
-    before = measured.latency_ratio
-    if ratio is None or low is None or high is None or before is None:
-        return
+    before = measured.latency_ratio if measured else None
+    if measured is None or ratio is None or low is None or high is None or before is None:
+        return None
     seen = f"{ratio:.4f}" if low == high else f"{ratio:.3f} [{low:.3f}, {high:.3f}]"
-    rounding = 0.51 * 10**-RATIO_DIGITS  # of the stored ratio
-    allowed = before * (1 + tolerance)
-    if low > allowed + rounding:
-        text = f"{seen}, allowed {allowed:.3f} (baseline {before:g} + {tolerance:.3g}), {_percent(ratio, allowed)}"
-        yield Finding(WORSE, f"latency ratio (opt/ori): {text}")
-    elif high < before * (1 - tolerance) - rounding:
-        yield Finding(BETTER, f"latency ratio (opt/ori): {seen}, baseline {before:g}, {_percent(ratio, before)}")
+    plain = before * (1 + tolerance)
+    allowed, why = _allowed_latency(before, measured.latency_ratio_high, tolerance)
+    if low > allowed + _ROUNDING:
+        return WORSE, f"latency ratio (opt/ori): {seen}, allowed {allowed:.3f} ({why}), {_percent(ratio, allowed)}"
+    if low > plain + _ROUNDING:
+        beyond = f"latency ratio (opt/ori): {seen}, above {plain:.3f} (baseline {before:g} + {tolerance:.3g})"
+        return _UNSURE, f"{beyond}, but the interval of that baseline ends at {measured.latency_ratio_high:g}"
+    if high < before * (1 - tolerance) - _ROUNDING:
+        return BETTER, f"latency ratio (opt/ori): {seen}, baseline {before:g}, {_percent(ratio, before)}"
+    return None
 
 
-def _notes(result: CaseResult, stored: CaseBaseline | None, measured: Measured | None) -> Iterator[str]:
+def _allowed_latency(before: float, high: float | None, tolerance: float) -> tuple[float, str]:
+    """The latency ratio up to which a case passes, and where it comes from in words.
+
+    That is the stored ratio plus the tolerance; or, if that is more, where the interval ends that was measured with
+    it, since two measurements of one thing may lie at its two ends; but never more than WIDEST times the tolerance,
+    since a baseline that was measured on a busy machine would let anything pass.
+    """
+    plain, widest = before * (1 + tolerance), before * (1 + WIDEST * tolerance)
+    if high is None or high <= plain:
+        return plain, f"baseline {before:g} + {tolerance:.3g}"
+    if high <= widest:
+        return high, f"where the interval of the baseline {before:g} ends"
+    much = f"baseline {before:g} + {WIDEST:g} * {tolerance:.3g}"
+    return widest, f"{much}: its interval ends at {high:g}, which counts no further"
+
+
+def _notes(
+    result: CaseResult, stored: CaseBaseline | None, measured: Measured | None, tolerances: Tolerances
+) -> Iterator[str]:
     if result.note:
         yield " ".join(result.note.split())
     if result.search.stopped_by_seconds:
         yield "stopped by the cap in seconds: the optimized step is not gated"
     if not result.search.feasible:
-        yield f"infeasible: {_shortfall(result)}"
+        yield f"{PROVEN if _is_proven(result) else NOT_FOUND}: {_shortfall(result)}"
     if stored is not None and measured is None:
         yield (
             f"only tensor bytes are gated: the baseline has no measurement of this device ({identity_key(result)}); "
@@ -218,19 +278,29 @@ def _notes(result: CaseResult, stored: CaseBaseline | None, measured: Measured |
     if measured is not None and (latency(result)[0] is None) != (measured.latency_ratio is None):
         where = "the baseline" if measured.latency_ratio is None else "this run"
         yield f"latency is not gated: {where} has no latency ratio"
+    judged = None if result.search.stopped_by_seconds else _latency(result, measured, tolerances.latency)
+    if judged is not None and judged[0] == _UNSURE:
+        yield judged[1]
     asked, (ratio, low, _) = result.case.latency_ratio, latency(result)
     if asked is not None and ratio is not None and low is not None and low > asked and result.search.feasible:
         yield f"latency ratio {ratio:.3f} is above the limit of {asked:g} that was asked for"
+
+
+def _is_proven(result: CaseResult) -> bool:
+    """Whether no plan at all can meet the memory limit."""
+    return result.memory_limit_bytes is not None and result.lower_bound_bytes > result.memory_limit_bytes
 
 
 def _shortfall(result: CaseResult) -> str:
     """Why a limit is not met: below what any plan needs, or just not reached."""
     limit, bound = result.memory_limit_bytes, result.lower_bound_bytes
     if limit is None:
-        return "no plan within the latency limit was found"
-    if bound > limit:
+        return "the search found none within the latency limit"
+    if _is_proven(result):
         return f"the lower bound {bound:,} ({format_bytes(bound)}) exceeds the limit {limit:,} ({format_bytes(limit)})"
-    return f"best peak bytes {_against(result.memory.peak_bytes, limit)}; lower bound {bound:,}"
+    return (
+        f"best peak bytes {_against(result.memory.peak_bytes, limit)}; the lower bound {bound:,} does not rule it out"
+    )
 
 
 def _against(seen: int, allowed: int) -> str:

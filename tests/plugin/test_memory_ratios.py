@@ -60,12 +60,12 @@ def test_an_infeasible_limit_must_be_accepted_once(gate, workers):
     gate.fake(**{"bert[magis-mem0.2]": {"feasible": False}})
     arguments = ("--magis-models=bert", "--magis-memory-ratios=0.2")
     result = gate(*arguments)
-    result.stdout.fnmatch_lines(["note: infeasible: the lower bound * exceeds the limit *"])
+    result.stdout.fnmatch_lines(["note: infeasible, proven: the lower bound * exceeds the limit *"])
     result.assert_outcomes(failed=2)
     gate.accept(*arguments)
     result = gate(*arguments, workers=workers)
     result.assert_outcomes(passed=2)
-    assert [row["verdict"] for row in gate.rows()] == ["pass", "infeasible"]
+    assert [row["verdict"] for row in gate.rows()] == ["pass", "infeasible, proven"]
     assert gate.rows()[1]["feasible"] == "False"
 
 
