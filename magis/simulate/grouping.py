@@ -25,7 +25,7 @@ def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
     """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
 
-    What they write must not matter to any operator that does not float, which could not wait for them.
+    What they write or make must not matter to any operator that does not float, which could not wait for them.
     """
     found = set()
     for op in graph.ops:
@@ -36,10 +36,13 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
             found.add(op.id)
     # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
     met: set[tuple[int, int]] = set()
+    taken: set[int] = set()
     for op in reversed(graph.ops):
-        if op.id in found and not any((storage, version) in met for storage, version in op.writes):
+        free = met.isdisjoint(op.writes) and taken.isdisjoint(op.made())
+        if free and (op.id in found or op.id in views):
             continue
         found.discard(op.id)
+        taken.update(op.inputs())
         met.update(op.reads)
         met.update((storage, version - 1) for storage, version in op.writes)
     return found
@@ -64,6 +67,7 @@ def _blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
 
 def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
     """Operators one by one, but runs of them that make a storage and then write only to it as one node."""
+    last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
     groups: list[Group] = []
     position = 0
     while position < len(ops):
@@ -71,8 +75,8 @@ def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
         made = {graph.values[value].storage for value in ops[position].made()}
         while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
             end += 1
-        complete = not any(_writes(op, made) for op in ops[end:]) if end > position + 1 else True
-        end = end if complete else position + 1
+        if any(last_write.get(storage, 0) >= end for storage in made):  # not complete: somebody else writes, too
+            end = position + 1
         groups.append(tuple(ops[position:end]))
         position = end
     return tuple(groups)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from magis.ir import Graph, Op, Value, parse, verify
+from magis.ir import Graph, Op, Ref, Value, parse, verify
 from magis.rewrite.normalize import functionalize
 from magis.simulate.compile import GENERATOR_NS, Compiled, compile_problem, redo_form, reusable
 from magis.simulate.evaluator import check_order, evaluate
@@ -124,6 +124,18 @@ def test_the_rows_of_a_step() -> None:
     assert problem.xfer_ns_per_byte == 0.5
 
 
+def test_the_scratch_of_a_node_is_that_of_its_worst_operator() -> None:
+    """Beside what it takes and makes: noise is drawn with more scratch than it is allocated or divided with."""
+
+    class Scratch(Bytes):
+        def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+            return {3: 1, 4: 7, 5: 2}.get(op.id, 0)
+
+    problem = compile_problem(step(), Scratch()).problem
+    assert problem.node_ws.tolist() == problem.redo_ws.tolist() == [0, 7, 0, 0, 0]
+    assert not problem.node_tensor.any()
+
+
 def test_the_rows_of_blocks() -> None:
     """The gradient is read by the second of three operators: before, it counts beside what the block makes."""
     problem = compiled().problem
@@ -231,6 +243,19 @@ def test_what_may_not_be_repeated() -> None:
     assert problem.extras(4).tolist() == [1, 2]  # readers of what it overwrites
 
 
+def test_nothing_is_repeated_of_a_node_that_makes_a_pinned_storage() -> None:
+    """Though its other output could be copied: the node would make both anew."""
+    graph = change_op(step(), 7, outputs=(13, 14), many=True)
+    graph = replace(graph, ops=graph.ops[:8])
+    assert compiled(graph).problem.redo_ok.tolist() == [True, True, True, True]
+    write = Op(8, "aten.mul_.Tensor", (Ref(14), 2.0), (), (30,), reads=((14, 0),), writes=((14, 1),))
+    graph = replace(graph, ops=(*graph.ops, write), values={**graph.values, 30: replace(graph.values[14], id=30)})
+    verify(graph)
+    problem = compiled(graph).problem
+    assert problem.pinned.tolist() == [False, False, False, False, True]
+    assert problem.redo_ok.tolist() == [True, True, True, False, False]
+
+
 def test_nodes_keep_the_order_of_hazards() -> None:
     net = NETS["stale-views"].build()
     found = compile_problem(captured(net).graph, Costs(captured(net).graph))
@@ -269,6 +294,29 @@ def test_an_update_that_is_read_afterwards_stays() -> None:
     graph = step()
     _, blocks = split(replace(graph, ops=(*graph.ops, late)))
     assert ids(blocks) == [[0], [10]]  # nor does the operator that it reads from float
+
+
+def test_what_an_update_that_stays_takes_stays() -> None:
+    """Directly or through a view; a temporary storage has no version to meet."""
+    graph = step()
+    ops = [*graph.ops, Op(12, "aten.sum.default", graph.ops[11].args[:1], (), (), reads=((1, 1),))]
+    ops[11] = replace(ops[11], args=(ops[11].args[0], Ref(20)), reads=((1, 0), (15, 0)))
+    assert ids(split(replace(graph, ops=tuple(ops)))[1]) == [[0]]
+    values = {**graph.values, 21: replace(graph.values[20], id=21)}
+    view = Op(13, "aten.view.default", (Ref(20), (200,)), (), (21,), phase="update")
+    ops[11] = replace(ops[11], args=(ops[11].args[0], Ref(21)))
+    assert ids(split(replace(graph, ops=(*ops[:11], view, *ops[11:]), values=values))[1]) == [[0]]
+    # a view that only updates take holds nothing back
+    assert ids(split(replace(graph, ops=(*ops[:11], view, ops[11]), values=values))[1]) == [[0], [9, 10, 11]]
+
+
+def test_updates_that_return_nothing_share_a_block() -> None:
+    """A fused operator may write a weight and its moments without a word; who reads those must come after it."""
+    graph = step()
+    first = replace(graph.ops[9], outputs=(), args=(graph.ops[9].args[0], 0.9))
+    second = replace(graph.ops[11], args=(graph.ops[11].args[0], graph.ops[9].args[0]), outputs=())
+    graph = replace(graph, ops=(*graph.ops[:9], first, second))
+    assert ids(split(graph)[1]) == [[0], [9, 11]]
 
 
 def test_buffers_that_the_forward_reads_are_written_in_time() -> None:
