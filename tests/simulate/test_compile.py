@@ -310,6 +310,32 @@ def test_what_an_update_that_stays_takes_stays() -> None:
     assert ids(split(replace(graph, ops=(*ops[:11], view, ops[11]), values=values))[1]) == [[0], [9, 10, 11]]
 
 
+def test_noise_in_a_buffer_is_drawn_in_its_turn() -> None:
+    """It feeds nobody, but it comes after all random numbers before it."""
+    graph = step()
+    noise = replace(
+        graph.ops[0], target="aten.random_.default", random=True, reads=((0, 1), (3, 0)), writes=((0, 2), (3, 1))
+    )
+    graph = replace(graph, ops=(*graph.ops[1:8], noise, *graph.ops[8:]))
+    verify(graph)
+    nodes, blocks = split(graph)
+    assert [0] in ids(nodes)
+    assert ids(blocks) == [[9, 10, 11]]
+    assert compiled(graph).problem.extras(4).tolist() == [1]
+
+
+def test_views_belong_to_nobody() -> None:
+    """Not even where only updates take them."""
+    graph = step()
+    values = {**graph.values, 21: replace(graph.values[1], id=21), 22: replace(graph.values[20], id=22)}
+    views = [
+        Op(13, "aten.view.default", (Ref(1), (100,)), (), (21,), phase="update"),
+        Op(14, "aten.view.default", (Ref(20), (200,)), (), (22,), phase="update"),
+    ]
+    nodes, blocks = split(replace(graph, ops=(*graph.ops[:11], *views, graph.ops[11]), values=values))
+    assert not {13, 14} & {op.id for group in (*nodes, *blocks) for op in group}
+
+
 def test_updates_that_return_nothing_share_a_block() -> None:
     """A fused operator may write a weight and its moments without a word; who reads those must come after it."""
     graph = step()
