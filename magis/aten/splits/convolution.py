@@ -203,13 +203,13 @@ def columns(call: Call) -> Labels | str:
 
 
 RULES: dict[str, Rule] = {
-    **rows(convolution, "convolution convolution_overrideable"),
-    **rows(convolution_backward, "convolution_backward convolution_backward_overrideable"),
+    **rows(convolution, "convolution"),
+    **rows(convolution_backward, "convolution_backward"),
     **rows(max_pool, "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward"),
     **rows(max_pool, "max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool3d"),
-    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d"),
+    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
     **rows(average_pool, "avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward"),
-    **rows(adaptive_pool, "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d _adaptive_avg_pool2d"),
+    **rows(adaptive_pool, "adaptive_avg_pool1d _adaptive_avg_pool2d"),
     **rows(adaptive_pool, "_adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
     **rows(resize, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"),
     **rows(resize, "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"),

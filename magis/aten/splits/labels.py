@@ -144,7 +144,7 @@ def _split(call: Call, labels: Labels, label: str) -> Split | None:
         outputs.append(joined)
         sizes += [] if dim is None else [value.shape[dim]]
     paths = _literals(call, labels, label)
-    if paths is None:
+    if paths is None or all(how in (None, "same") for how in outputs):
         return None
     extent = gcd(*sizes, *paths.values(), labels.limits.get(label, 0))
     return Split(inputs, tuple(outputs), tuple(paths), extent) if extent > 1 else None

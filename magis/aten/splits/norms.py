@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from magis.aten.splits.labels import Call, Dims, Labels, Rule, rows
+from magis.aten.splits.labels import Call, Dims, Labels, Rule, rows, wrapped
 from magis.aten.splits.types import Path
 
 __all__ = ["RULES"]
@@ -126,7 +126,19 @@ def group_norm_backward(call: Call) -> Labels | str:
     )
 
 
+# -- weight norm -----------------------------------------------------------------------------------------------------
+
+
+def weight_norm(call: Call) -> Labels | str:
+    """One norm for each index of a dimension, the first or the last: everything has that dimension."""
+    position = 2 if call.name == "_weight_norm_interface" else 4
+    dim = wrapped(call.integer(position, "dim"), len(call.shape(0)))
+    labels = ["k" if index == dim else None for index in range(len(call.shape(0)))]
+    return Labels(dict.fromkeys(call.tensors, labels), [labels] * len(call.outputs))
+
+
 RULES: dict[str, Rule] = {
+    **rows(weight_norm, "_weight_norm_interface _weight_norm_interface_backward"),
     **rows(layer_norm, "native_layer_norm _fused_rms_norm"),
     **rows(layer_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
     **rows(batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional"),

@@ -120,7 +120,7 @@ def permute(call: Call) -> Labels | str:
 def transpose(call: Call) -> Labels | str:
     """Two dimensions change places; `t` and `numpy_T` turn all around."""
     order = list(range(len(call.shape(0))))
-    if call.name in ("t", "numpy_T"):
+    if call.name in ("t", "t_copy", "numpy_T"):
         return rearranged(call, order[::-1])
     if order:
         first, second = (wrapped(call.integer(position), len(order)) for position in (1, 2))
@@ -177,7 +177,10 @@ def window(call: Call) -> Labels | str:
     return rearranged(call, range(len(shape)), () if _whole(call, shape[dim]) else (dim,))
 
 
-_WINDOW_DIM = {"slice": 1, "slice_copy": 1, "narrow": 1, "split": 2, "split_with_sizes": 2, "chunk": 2}
+_WINDOW_DIM = {
+    "slice": 1, "slice_copy": 1, "narrow": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "unsafe_split": 2,
+    "unsafe_split_with_sizes": 2,
+}  # fmt: skip
 
 
 def _whole(call: Call, size: int) -> bool:
@@ -243,7 +246,7 @@ RULES: dict[str, Rule] = {
     **rows(unsqueeze, "unsqueeze unsqueeze_copy"),
     **rows(squeeze, "squeeze squeeze_copy"),
     **rows(select, "select unbind select_copy"),
-    **rows(window, "slice slice_copy narrow split split_with_sizes chunk"),
+    **rows(window, "slice slice_copy narrow split split_with_sizes chunk unsafe_split unsafe_split_with_sizes"),
     **rows(as_strided, "as_strided"),
     **rows(memory, "_reshape_alias set"),
     **rows(diagonal, "diagonal"),
