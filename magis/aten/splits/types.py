@@ -55,7 +55,7 @@ def _divided(args: tuple[Arg, ...], paths: tuple[Path, ...], n: int) -> tuple[Ar
     changed = list(args)
     for path in paths:
         head, *rest = path
-        arg = changed[head]
+        arg = changed[head] if 0 <= head < len(changed) else None
         if rest and isinstance(arg, tuple):
             changed[head] = _divided(arg, (tuple(rest),), n)
         elif not rest and isinstance(arg, int) and not isinstance(arg, bool) and arg % n == 0:

@@ -1,0 +1,104 @@
+"""Calls as people write them and the splits that they have: `catalogue.txt`, one call per line.
+
+    mm.default(f[4,6], f[6,8])
+        0 . -> 0 (4)
+
+says that `mm` has a split that cuts dimension 0 of the first argument, takes all of the second, and joins the results
+along dimension 0, into at most 4 parts. `f[4,6]` is a float64 tensor, `i[...]` int64, `b[...]` bool, `c[...]`
+complex128, `u[...]` uint8, row by row unless
+strides follow in braces. Literals that are divided follow as `@path`; a call without splits has its reason instead.
+Where new splits are right, write them down and look at what git says: `MAGIS_UPDATE_GOLDEN=1 pytest tests/aten`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from magis.aten.splits import Split
+from magis.cost.signature import parse
+from magis.ir import Op, Value
+from tests.aten.cutting import Case, draw, run
+
+FILE = Path(__file__).with_name("catalogue.txt")
+_TENSOR = re.compile(r"\b([fibcu])\[([\d,]*)\](\{[\d,]*\})?")
+_TYPES = {"f": "float64", "i": "int64", "b": "bool", "u": "uint8", "c": "complex128"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A call of the catalogue, and the lines that follow it."""
+
+    call: str
+    splits: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.call.split(".")[0].removesuffix("_")
+
+
+def entries() -> list[Entry]:
+    found: list[Entry] = []
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("    "):
+            found[-1] = replace(found[-1], splits=(*found[-1].splits, line.strip()))
+        elif line and not line.startswith("#"):
+            found.append(Entry(line, ()))
+    return found
+
+
+def rewritten(splits: dict[str, list[str]]) -> str:
+    """The file with these lines below the calls; headings stay."""
+    kept = []
+    for line in FILE.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("    "):
+            kept.append(line)
+            kept += [f"    {split}" for split in splits.get(line, ())]
+    return "\n".join(kept) + "\n"
+
+
+def split_text(split: Split) -> str:
+    """A split as the catalogue writes it."""
+    taken = " ".join("." if dim is None else str(dim) for dim in split.inputs)
+    made = " ".join("none" if dim is None else str(dim) for dim in split.outputs)
+    paths = "".join(" @" + ".".join(map(str, path)) for path in split.sizes)
+    return f"{taken} -> {made} ({split.extent}){paths}".strip()
+
+
+def call_of(line: str) -> tuple[Op, dict[int, Value]]:
+    """The call that a line describes, without outputs."""
+    return parse("aten." + _TENSOR.sub(_written_out, line))
+
+
+def _written_out(found: re.Match[str]) -> str:
+    kind, shape, strides = found.groups()
+    sizes = [int(size) for size in shape.split(",") if size]
+    steps = [1] * len(sizes)
+    for place in range(len(sizes) - 2, -1, -1):
+        steps[place] = steps[place + 1] * sizes[place + 1]
+    return f"{_TYPES[kind]}[{shape}]" + (strides or "{" + ",".join(map(str, steps)) + "}")
+
+
+def case_of(line: str) -> Case:
+    """The call of a line with its outputs, as a run of it shows them."""
+    op, values = call_of(line)
+    tensors = draw(Case(op, values))
+    owners = {tensor.untyped_storage().data_ptr(): number for tensor, number in zip(tensors, op.inputs(), strict=True)}
+    numbers: list[int | None] = []
+    for result in run(op, tensors):
+        if result is None:
+            numbers.append(None)
+            continue
+        number = len(values)
+        owner = owners.get(result.untyped_storage().data_ptr()) if result.numel() else None
+        values[number] = Value(
+            number,
+            tuple(result.shape),
+            tuple(result.stride()),
+            str(result.dtype).removeprefix("torch."),
+            number if owner is None else values[owner].storage,
+            int(result.storage_offset()),
+        )
+        numbers.append(number)
+    return Case(replace(op, outputs=tuple(numbers)), values)
