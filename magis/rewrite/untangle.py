@@ -86,7 +86,7 @@ class _Rewritten:
         counted = self._fresh(labels.shape, "bool")
         reads = tuple(pair for pair in op.reads if pair[0] == labels.storage)
         self._emit(op, "aten.ne.Scalar", (target, ignored), (counted,), reads)
-        met = ((self.values[counted].storage, 0),)
+        met: tuple[tuple[int, int], ...] = ((self.values[counted].storage, 0),)
         exact = total.dtype in ("float32", "float64")
         count = weight if exact else self._fresh((), "float32")
         dtype: tuple[tuple[str, Arg], ...] = (("dtype", Const("dtype", self.values[count].dtype)),)

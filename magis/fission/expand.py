@@ -1,0 +1,288 @@
+"""A region as a loop: stretches of its inputs, its operators at the size of a part, whole results put together.
+
+    y = relu(x @ w)        y = empty(...)
+    (cut along rows)  ->   for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)
+
+Whole tensors keep identity, shape and strides, so that nothing outside of the region changes. Stretches of tensors
+whose cut dimension is the outermost in memory are views; other stretches are copied, in the same order of dimensions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from magis.analysis.hazards import dependency_graph, is_pure_view
+from magis.analysis.windows import is_dense
+from magis.aten.splits import part
+from magis.errors import VerifyError
+from magis.fission.region import Leaving, Region, leavings, region_problems
+from magis.fission.shapes import bytes_of, describe
+from magis.ir import Graph, Loop, Op, Ref, Storage, Value, replace_refs
+from magis.ir.loops import JOIN, LOOP, PART, REDUCE
+
+
+def expand(graph: Graph, region: Region) -> Graph:
+    """The graph with the region as one ``magis.loop``; VerifyError names the rule that the region breaks, if any."""
+    for problem in region_problems(graph, region):
+        raise VerifyError(problem)
+    left = leavings(graph, region)
+    builder = _Body(graph, region)
+    for position in sorted(region.cuts):
+        builder.operator(graph.ops[position], position)
+        for leaving in left:
+            if leaving.maker == position:
+                builder.merge(leaving)
+    return _spliced(graph, region, builder, left)
+
+
+@dataclass
+class _Body:
+    """The body of the loop while it is being made."""
+
+    graph: Graph
+    region: Region
+    storages: dict[int, Storage] = field(default_factory=dict)
+    values: dict[int, Value] = field(default_factory=dict)
+    ops: list[Op] = field(default_factory=list)
+    given: dict[int, int] = field(default_factory=dict)
+    """Value outside -> input of the body."""
+    wholes: dict[int, int] = field(default_factory=dict)
+    """The same for the tensors that the loop makes."""
+    inside: dict[int, int] = field(default_factory=dict)
+    """Value of the graph -> its part in the body."""
+    outer: dict[int, int] = field(default_factory=dict)
+    """Storage outside -> storage of the body."""
+    versions: dict[int, int] = field(default_factory=dict)
+    stretches: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def operator(self, op: Op, position: int) -> None:
+        """One operator at the size of a part."""
+        split = self.region.cuts[position]
+        mapping: dict[int, int] = {}
+        for value, dim in zip(op.inputs(), split.inputs, strict=True):
+            taken = self.inside[value] if value in self.inside else self._from_outside(value, dim)
+            if mapping.setdefault(value, taken) != taken:
+                raise VerifyError(f"operator {op.id} ({op.target}): takes value {value} whole and in parts")
+        args = replace_refs(op.args, mapping)
+        kwargs = tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs)
+        small = replace(
+            part(op, split, self.region.parts), args=(), kwargs=(), id=len(self.ops), origin=op.id, random=False
+        )
+        sized = part(op, split, self.region.parts)
+        args = replace_refs(sized.args, mapping)
+        kwargs = tuple((name, replace_refs(arg, mapping)) for name, arg in sized.kwargs)
+        new = replace(small, args=args if isinstance(args, tuple) else (args,), kwargs=kwargs)
+        self._emit(new, op)
+
+    def _emit(self, new: Op, op: Op) -> None:
+        """Append an operator with what it makes, reads and writes."""
+        made = describe(new, self.values)
+        if len(made) != len(op.outputs):
+            raise VerifyError(f"operator {op.id} ({op.target}): makes {len(made)} tensors in parts")
+        taken = new.inputs()
+        outputs: list[int | None] = []
+        fresh: dict[int, int] = {}
+        for value, each in zip(op.outputs, made, strict=True):
+            if value is None or each is None:
+                outputs.append(None)
+                continue
+            if value in self.inside and value in op.made()[: len(outputs)]:
+                outputs.append(self.inside[value])
+                continue
+            if each.base is None:
+                whole = self.graph.values[value].storage
+                if whole not in fresh:
+                    fresh[whole] = self._storage(each.nbytes, "temporary")
+                storage, offset = fresh[whole], each.offset
+            else:
+                base = self.values[taken[each.base]]
+                storage, offset = base.storage, base.offset + each.offset
+            looks = Value(len(self.values), each.shape, each.stride, each.dtype, storage, offset)
+            self.values[looks.id] = looks
+            self.inside[value] = looks.id
+            outputs.append(looks.id)
+        wrote = {storage for storage, _ in op.writes}
+        hit = sorted(
+            {
+                self.values[ours].storage
+                for theirs, ours in zip(op.inputs(), taken, strict=True)
+                if self.graph.values[theirs].storage in wrote
+            }
+        )
+        view = is_pure_view(self.graph, op)
+        self._append(replace(new, outputs=tuple(outputs)), hit, reads=not view)
+
+    def _append(self, op: Op, written: Sequence[int], *, reads: bool) -> None:
+        touched = sorted({self.values[value].storage for value in op.inputs()}) if reads else []
+        met = tuple((storage, self.versions.get(storage, 0)) for storage in touched)
+        left = []
+        for storage in written:
+            self.versions[storage] = self.versions.get(storage, 0) + 1
+            left.append((storage, self.versions[storage]))
+        self.ops.append(replace(op, id=len(self.ops), reads=met, writes=tuple(left)))
+
+    def _storage(self, nbytes: int, kind: str) -> int:
+        key = len(self.storages)
+        self.storages[key] = Storage(key, nbytes, kind)
+        return key
+
+    def _outer(self, value: int) -> int:
+        """A tensor from outside as an input of the body."""
+        looks = self.graph.values[value]
+        if looks.storage not in self.outer:
+            self.outer[looks.storage] = self._storage(self.graph.storages[looks.storage].nbytes, "outer")
+        new = replace(looks, id=len(self.values), storage=self.outer[looks.storage], name="")
+        self.values[new.id] = new
+        return new.id
+
+    def _from_outside(self, value: int, dim: int | None) -> int:
+        """The part's stretch of a tensor from outside, or all of it."""
+        if value not in self.given:
+            self.given[value] = self._outer(value)
+        whole = self.given[value]
+        if dim is None:
+            return whole
+        if (value, dim) not in self.stretches:
+            self.stretches[value, dim] = self._stretch(whole, dim)
+        return self.stretches[value, dim]
+
+    def _stretch(self, whole: int, dim: int) -> int:
+        looks = self.values[whole]
+        shape = list(looks.shape)
+        shape[dim] //= self.region.parts
+        window = replace(looks, id=len(self.values), shape=tuple(shape))
+        if not is_window(window):
+            stride = _same_order(tuple(shape), looks.stride)
+            storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
+            window = replace(window, stride=stride, storage=storage, offset=0)
+        self.values[window.id] = window
+        copies = window.storage != looks.storage
+        self._append(Op(0, PART, (Ref(whole), dim), (), (window.id,)), (), reads=copies)
+        return window.id
+
+    def merge(self, leaving: Leaving) -> None:
+        """Put the part of a tensor that leaves where it belongs in the whole."""
+        whole = self.wholes[leaving.value] = self._outer(leaving.value)
+        target = JOIN if isinstance(leaving.how, int) else REDUCE
+        maker = self.graph.ops[leaving.maker]
+        op = Op(0, target, (Ref(whole), Ref(self.inside[leaving.value]), leaving.how), (), ())
+        self._append(replace(op, phase=maker.phase, module=maker.module), (self.values[whole].storage,), reads=True)
+
+    def loop(self) -> Loop:
+        inputs = (*self.given.values(), *self.wholes.values())
+        return Loop(self.region.parts, Graph(self.storages, self.values, tuple(self.ops), inputs, ()))
+
+    def written(self) -> list[int]:
+        """Storages outside, other than those that the loop makes, that the body writes."""
+        made = {self.graph.values[value].storage for value in self.wholes}
+        hit = {storage for op in self.ops for storage, _ in op.writes}
+        return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
+
+
+def is_window(value: Value) -> bool:
+    """Whether a stretch can be taken as it lies: dense, or, as its whole, with expanded dimensions."""
+    return is_dense(value) or 0 in (stride for stride, size in zip(value.stride, value.shape, strict=True) if size > 1)
+
+
+def _same_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides with the dimensions in the same order in memory."""
+    order = sorted(range(len(shape)), key=lambda dim: (-stride[dim], dim))
+    dense = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        dense[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(dense)
+
+
+def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> Graph:
+    """The graph with the loop instead of the region's operators; views of what leaves are opened again behind it."""
+    inside = sorted(region.cuts)
+    shared = {graph.values[value].storage for value in body.given} | set(body.written())
+    met = {storage: version for p in reversed(inside) for storage, version in reversed(graph.ops[p].reads)}
+    after = {storage: version for p in inside for storage, version in graph.ops[p].writes}
+    first, last = graph.ops[inside[0]], graph.ops[inside[-1]]
+    loop = Op(
+        id=0, target=LOOP, args=tuple(Ref(value) for value in body.given), kwargs=(),
+        outputs=tuple(leaving.value for leaving in left), many=True,
+        reads=tuple((storage, met.get(storage, 0)) for storage in sorted(shared)),
+        writes=tuple((storage, after[storage]) for storage in body.written()),
+        phase="backward" if "backward" in (first.phase, last.phase) else first.phase,
+        module=_common([graph.ops[p].module for p in inside]), body=body.loop(),
+    )  # fmt: skip
+    storages = dict(graph.storages)
+    for leaving in left:
+        value = graph.values[leaving.value]
+        storages[value.storage] = replace(storages[value.storage], nbytes=bytes_of(value.shape, value.dtype))
+    views = [p for p in inside if is_pure_view(graph, graph.ops[p])]
+    order = _order(graph, set(inside) - set(_needed_views(graph, region, views)), set(inside), loop)
+    ops = tuple(replace(op, id=number) for number, op in enumerate(order))
+    return _pruned(replace(graph, storages=storages, ops=ops))
+
+
+def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
+    """Views of the region that operators outside look through."""
+    used = set(graph.outputs)
+    for position, op in enumerate(graph.ops):
+        if position not in region.cuts:
+            used.update(op.inputs())
+    found = []
+    for position in reversed(views):
+        if used & set(graph.ops[position].made()):
+            found.append(position)
+            used.update(graph.ops[position].inputs())
+    return found
+
+
+def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]:
+    """Program order with the loop as early as its inputs allow."""
+    dag = dependency_graph(graph)
+    anchor = min(gone)
+    ahead: dict[int, set[int]] = {}
+    for position in range(len(graph.ops)):
+        node = anchor if position in gone else position
+        # A view that outsiders need as well stands behind the loop; the body has its own.
+        before = {anchor if p in gone else p for p in dag.predecessor_indices(position)}
+        if position in gone:
+            before -= inside
+        ahead.setdefault(node, set()).update(before - {node})
+    waiting = {node: len(before) for node, before in ahead.items()}
+    behind: dict[int, list[int]] = {}
+    for node, before in ahead.items():
+        for earlier in before:
+            behind.setdefault(earlier, []).append(node)
+    ready = [node for node, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        node = heapq.heappop(ready)
+        found.append(loop if node == anchor else graph.ops[node])
+        for later in behind.get(node, ()):
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                heapq.heappush(ready, later)
+    if len(found) != len(ahead):
+        raise VerifyError("the region is not convex: its loop would need its own results")
+    return found
+
+
+def _pruned(graph: Graph) -> Graph:
+    """Without the values and temporary storages that nothing shows any more."""
+    shown = {*graph.inputs, *graph.outputs, *(value for op in graph.ops for value in (*op.inputs(), *op.made()))}
+    values = {key: value for key, value in graph.values.items() if key in shown}
+    held = {value.storage for value in values.values()}
+    storages = {k: s for k, s in graph.storages.items() if k in held or s.kind != "temporary"}
+    return replace(graph, values=values, storages=storages)
+
+
+def _common(modules: list[str]) -> str:
+    """The innermost module that holds all of them."""
+    rows = [module.split(".") for module in modules if module] or [[""]]
+    shared = []
+    for names in zip(*rows, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)

@@ -1,0 +1,79 @@
+"""From a cut tensor to the region that the cut runs through: one connected component of the D-Graph (PAPER).
+
+The D-Graph's vertices are the dimensions of tensors and the reduction axes of operators; an edge says that a dimension
+of an input is the same axis as one of the output. It is never built as a whole: the labels of an operator
+(``magis.aten.splits``) are its edges, and a region follows them from where it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import gcd
+
+import rustworkx as rx
+
+from magis.analysis.hazards import dependency_graph
+from magis.aten.splits import Split, splits
+from magis.fission.region import Region
+from magis.ir import Graph, Op
+
+
+def grow(
+    graph: Graph, start: Mapping[int, int], allowed: Collection[int], dag: rx.PyDiGraph[int, None] | None = None
+) -> dict[int, Split]:
+    """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
+
+    In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
+    needs waits for the region to end. Stops at operators that nothing can cut.
+    """
+    dag = dependency_graph(graph) if dag is None else dag
+    state: dict[int, int | str | None] = dict(start)
+    cuts: dict[int, Split] = {}
+    behind: set[int] = set()  # positions that wait for the region
+    wanted = set(allowed)
+    for position, op in enumerate(graph.ops):
+        before = dag.predecessor_indices(position)
+        if any(p in behind for p in before):
+            behind.add(position)
+            continue
+        touched = any(value in state for value in op.inputs())
+        split = _matching(op, graph, state) if touched and position in wanted else None
+        if split is not None:
+            cuts[position] = split
+            state.update({v: how for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None})
+        elif any(p in cuts for p in before):
+            behind.add(position)
+    return cuts
+
+
+def _matching(op: Op, graph: Graph, state: Mapping[int, int | str | None]) -> Split | None:
+    """The way to cut ``op`` that agrees with what is known of its inputs."""
+    if op.random or op.phase == "update":
+        return None
+    for split in splits(op, graph.values):
+        pairs = list(zip(op.inputs(), split.inputs, strict=True))
+        agrees = all(_same(state[value], dim) for value, dim in pairs if value in state)
+        if agrees and any(dim is not None and value in state for value, dim in pairs):
+            return split
+    return None
+
+
+def _same(given: int | str | None, wanted: int | None) -> bool:
+    return given == (wanted if wanted is not None else "same")
+
+
+def most_parts(cuts: Mapping[int, Split]) -> int:
+    """Every number of parts that divides this one divides every cut dimension."""
+    found = 0
+    for split in cuts.values():
+        found = gcd(found, split.extent)
+    return found
+
+
+def connected(graph: Graph, cuts: Mapping[int, Split], parts: int) -> list[Region]:
+    """The weakly connected pieces of the operators, largest first."""
+    dag = dependency_graph(graph)
+    nodes = sorted(cuts)
+    sub = dag.subgraph(nodes)
+    pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]
+    return [Region({p: cuts[p] for p in piece}, parts) for piece in sorted(pieces, key=len, reverse=True)]

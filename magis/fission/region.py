@@ -1,0 +1,182 @@
+"""F-Trans (PAPER): a sub-graph, a dimension of each of its operators, and a number of parts; and what makes it legal.
+
+    Region(cuts={operator: Split, ...}, parts=4)
+
+Every rule of the paper is a check that names the operator that breaks it; nothing here raises for an illegal region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import rustworkx as rx
+
+from magis.analysis.hazards import dependency_graph, is_pure_view
+from magis.analysis.windows import fills
+from magis.aten.splits import Split, splits, why_opaque
+from magis.ir import Graph, Op
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Operators (by position in ``graph.ops``) with the way in which each is cut, and into how many parts."""
+
+    cuts: Mapping[int, Split]
+    parts: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A tensor that the region makes and others use: ``how`` is the dimension to join, or how parts combine."""
+
+    value: int
+    maker: int
+    how: int | str
+
+
+def region_problems(graph: Graph, region: Region) -> Iterator[str]:
+    """Every broken rule as one line; a region without any can be expanded, sizes of parts permitting."""
+    if region.parts < 2 or not region.cuts:
+        yield f"a region has operators and at least 2 parts, not {len(region.cuts)} and {region.parts}"
+        return
+    if not set(region.cuts) <= set(range(len(graph.ops))):
+        yield "the region names operators that the graph does not have"
+        return
+    for position, split in sorted(region.cuts.items()):
+        yield from _operator_problems(graph, graph.ops[position], split, region.parts)
+    yield from _edge_problems(graph, region)
+    yield from _write_problems(graph, region)
+    yield from _leaving_problems(graph, region)
+    yield from _shape_problems(graph, region)
+
+
+def _where(op: Op) -> str:
+    return f"operator {op.id} ({op.target})"
+
+
+def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterator[str]:
+    """The operator can be cut that way, into that many parts."""
+    if op.random:
+        yield f"{_where(op)}: draws random numbers, which would be others in parts"
+    elif op.body is not None:
+        yield f"{_where(op)}: is split already"
+    elif split not in splits(op, graph.values):
+        known = splits(op, graph.values)
+        reason = "not in that way" if known else why_opaque(op, graph.values)
+        yield f"{_where(op)}: cannot be cut: {reason}"
+    elif split.extent % parts:
+        yield f"{_where(op)}: {parts} parts do not divide {split.extent}"
+
+
+def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
+    """What an operator of the region takes from another is cut where it was made (one component of the D-Graph)."""
+    given = made_in(graph, region)
+    for position, split in sorted(region.cuts.items()):
+        op = graph.ops[position]
+        for value, wanted in zip(op.inputs(), split.inputs, strict=True):
+            if value in given and given[value] != (wanted if wanted is not None else "same"):
+                cut = "whole" if wanted is None else f"cut along {wanted}"
+                yield f"{_where(op)}: takes value {value} {cut}, which its maker gives by {given[value]!r}"
+
+
+def made_in(graph: Graph, region: Region) -> dict[int, int | str | None]:
+    """Values made in the region, with how the parts of each make up the whole."""
+    return {
+        value: how
+        for position, split in region.cuts.items()
+        for value, how in zip(graph.ops[position].outputs, split.outputs, strict=True)
+        if value is not None
+    }
+
+
+def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
+    """Nothing outside meets what the region overwrites, nor the other way round; running statistics are cut."""
+    born = {
+        graph.values[value].storage
+        for position in region.cuts
+        for value in graph.ops[position].made()
+        if not is_pure_view(graph, graph.ops[position])
+    }
+    for position, split in sorted(region.cuts.items()):
+        op = graph.ops[position]
+        for storage, _ in op.writes:
+            inside = storage in born and graph.storages[storage].kind == "temporary"
+            if not inside and not _written_by_stretch(graph, op, split, storage):
+                yield f"{_where(op)}: writes storage {storage}, which is not the region's own"
+    for position, op in enumerate(graph.ops):
+        if position not in region.cuts:
+            for storage, _ in op.writes:
+                if storage in born:
+                    yield f"{_where(op)}: writes storage {storage}, which the region makes"
+
+
+def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> bool:
+    """Whether every argument of the call on this storage is one dense tensor, cut along its outermost dimension."""
+    touched = [
+        (value, dim)
+        for value, dim in zip(op.inputs(), split.inputs, strict=True)
+        if graph.values[value].storage == storage
+    ]
+    made = any(graph.values[value].storage == storage for value in op.made())
+    return not made and len(touched) == 1 and touched[0][1] == 0 and len(graph.values[touched[0][0]].shape) == 1
+
+
+def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:
+    """What leaves is one tensor per storage, covering it."""
+    storages: dict[int, int] = {}
+    for leaving in leavings(graph, region):
+        value = graph.values[leaving.value]
+        op = graph.ops[leaving.maker]
+        if not fills(value, graph.storages[value.storage]):
+            yield f"{_where(op)}: value {value.id} leaves the region as part of a larger storage"
+        if storages.setdefault(value.storage, value.id) != value.id:
+            yield f"{_where(op)}: two tensors on storage {value.storage} leave the region"
+
+
+def leavings(graph: Graph, region: Region) -> list[Leaving]:
+    """Tensors that operators outside, or the caller, use; those that are views leave as what they look at."""
+    root = roots(graph)
+    used = {root[value] for value in graph.outputs}
+    for position, op in enumerate(graph.ops):
+        if position not in region.cuts:
+            used.update(root[value] for value in op.inputs())
+    found = []
+    for position in sorted(region.cuts):
+        outputs = zip(graph.ops[position].outputs, region.cuts[position].outputs, strict=True)
+        found += [
+            Leaving(value, position, how)
+            for value, how in outputs
+            if value is not None and how is not None and value in used and root[value] == value
+        ]
+    return found
+
+
+def roots(graph: Graph) -> dict[int, int]:
+    """For every value the one that it is a view of, itself where it is none."""
+    found = {value: value for value in graph.inputs}
+    for op in graph.ops:
+        view = is_pure_view(graph, op)
+        for value in op.made():
+            storage = graph.values[value].storage
+            bases = [taken for taken in op.inputs() if graph.values[taken].storage == storage] if view else []
+            found[value] = found[bases[0]] if bases else value
+    return found
+
+
+def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
+    """Convex and weakly connected."""
+    inside = set(region.cuts)
+    dag = dependency_graph(graph)
+    after: set[int] = set()
+    for position in range(len(graph.ops)):
+        before = dag.predecessor_indices(position)
+        tainted = any(p in after or (p in inside and position not in inside) for p in before)
+        if tainted:
+            after.add(position)
+            if position in inside:
+                yield f"{_where(graph.ops[position])}: depends on an operator that needs the region's result"
+    sub = dag.subgraph(sorted(inside))
+    count = rx.number_weakly_connected_components(sub)
+    if count > 1:
+        yield f"the region falls into {count} unconnected pieces"

@@ -1,0 +1,79 @@
+"""What a call makes when its tensors have other sizes: shapes, strides and sizes of storages, worked out on fakes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from magis.aten.call import call
+from magis.aten.facts import KEEPS_INPUT_SIZE
+from magis.aten.layouts import as_made
+from magis.cost.signature import parse, signature
+from magis.errors import VerifyError
+from magis.ir import ITEM_SIZE, Op, Value
+
+
+@dataclass(frozen=True)
+class Made:
+    """One tensor that a call returns; shape, stride and offset in elements.
+
+    ``base`` is the position in ``op.inputs()`` of the tensor on whose storage it lies, ``offset`` then counts from that
+    tensor's own; None: on a fresh storage of ``nbytes`` bytes.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    offset: int
+    base: int | None
+    nbytes: int
+
+
+def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:
+    """What ``op`` returns for inputs as ``values`` describes them; VerifyError if it refuses them."""
+    return _describe(signature(op, values))
+
+
+@functools.lru_cache(maxsize=65536)
+def _describe(text: str) -> tuple[Made | None, ...]:
+    """By signature: equal layers ask once."""
+    op, values = parse(text)
+    with FakeTensorMode(), torch.no_grad():
+        tensors = {number: _fake(value) for number, value in values.items()}
+        try:
+            results = call(op, tensors, {"$": 1.0})
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
+        owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}
+        largest = max((values[number].nbytes for number in op.inputs()), default=0)
+        least = largest if op.target in KEEPS_INPUT_SIZE else 0
+        return tuple(_made(tensor, owners, least) for tensor in as_made(op, results))
+
+
+def _fake(value: Value) -> torch.Tensor:
+    reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+    flat = torch.empty(reach if value.numel else 0, dtype=getattr(torch, value.dtype))
+    return flat.as_strided(value.shape, value.stride)
+
+
+def _made(tensor: torch.Tensor | None, owners: Mapping[int, int], least: int) -> Made | None:
+    if tensor is None:
+        return None
+    storage = tensor.untyped_storage()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    base = owners.get(storage._cdata)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return Made(shape, stride, dtype, int(tensor.storage_offset()), base, max(least, storage.nbytes()))
+
+
+def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a dense tensor."""
+    count = ITEM_SIZE[dtype]
+    for size in shape:
+        count *= size
+    return count
