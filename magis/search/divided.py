@@ -24,7 +24,8 @@ PLACES = 8
 QUICK = 400
 THOROUGH = 8000
 FINALISTS = 3
-BISECTIONS = 8
+COARSE, FINE = 30, 200
+"""Bisections of a memory limit end at this share of it, while many configurations are tried and at the end."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class _Search:
     def screen(self) -> None:
         """Judge every configuration by a quick plan."""
         axis = batch_axis(self.graph, batch_inputs(self.graph))
-        for at in reversed(places(self.graph, axis, PLACES)):
+        found = places(self.graph, axis, PLACES)
+        # Under a memory limit small regions are fast, under a latency limit large ones are lean: whatever comes first
+        # saves looking closely at the rest.
+        for at in reversed(found) if self.goal.memory_limit is not None else found:
             for divided in self._parts(axis, at):
                 self.found.append(divided)
 
@@ -89,7 +93,7 @@ class _Search:
             known = here.compiled
             if self._hopeless(here):
                 return
-            solution = self._solve(here, QUICK)
+            solution = self._solve(here, QUICK, COARSE)
             yield Divided((Cut(at, parts),), here, solution)
             limit = self.goal.memory_limit
             free = solution.latency_ns == fastest_ns(here)
@@ -107,7 +111,7 @@ class _Search:
     def _key(self, divided: Divided) -> tuple[int, int]:
         return self.goal.key(divided.solution.peak, divided.solution.latency_ns)
 
-    def _solve(self, here: Level, budget: int) -> Solution:
+    def _solve(self, here: Level, budget: int, share: int) -> Solution:
         if self.goal.memory_limit is not None:
             return self._within(here, self.goal, budget)
         best = self._within(here, Goal(memory_limit=1 << 62), budget)
@@ -116,9 +120,7 @@ class _Search:
         if known < high:  # no use unless it can beat what there is
             best = self._closer(here, best, known, budget)
             high = min(high, known) if self._in_time(best) and best.peak <= known else low
-        for _ in range(BISECTIONS):
-            if high - low <= high // 200:
-                break
+        while high - low > high // share:
             limit = (low + high) // 2
             tried = self._closer(here, best, limit, budget)
             if tried.peak <= limit and self._in_time(tried):
@@ -144,7 +146,7 @@ class _Search:
         """The best configurations again, thoroughly."""
         finalists = sorted(self.found, key=self._key)[:FINALISTS]
         for divided in finalists:
-            solution = self._solve(divided.level, THOROUGH)
+            solution = self._solve(divided.level, THOROUGH, FINE)
             self.found.append(replace(divided, solution=solution))
         if not self.found:
             return None
