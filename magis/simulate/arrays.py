@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
 
     event: Int32s  # [capacity]
     until: Int32s  # [s] last position at which the first copy is there
-    stack: Int32s  # [n + 1, 2] node being recomputed, its next input to look at
+    stack: Int32s  # [n, 2] node being recomputed, its next input to look at
     first_at: Int32s  # [n] event of the first run
     again_at: Int32s  # [n] event of the last run
     redo_at: Int32s  # [s] event that made the second copy, -1: none did
@@ -76,7 +76,7 @@ class Scratch(NamedTuple):
     blk_head: Int32s  # [capacity] linked lists of the blocks behind an event
     blk_next: Int32s  # [b]
     held_by: Int32s  # [s] last block that reads the storage, -1: none does
-    start_ns: Int64s  # [capacity + 1] without stalls
+    start_ns: Int64s  # [capacity + 1]
     gap_ns: Int64s  # [s] swaps: longest gap,
     gap_from: Int32s  # [s] the event that opens it,
     gap_to: Int32s  # [s] the event that closes it,
@@ -89,7 +89,6 @@ class Scratch(NamedTuple):
     wait_next: Int32s  # [s]
     load_head: Int32s  # [capacity]
     load_next: Int32s  # [s]
-    done_ns: Int64s  # [2, s] end of the store, of the load
     result: Int64s  # [8] see kernel
 
 
@@ -144,7 +143,7 @@ def make_scratch(step: Step) -> Scratch:
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)
-    capacity = n + s + 1  # a recomputation makes at least one second copy, and each storage has one at most
+    capacity = n + s  # a recomputation makes at least one second copy, and each storage has one at most
 
     def i32(*shape: int) -> Int32s:
         return np.full(shape, -1, dtype=np.int32)
@@ -155,7 +154,7 @@ def make_scratch(step: Step) -> Scratch:
     return Scratch(
         event=i32(capacity),
         until=i32(s),
-        stack=i32(n + 1, 2),
+        stack=i32(n, 2),
         first_at=i32(n),
         again_at=i32(n),
         redo_at=i32(s),
@@ -180,7 +179,6 @@ def make_scratch(step: Step) -> Scratch:
         wait_next=i32(s),
         load_head=i32(capacity),
         load_next=i32(s),
-        done_ns=i64(2, s),
         result=i64(8),
     )
 

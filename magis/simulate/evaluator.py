@@ -30,7 +30,7 @@ class Evaluation:
     tensor_peak: int
     """Bytes, persistent ones included, workspace left out."""
     latency_ns: int
-    """Nanoseconds, stalls for copies included."""
+    """Nanoseconds of all nodes, recomputations and blocks; copies are hidden behind them."""
     redos: int
     """Recomputed nodes."""
     swaps: int

@@ -18,6 +18,8 @@ def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
     """Nodes, in program order, and blocks of the graph; pure views belong to neither."""
     views = {op.id for op in graph.ops if is_pure_view(graph, op)}
     sinks = _sinks(graph, views)
+    if len(views) + len(sinks) == len(graph.ops):
+        sinks.clear()  # blocks run behind nodes: where nothing else runs, nothing floats
     ops = [op for op in graph.ops if op.id not in views and op.id not in sinks]
     return _nodes(graph, ops), _blocks(graph, [op for op in graph.ops if op.id in sinks])
 

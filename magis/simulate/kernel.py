@@ -111,7 +111,7 @@ def _expand(step: Step, order: Int32s, scratch: Scratch) -> int:
                 while at < end and (until[in_idx[at]] >= position or redo_at[in_idx[at]] >= 0):
                     at += 1
                 if at < end:  # first make that input; then look at the next ones
-                    stack[depth - 1, 1] = at + 1
+                    stack[depth - 1, 1] = at
                     stack[depth, 0] = producer[in_idx[at]]
                     stack[depth, 1] = in_ptr[producer[in_idx[at]]]
                     depth += 1
@@ -177,7 +177,7 @@ def _place_blocks(step: Step, scratch: Scratch, count: int) -> None:
 
 @numba.njit(cache=True)
 def _swap_gaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
-    """Start times without stalls, and the longest gap of every storage that the plan swaps."""
+    """Start times, and the longest gap of every storage that the plan swaps."""
     in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
     start_ns, gap_ns, gap_from, gap_to = scratch.start_ns, scratch.gap_ns, scratch.gap_from, scratch.gap_to
@@ -215,7 +215,7 @@ def _place_swaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
     anyway. Loads are scheduled backwards from the touch that closes the gap. A swap that so never frees its
-    memory before it must be back is no swap: its storage stays.
+    memory before it must be back is no swap: its storage stays. So no operator ever waits for a copy.
     """
     _swap_gaps(step, flags, scratch, count)
     event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
@@ -275,45 +275,6 @@ def _place_swaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None
         else:
             wait_at[storage] = -1
     scratch.result[N_SWAPS] = swaps
-
-
-@numba.njit(cache=True)
-def _replay_time(step: Step, scratch: Scratch, count: int) -> None:
-    """Latency with stalls: one compute stream, one copy stream each way."""
-    in_ptr, in_idx, ns, blk_ns, xfer_ns = step.in_ptr, step.in_idx, step.ns, step.blk_ns, step.xfer_ns
-    event, done_ns = scratch.event, scratch.done_ns
-    blk_head, blk_next = scratch.blk_head, scratch.blk_next
-    stores, store_next = scratch.store_head, scratch.store_next
-    waits, wait_next = scratch.wait_head, scratch.wait_next
-    loads, load_next = scratch.load_head, scratch.load_next
-    done_ns[:] = 0
-    now = 0
-    out_ns = 0
-    back_ns = 0
-    for at in range(count):
-        storage = waits[at]
-        while storage >= 0:
-            now = max(now, done_ns[0, storage])
-            storage = wait_next[storage]
-        storage = loads[at]
-        while storage >= 0:
-            back_ns = max(back_ns, now) + xfer_ns[storage]
-            done_ns[1, storage] = back_ns
-            storage = load_next[storage]
-        node = event[at] >> 1
-        for k in range(in_ptr[node], in_ptr[node + 1]):
-            now = max(now, done_ns[1, in_idx[k]])
-        now += ns[event[at] & 1, node]
-        storage = stores[at]
-        while storage >= 0:
-            out_ns = max(out_ns, now) + xfer_ns[storage]
-            done_ns[0, storage] = out_ns
-            storage = store_next[storage]
-        block = blk_head[at]
-        while block >= 0:
-            now += blk_ns[block]
-            block = blk_next[block]
-    scratch.result[LATENCY] = now
 
 
 @numba.njit(cache=True)
@@ -407,5 +368,4 @@ def run_plan(step: Step, order: Int32s, gaps: Gaps, flags: Int8s, scratch: Scrat
     scratch.result[N_SWAPS] = 0
     if swaps:
         _place_swaps(step, flags, scratch, count)
-        _replay_time(step, scratch, count)
     _count_bytes(step, scratch, swaps, count)

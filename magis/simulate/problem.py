@@ -178,6 +178,8 @@ def build_problem(
             if not 0 <= tensor <= total or block.ns < 0:
                 raise VerifyError(f"block {index}: needs 0 <= tensor bytes {tensor} <= bytes {total}")
         _check_ids(f"block {index}", block.inputs, len(storages))
+    if blocks and not nodes:
+        raise VerifyError("blocks need a node to run behind")
     if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6:
         raise VerifyError(f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range")
     in_ptr, in_idx = _rows([node.inputs for node in nodes])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import BLOCK, REDO, SWAP
-from tests.nets import NETS
+from tests.nets import FORWARD, NETS, Block, Net, rows
 from tests.oracles import Costs
 from tests.rewrite.cases import Case, batches, case_of
 from tests.simulate.plans import random_order
@@ -50,6 +52,19 @@ def test_the_random_plans_do_what_plans_can_do() -> None:
             seen["early blocks"] += int((events.kind[: len(events) * 3 // 4] == BLOCK).sum())
     assert min(seen.values()) > 10, seen
     assert len(seen) == 5, seen
+
+
+def test_a_step_that_only_counts_its_calls() -> None:
+    """All that it does is an update; there is nothing for it to wait for."""
+
+    def count(block: Any, x: torch.Tensor) -> torch.Tensor:
+        block.calls.add_(1)
+        return x
+
+    net = Net(lambda: Block(count, calls=torch.zeros(4)), rows(3, 4), loss_fn=None, rule=FORWARD)
+    found = Case(net.build())
+    graph, _ = found.check(found.program_order(), np.zeros(0, dtype=np.int8))
+    assert [op.target for op in graph.ops] == ["aten.add_.Tensor"]
 
 
 def test_dropout_is_repeated_with_the_same_numbers() -> None:

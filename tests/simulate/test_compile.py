@@ -310,6 +310,13 @@ def test_what_an_update_that_stays_takes_stays() -> None:
     assert ids(split(replace(graph, ops=(*ops[:11], view, ops[11]), values=values))[1]) == [[0], [9, 10, 11]]
 
 
+def test_nothing_floats_where_nothing_else_runs() -> None:
+    graph = step()
+    counter = replace(graph, ops=(graph.ops[0], graph.ops[9]), outputs=())
+    assert ids(split(counter)[0]) == [[0], [9]]
+    assert ids(split(counter)[1]) == []
+
+
 def test_noise_in_a_buffer_is_drawn_in_its_turn() -> None:
     """It feeds nobody, but it comes after all random numbers before it."""
     graph = step()

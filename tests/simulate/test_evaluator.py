@@ -250,10 +250,34 @@ def test_blocks_and_totals_that_break_a_promise_are_refused() -> None:
         build_problem(nodes, storages, [BlockRow((0,), (0,), 1, ws=8, tensor=9)])
     with pytest.raises(VerifyError, match="must differ"):
         build_problem(nodes, storages, [BlockRow((3,), (0,), 1)])
+    with pytest.raises(VerifyError, match="a node to run behind"):
+        build_problem([], [], [BlockRow((), (0,), 1)])
     with pytest.raises(VerifyError, match="out of range"):
         build_problem(nodes, storages, persistent_bytes=-1)
     with pytest.raises(VerifyError, match="no node makes it"):
         build_problem([], storages)
+
+
+def test_every_storage_may_be_made_twice() -> None:
+    """The longest schedule that there is: each node and, for each storage, one more run."""
+    nodes = [
+        NodeRow((), (0,), 1, redo_ns=1, redo_ok=True),
+        NodeRow((0,), (1,), 1, redo_ns=1, redo_ok=True),
+        NodeRow((), (), 1),
+        NodeRow((1,), (), 1),
+    ]
+    problem = build_problem(nodes, [StorageRow(8), StorageRow(8)])
+    flags = np.full(2, RECOMPUTE, dtype=np.int8)
+    events = expand(problem, base(problem), flags)
+    assert events.kind.tolist() == [FIRST, FIRST, FIRST, REDO, REDO, FIRST]
+    assert events.arg.tolist() == [0, 1, 2, 0, 1, 3]
+    assert evaluate(problem, base(problem), flags).latency_ns == 6
+
+
+def test_a_step_without_nodes_costs_what_persists() -> None:
+    nothing = np.zeros(0, dtype=np.int32)
+    found = evaluate(build_problem([], [], persistent_bytes=7), nothing, nothing.astype(np.int8))
+    assert (found.peak, found.tensor_peak, found.latency_ns) == (7, 7, 0)
 
 
 def test_a_real_sized_step_equals_its_replay() -> None:
