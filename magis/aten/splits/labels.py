@@ -229,4 +229,6 @@ def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
 def aligned(shape: Sequence[int], common: Sequence[int], labels: Dims) -> list[str | None]:
     """The labels of a tensor that is broadcast to the labelled shape `common`, None for expanded dimensions."""
     skipped = len(common) - len(shape)
+    if skipped < 0:  # only tensors without elements are left out of the common shape
+        return [None] * len(shape)
     return [labels[index] if size == common[index] and size != 1 else None for index, size in enumerate(shape, skipped)]

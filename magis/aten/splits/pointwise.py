@@ -19,6 +19,8 @@ def pointwise(call: Call) -> Labels | str:
     common = broadcast([value.shape for value in (*call.tensors.values(), *made) if value.numel])
     if common is None:
         return "tensors of several shapes"
+    if not any(output.numel for output in made):
+        return "no elements"
     labels = numbered(common)
     return Labels(
         inputs={path: aligned(value.shape, common, labels) for path, value in call.tensors.items()},
