@@ -89,7 +89,7 @@ class Scratch(NamedTuple):
     wait_next: Int32s  # [s]
     load_head: Int32s  # [capacity]
     load_next: Int32s  # [s]
-    result: Int64s  # [8] see kernel
+    result: Int64s  # [7] see kernel
 
 
 def make_step(problem: Problem) -> Step:
@@ -179,7 +179,7 @@ def make_scratch(step: Step) -> Scratch:
         wait_next=i32(s),
         load_head=i32(capacity),
         load_next=i32(s),
-        result=i64(8),
+        result=i64(7),
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["find_gaps", "run_plan"]
 FOREVER = 2**31 - 1
 
 # Slots of the result array.
-PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, PEAK_IN_BLOCK = range(8)
+PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS = range(7)
 
 
 @numba.njit(cache=True)
@@ -334,7 +334,6 @@ def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:
         if worst > peak:
             peak = worst
             scratch.result[PEAK_EVENT] = at
-            scratch.result[PEAK_IN_BLOCK] = 0
         tensor_peak = max(tensor_peak, level - saved + tensor[event[at] & 1, node])
         level -= free[at]
         free[at] = 0
@@ -351,7 +350,6 @@ def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:
             if highest > peak:
                 peak = highest
                 scratch.result[PEAK_EVENT] = at
-                scratch.result[PEAK_IN_BLOCK] = 1
             worst = max(worst, highest)
             block = blk_next[block]
         levels[at] = worst

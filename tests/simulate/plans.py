@@ -53,7 +53,7 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
             {
                 "inputs": tuple(inputs),
                 "outputs": tuple(outputs),
-                "ns": int(rng.integers(0, 50)),
+                "ns": int(rng.integers(1, 50)) if rng.random() < 0.7 else 0,
                 "ws": int(rng.choice([0, 0, 256, 2048])),
                 "redo_ns": int(rng.integers(1, 50)),
                 "redo_ws": int(rng.choice([0, 0, 256, 2048])),
@@ -162,6 +162,13 @@ def touches(problem: Problem, order: Int32s, storage: int) -> list[int]:
     return [at for at in found if at >= written]
 
 
+def longest_gap(problem: Problem, order: Int32s, storage: int) -> tuple[int, int] | None:
+    """Positions of the two touches around its longest idle stretch, in time, then in positions; the first of them."""
+    ns = [int(problem.node_ns[v]) for v in order]
+    pairs = [(a, b) for a, b in itertools.pairwise(touches(problem, order, storage)) if b - a > 1]
+    return max(pairs, key=lambda pair: (sum(ns[pair[0] + 1 : pair[1]]), pair[1] - pair[0], -pair[0]), default=None)
+
+
 def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int) -> float:
     """Last position at which the plan leaves the first copy in memory."""
     maker = int(problem.producer[storage])
@@ -170,13 +177,9 @@ def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int
         return math.inf
     if not problem.redo_ok[maker] or in_block:
         return math.inf
-    at = touches(problem, order, storage)
-    if flags[storage] == RECOMPUTE:
-        ns = [int(problem.node_ns[v]) for v in order]
-        gaps = [(sum(ns[a + 1 : b]), b - a - 1, -a) for a, b in itertools.pairwise(at) if b - a > 1]
-        if gaps:
-            return -max(gaps)[2]
-    return at[-1]
+    if flags[storage] == RECOMPUTE and longest_gap(problem, order, storage) is not None:
+        return longest_gap(problem, order, storage)[0]  # type: ignore[index]
+    return touches(problem, order, storage)[-1]
 
 
 def reference_runs(problem: Problem, order: Int32s, flags: Int8s) -> list[tuple[int, int]]:

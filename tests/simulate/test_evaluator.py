@@ -18,7 +18,7 @@ from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand, l
 from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, REDO, STORE, SWAP, WAIT
 from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer
-from tests.simulate.plans import plans, random_order, random_problem, reference_runs, replay
+from tests.simulate.plans import longest_gap, plans, random_order, random_problem, reference_runs, replay, touches
 from tests.strategies import examples
 
 Plan = tuple[Problem, Int32s, Int8s]
@@ -57,6 +57,18 @@ def test_recomputation_equals_plain_recursion(plan: Plan) -> None:
     events = expand(*plan)
     runs = [(k, a) for k, a in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if k in (FIRST, REDO)]
     assert runs == reference_runs(*plan)
+
+
+@examples(150)
+@given(plans())
+def test_gaps_are_the_longest_idle_stretches(plan: Plan) -> None:
+    """Also of storages that no plan may move: prices look at all of them."""
+    problem, order, _ = plan
+    gaps = Evaluator(problem, order).gaps
+    for storage in range(problem.n_storages):
+        expected = longest_gap(problem, order, storage) or (-1, -1)
+        assert (gaps.start[storage], gaps.end[storage]) == expected
+        assert gaps.last[storage] == touches(problem, order, storage)[-1]
 
 
 @examples(150)
