@@ -25,7 +25,7 @@ PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS = range(7)
 
 @numba.njit(cache=True)
 def find_gaps(step: Step, order: Int32s, gaps: Gaps) -> None:
-    """Fill ``gaps`` for an order: per storage the longest stretch, in time, between two touches by nodes.
+    """Fill fresh ``gaps`` for an order: per storage the longest stretch, in time, between two touches by nodes.
 
     Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
     equally long ones the one over most positions wins, then the first.
@@ -35,9 +35,6 @@ def find_gaps(step: Step, order: Int32s, gaps: Gaps) -> None:
     widest = np.zeros(count, dtype=np.int32)
     end_ns = np.zeros(count, dtype=np.int64)
     start, end, last = gaps
-    start[:] = -1
-    end[:] = -1
-    last[:] = -1
     now = 0
     for position in range(len(order)):
         node = order[position]

@@ -134,6 +134,10 @@ def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
         exact += sum(int(problem.nbytes[s]) for s in made.tolist() if again and birth[1, s] != run)
         taken = int(expand(*plan).reuse[event])
         assert replayed[event] == exact - (int(problem.nbytes[taken]) if taken >= 0 else 0)
+    there = birth >= 0
+    assert np.array_equal(death >= 0, there)
+    assert np.all(birth[there] <= death[there])
+    assert np.all(death[there] < len(levels))
     assert np.array_equal(birth[1] >= 0, evaluator.recomputed())
     assert np.array_equal(birth[2] >= 0, evaluator.swapped())
 
