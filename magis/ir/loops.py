@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from magis.ir.types import Graph, Op, Ref, Value
+from magis.ir.types import Graph, Op, Ref, Storage, Value
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
@@ -29,9 +29,15 @@ def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
     if len(outside) != len(body.inputs) or not set(outside) <= set(graph.values) or body.outputs or body.constants:
         yield f"{where}: its body has {len(body.inputs)} inputs for {len(outside)} tensors, or outputs or constants"
         return
-    if not set(body.inputs) <= set(body.values) or len(set(body.inputs)) != len(body.inputs):
-        return  # said by the rules of every graph
+    if op.body.parts < 1 or len(set(body.inputs)) != len(body.inputs):
+        yield f"{where}: runs {op.body.parts} parts, or its body has one input twice"
+        return
+    if any(value.storage not in body.storages for value in body.values.values()):
+        return  # said by the rules of every graph, as are the next ones
+    if not set(body.inputs) <= set(body.values) or any(graph.values[v].storage not in graph.storages for v in outside):
+        return
     yield from _pairing_problems(graph, op, where)
+    yield from _made_problems(graph, op, where)
     yield from _body_problems(op, where)
 
 
@@ -46,12 +52,14 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         theirs, ours = graph.values[outside], body.values[inside]
         if _looks(theirs) != _looks(ours):
             yield f"{where}: value {outside} is {_looks(theirs)}, in the body {_looks(ours)}"
-        storage = body.storages.get(ours.storage)
+        storage, given = body.storages[ours.storage], graph.storages[theirs.storage]
         same = inner_of.setdefault(theirs.storage, ours.storage) == ours.storage
         same &= outer_of.setdefault(ours.storage, theirs.storage) == theirs.storage
-        given = graph.storages.get(theirs.storage)
-        if storage is None or given is None or storage.kind != "outer" or storage.nbytes != given.nbytes or not same:
+        if storage.kind != "outer" or storage.nbytes != given.nbytes or not same:
             yield f"{where}: the storage of value {outside} is another one in the body"
+    for storage in body.storages.values():
+        if storage.kind == "outer" and storage.id not in outer_of:
+            yield f"{where}: storage {storage.id} of the body is nobody's outside"
     written = {inner for _, inner in _written(op)}
     made = {graph.values[value].storage for value in op.made()}
     expected = {outer_of[inner] for inner in written if inner in outer_of} - made
@@ -59,6 +67,30 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         yield f"{where}: the body writes other storages than the loop says, {sorted(expected)}"
     if len(made) != len(op.made()) or made & {graph.values[value].storage for value in op.inputs()}:
         yield f"{where}: makes values that share a storage with each other or with an input"
+
+
+def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """What the loop makes is allocated by it: all of a fresh storage, each byte once."""
+    earlier = {graph.values[value].storage for value in graph.inputs if value in graph.values}
+    for each in graph.ops:
+        if each is op:
+            break
+        earlier.update(graph.values[value].storage for value in each.made() if value in graph.values)
+    for number in op.made():
+        value = graph.values[number]
+        storage = graph.storages[value.storage]
+        if storage.id in earlier or storage.kind != "temporary" or not _fills(value, storage):
+            yield f"{where}: makes value {number}, which is not all of a storage of its own"
+
+
+def _fills(value: Value, storage: Storage) -> bool:
+    """Whether a tensor allocated with these strides takes the storage's bytes, and each holds one element."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
+        if stride != expected:
+            return value.numel == storage.nbytes == 0
+        expected *= size
+    return value.offset == 0 and value.nbytes == storage.nbytes
 
 
 def _looks(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
@@ -75,14 +107,13 @@ def _written(op: Op) -> list[tuple[Op, int]]:
 
 
 def _body_problems(op: Op, where: str) -> Iterator[str]:
-    """What the operators of the body may do with memory from outside."""
+    """What the operators of the body may do."""
     if op.body is None:
         return
     body = op.body.graph
-    taken = len(op.inputs())
-    given, wholes = set(body.inputs[:taken]), set(body.inputs[taken:])
-    parts: set[int] = set()
+    wholes = set(body.inputs[len(op.inputs()) :])
     finished: list[int] = []
+    known = {body.values[value].storage for value in body.inputs}
     for each in body.ops:
         inside = f"{where}, operator {each.id} ({each.target})"
         if each.random:
@@ -93,28 +124,59 @@ def _body_problems(op: Op, where: str) -> Iterator[str]:
             finished += values[:1]
             values = values[1:]
         elif each.target == PART:
-            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts))
-            parts.update(each.made())
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts, known))
         if any(value in wholes for value in values):
             yield f"{inside}: takes a tensor that the loop is still making"
-        written = {storage for storage, _ in each.writes}
-        touching = {value for value in values if body.values[value].storage in written}
-        outer = {value for value in touching if body.storages[body.values[value].storage].kind == "outer"}
-        if any(value in given or value not in parts for value in outer):
-            yield f"{inside}: writes memory from outside other than its own stretch"
+        known.update(body.values[value].storage for value in each.made() if value in body.values)
     if sorted(finished) != sorted(wholes):
         yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
+    yield from _write_problems(op, where)
 
 
-def _part_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
+def _write_problems(op: Op, where: str) -> Iterator[str]:
+    """Memory from outside, but for what the loop makes, is written stretch by stretch, and then read so, too.
+
+    Every part must find what the whole call would find: no part may meet what another one has written or freed.
+    """
+    if op.body is None:
+        return
+    body = op.body.graph
+    wholes = {body.values[value].storage for value in body.inputs[len(op.inputs()) :]}
+    written = {storage for _, storage in _written(op)} - wholes
+    cuts: dict[int, set[object]] = {}
+    stretches: set[int] = set()
+    for each in body.ops:
+        inside = f"{where}, operator {each.id} ({each.target})"
+        values = [value for value in each.inputs() if value in body.values]
+        if each.target == PART and values and isinstance(each.args[-1], int):
+            whole, dim = body.values[values[0]], each.args[-1]
+            cuts.setdefault(whole.storage, set()).add((_looks(whole), dim))
+            stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
+            values = []
+        taken = [value for value in values if body.values[value].storage in written]
+        if any(value not in stretches for value in taken):
+            yield f"{inside}: takes memory from outside that parts write, other than its own stretch"
+        if {s for s, _ in each.writes} & written - {body.values[value].storage for value in taken}:
+            yield f"{inside}: writes memory from outside that it does not take"
+        if each.target == "magis.wait" and any(body.storages[body.values[v].storage].kind == "outer" for v in values):
+            yield f"{inside}: frees memory from outside"
+    for storage in sorted(written):
+        if len(cuts.get(storage, ())) > 1:
+            yield f"{where}: storage {storage} of the body is written, and cut in several ways"
+
+
+def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator[str]:
     """Broken rules of ``magis.part(%whole, dim)``."""
     match op.args, op.made():
-        case (Ref(whole), int(dim)), (made,) if not op.kwargs and not op.writes:
+        case (Ref(whole), int(dim)), (made,) if not op.kwargs and not op.writes and not op.many:
             if made in body.values and whole in body.values:
                 yield from _stretch_problems(body.values[whole], body.values[made], dim, parts)
                 ours, theirs = body.values[made], body.values[whole]
-                if ours.storage == theirs.storage and (ours.stride, ours.offset) != (theirs.stride, theirs.offset):
-                    yield "a view of a stretch has the strides and the offset of the whole"
+                if ours.storage == theirs.storage:
+                    if (ours.stride, ours.offset) != (theirs.stride, theirs.offset):
+                        yield "a view of a stretch has the strides and the offset of the whole"
+                elif ours.storage in known or not _fills(ours, body.storages[ours.storage]):
+                    yield "a copy of a stretch is all of a storage of its own"
         case _:
             yield "needs a tensor and a dimension, makes one tensor, writes nothing"
 
