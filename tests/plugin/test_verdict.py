@@ -147,6 +147,8 @@ def test_elsewhere_the_limit_is_a_note_and_the_tensors_are_gated():
     verdict = compare(result(opt=(700, 950), identity=ELSEWHERE), before)
     check(verdict, "pass", passed=True)
     assert any("above the memory limit on this device" in note for note in verdict.notes)
+    just = compare(result(opt=(700, 880), identity=ELSEWHERE), before)
+    assert not any("above the memory limit" in note for note in just.notes)
     over = result(opt=(881, 950), identity=ELSEWHERE)
     assert compare(over, result(opt=(881, 881), memory_ratio=1.0)).passed
     assert compare(over, before).label == "FAIL worse"
@@ -161,6 +163,40 @@ def test_a_simulator_that_is_off_is_broken_on_cpu(which, tensors, workspace):
     verdict = compare(replace(now, **{which: replace(step, simulated=memory)}), now, "new,better,worse")
     check(verdict, "FAIL broken", "broken", passed=False)
     assert verdict.findings[0].text.startswith(f"{which} {'tensor' if tensors else 'peak'} bytes are not as simulated")
+
+
+def test_the_eager_step_is_named_once():
+    now = result(strategy="eager")
+    off = replace(now.original, simulated=Memory(1004, 1104))
+    verdict = compare(replace(now, original=off, optimized=off), now)
+    check(verdict, "FAIL broken", "broken", passed=False)
+    expected = "original tensor bytes are not as simulated: simulated 1,004, measured 1,000 (+4)"
+    assert verdict.findings[0].text == expected
+
+
+def test_under_checkpointing_only_the_optimized_peak_may_differ_from_what_is_simulated():
+    # torch keeps generator states then, which are no part of the step's graph
+    now = result(strategy="checkpoint")
+    for which, label in (("optimized", "pass"), ("original", "FAIL broken")):
+        step = getattr(now, which)
+        off = replace(step, simulated=Memory(step.simulated.tensor_bytes, step.simulated.peak_bytes - 4))
+        assert compare(replace(now, **{which: off}), now).label == label
+    wrong_tensors = replace(now.optimized, simulated=Memory(704, 754))
+    assert compare(replace(now, optimized=wrong_tensors), now).label == "FAIL broken"
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "expected"), [(100_040, "+0.04%"), (100_050, "+0.1%"), (100_060, "+0.1%"), (101_000, "+1.0%")]
+)
+def test_small_shares_keep_two_digits(bytes_, expected):
+    before = result(ori=(200_000, 200_000), opt=(100_000, 100_000))
+    now = result(ori=(200_000, 200_000), opt=(bytes_, bytes_))
+    assert compare(now, before).findings[0].text.endswith(f", {expected}")
+
+
+def test_what_the_core_remarks_is_passed_on_in_one_line():
+    now = replace(result(), note="not run:\n it is too large")
+    assert compare(now, now).notes == ("not run: it is too large",)
 
 
 def test_elsewhere_scratch_may_differ_from_what_is_simulated_and_is_said():
