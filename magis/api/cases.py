@@ -25,8 +25,10 @@ STEPS_COMPARED = 3
 TIMING_ROUNDS = 15
 WARM_UP = 2
 MOST_ROUNDS = 4
+MOST_SECONDS = 12.0
 INTERVAL_WIDTH = 0.04
-"""Pairs are added, up to MOST_ROUNDS times as many, while the latency ratio's interval is wider than this share."""
+"""Pairs are added while the latency ratio's interval is wider than this share: up to MOST_ROUNDS times as many, and no
+more after MOST_SECONDS."""
 STRATEGIES = ("eager", "magis", "checkpoint")
 
 Progress = Callable[[str], None]
@@ -202,6 +204,7 @@ class CaseRun:
                 device=subject.torch_device,
                 width=INTERVAL_WIDTH,
                 most=MOST_ROUNDS * (case.timing_rounds or TIMING_ROUNDS),
+                seconds=MOST_SECONDS,
             )
         return numbers, memory, timing
 

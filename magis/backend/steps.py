@@ -159,6 +159,11 @@ class GraphStep:
             tensors.append(tensor)
         return tensors
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the step works on, in the order of the graph's inputs: the module's own tensors among them."""
+        return tuple(self._tensors)
+
     def prepare(self) -> None:
         """Forget what the last step returned; it leaves no gradients behind."""
         self._outputs = ()

@@ -50,12 +50,14 @@ def interleave(
     *,
     width: float = math.inf,
     most: int | None = None,
+    seconds: float = math.inf,
 ) -> Timing:
     """Time `first` and `second` in `rounds` pairs, after `warmup` untimed calls of each.
 
     As long as the ratio's interval is wider than the share `width` of the ratio (0.04: 4%), more pairs follow, a
-    third of `rounds` at a time, up to `most` in all (default: 3 x `rounds`): a quiet machine stops early, a busy
-    one takes longer. The garbage collector rests meanwhile; on CUDA each call ends with a synchronization.
+    third of `rounds` at a time, up to `most` in all (default: 3 x `rounds`) and until `seconds` have gone by: a quiet
+    machine stops early, a busy one takes longer, a slow one ends with a wider interval. The garbage collector rests
+    meanwhile; on CUDA each call ends with a synchronization.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, not {rounds}")
@@ -65,6 +67,7 @@ def interleave(
         first()
         second()
     times: tuple[list[float], list[float]] = ([], [])
+    begun = time.perf_counter_ns()
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -76,7 +79,7 @@ def interleave(
                 for which in order:
                     times[which].append(_once((first, second)[which], synchronize))
             timing = Timing(tuple(times[0]), tuple(times[1]))
-            if wanted >= most or _width(timing) <= width:
+            if wanted >= most or _width(timing) <= width or time.perf_counter_ns() - begun >= seconds * 1e9:
                 return timing
             wanted = min(most, wanted + max(1, rounds // 3))
     finally:

@@ -69,6 +69,9 @@ def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch
     assert len(interleave(noisy, noisy, rounds=9).first_ms) == 9
     assert len(interleave(noisy, noisy, rounds=9, width=0.001).first_ms) == 27
     assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=20).first_ms) == 20
+    # 9 pairs take 1.8 s, three more 0.6 s: after 12 the time is up
+    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=200, seconds=2.2).first_ms) == 12
+    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=200, seconds=0.1).first_ms) == 9
     found = interleave(noisy, noisy, rounds=9, width=0.06, most=200)
     interval = ratio_interval(found)
     assert 9 < interval.pairs < 200

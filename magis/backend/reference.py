@@ -1,0 +1,121 @@
+"""The step in double precision, to judge rounding by (SPEC section 6).
+
+A plan with fission sums in another order than eager: its numbers differ in the last bits. They are right if they are as
+close to the exact ones as eager's own. The exact ones come from running the captured operators one by one in float64,
+random numbers drawn in the step's own data type, so that all three see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magis.aten.call import call
+from magis.ir import Arg, Const, Graph, Op, Value
+from magis.simulate.grouping import split
+
+SLACK = 2.0
+RELATIVE = 1e-6
+
+
+def gradient_values(graph: Graph) -> dict[str, int]:
+    """Parameter name -> value of its gradient, as the weight update takes it."""
+    _, blocks = split(graph)
+    made = {value for block in blocks for op in block for value in op.made()}
+    found = {}
+    for block in blocks:
+        written = {storage for op in block for storage, _ in op.writes}
+        taken = [value for op in block for value in op.inputs()]
+        names = {
+            graph.values[value].name.removeprefix("parameter:")
+            for value in taken
+            if graph.values[value].storage in written and graph.values[value].name.startswith("parameter:")
+        }
+        given = {
+            value: graph.values[value].storage
+            for value in taken
+            if value not in made and graph.storages[graph.values[value].storage].kind == "temporary"
+        }
+        if len(names) == 1 and len(set(given.values())) == 1:
+            found[names.pop()] = min(given)
+    return found
+
+
+def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """The step that returns its gradients as well, behind its own outputs; and the parameters that they belong to."""
+    gradients = gradient_values(graph)
+    outputs = (*graph.outputs, *gradients.values())
+    return Graph(graph.storages, graph.values, graph.ops, graph.inputs, outputs, graph.constants), tuple(gradients)
+
+
+def exact(graph: Graph, tensors: Sequence[Tensor], outputs: Sequence[int]) -> list[Tensor]:
+    """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged."""
+    known: dict[int, Tensor] = {}
+    shared: dict[int, Tensor] = {}
+    for number, tensor in zip(graph.inputs, tensors, strict=True):
+        storage = graph.values[number].storage
+        if storage not in shared:
+            shared[storage] = _wide(tensor.detach().clone())
+        known[number] = shared[storage]
+    with torch.no_grad():
+        for op in graph.ops:
+            if op.phase == "update":
+                continue
+            results = _random(op, known, graph.values) if op.random else call(_widened(op), known, {})
+            known.update(
+                {
+                    number: _wide(made)
+                    for number, made in zip(op.outputs, results, strict=True)
+                    if number is not None and made is not None
+                }
+            )
+    return [known[number] for number in outputs]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _widened(op: Op) -> Op:
+    """The call with float64 wherever it names a floating-point type."""
+
+    def wide(arg: Arg) -> Arg:
+        if isinstance(arg, Const) and arg.kind == "dtype" and arg.name in ("float32", "bfloat16", "float16"):
+            return Const("dtype", "float64")
+        return tuple(wide(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    args = tuple(wide(arg) for arg in op.args)
+    return Op(op.id, op.target, args, tuple((name, wide(arg)) for name, arg in op.kwargs), op.outputs, op.many)
+
+
+def _random(op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value]) -> tuple[Tensor | None, ...]:
+    """A call that draws random numbers, in the step's own data type; what it writes goes back into the wide tensor."""
+    narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
+    results = call(op, narrow, {})
+    written = {storage for storage, _ in op.writes}
+    for number, tensor in narrow.items():
+        if values[number].storage in written:
+            known[number].copy_(tensor)
+    return tuple(next((known[number] for number, tensor in narrow.items() if tensor is made), made) for made in results)
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far a tensor may be off, and is: ``share`` of what is allowed (1 is the limit)."""
+
+    name: str
+    share: float
+
+
+def closeness(name: str, ours: Tensor, theirs: Tensor, reference: Tensor) -> Closeness:
+    """|ours - exact| against 2 |eager - exact| + 1e-6 max |exact|, largest elements each."""
+    error = (ours.double() - reference).abs().max().item() if ours.numel() else 0.0
+    allowed = (theirs.double() - reference).abs().max().item() if ours.numel() else 0.0
+    largest = reference.abs().max().item() if ours.numel() else 0.0
+    limit = SLACK * allowed + RELATIVE * largest
+    if not error <= limit:
+        return Closeness(name, float("inf") if limit == 0.0 or error != error else error / limit)  # noqa: PLR0124
+    return Closeness(name, error / limit if limit else 0.0)
