@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ UNSPECIFIED = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_s
 """Operators that leave their result's contents open."""
 
 NUMBERS = {"neg_lr": -0.25, "neg_step_size": -0.375, "decay": 0.75, "bias_correction2_sqrt": 0.625}
+
+
+Layout: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,30 @@ def problems(case: Case, found: Sequence[Split] | None = None, *, largest: int =
     whole = run(op, whole_inputs)
     lines = []
     for split in found:
-        for n in counts(split, largest):
+        for n, lay in product(counts(split, largest), _layouts(drawn)):
             try:
-                trouble = _compare(op, split, n, drawn, whole, whole_inputs)
+                trouble = _compare(op, split, n, drawn, whole, whole_inputs, lay)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 trouble = f"the parts raise {error}".splitlines()[0]
             if trouble:
-                lines.append(f"{op.target} {split} n={n}: {trouble}")
+                lines.append(f"{op.target} {split} n={n}, {lay.__name__}: {trouble}")
     return lines
+
+
+def _layouts(drawn: list[Tensor]) -> list[Layout]:
+    """How parts may lie in memory: row by row, or, where that is something else, as the whole does."""
+    return [row_by_row] if all(tensor.is_contiguous() for tensor in drawn) else [row_by_row, as_the_whole]
+
+
+def row_by_row(piece: Tensor) -> Tensor:
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def as_the_whole(piece: Tensor) -> Tensor:
+    """Dense, with the dimensions in the same order."""
+    order = sorted(range(piece.dim()), key=lambda dim: (-piece.stride(dim), dim))
+    back = [order.index(dim) for dim in range(piece.dim())]
+    return row_by_row(piece.permute(order)).permute(back)
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -170,13 +191,19 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _compare(
-    op: Op, split: Split, n: int, drawn: list[Tensor], whole: tuple[Tensor | None, ...], after: list[Tensor]
+    op: Op,
+    split: Split,
+    n: int,
+    drawn: list[Tensor],
+    whole: tuple[Tensor | None, ...],
+    after: list[Tensor],
+    lay: Layout,
 ) -> str:
     """The first difference between the parts put together and the whole; "" where there is none."""
     small = part(op, split, n)
     shared = _copies(drawn)
     cut = [
-        [tensor] * n if dim is None else [piece.contiguous().clone() for piece in tensor.chunk(n, dim)]
+        [tensor] * n if dim is None else [lay(piece) for piece in tensor.chunk(n, dim)]
         for tensor, dim in zip(shared, split.inputs, strict=True)
     ]
     results = [run(small, [pieces[index] for pieces in cut]) for index in range(n)]

@@ -30,7 +30,7 @@ WITH_ADAMW = ("seed-unet", "seed-vit")
 PER_OPERATOR = 3
 """Calls of one operator that the quick test cuts."""
 
-LARGE = 1 << 19
+LARGE = 1 << 18
 """Elements from which on the quick test leaves a call to `make soak`."""
 
 
