@@ -26,46 +26,35 @@ def latency(low: float, high: float, *, end: float | None, tolerance: float = 0.
     return judge(now, replace(stored, measured=measured), tolerances=Tolerances(latency=tolerance))
 
 
-@pytest.mark.parametrize(
-    ("end", "allowed", "why"),
-    [
-        (None, 1.04, "baseline 1 + 0.04"),
-        (0.9, 1.04, "baseline 1 + 0.04"),
-        (1.02, 1.04, "baseline 1 + 0.04"),
-        (1.04, 1.04, "baseline 1 + 0.04"),
-        (1.0401, 1.0401, "where the interval of the baseline 1 ends"),
-        (1.05, 1.05, "where the interval of the baseline 1 ends"),
-        (1.06, 1.06, "where the interval of the baseline 1 ends"),
-        (1.0601, 1.06, "baseline 1 + 1.5 * 0.04: its interval ends at 1.0601, which counts no further"),
-        (3.0, 1.06, "baseline 1 + 1.5 * 0.04: its interval ends at 3, which counts no further"),
-    ],
-)
-def test_the_interval_of_the_baseline_counts_up_to_a_cap(end, allowed, why):
-    edge = allowed + ROUNDING
+@pytest.mark.parametrize("end", [None, 0.9, 1.02, 1.0401, 1.06, 3.0])
+def test_the_interval_of_the_baseline_counts_nothing(end):
+    edge = 1.04 + ROUNDING
     assert latency(edge, 1.2, end=end).passed
     verdict = latency(math.nextafter(edge, 2), 1.2, end=end)
     check(verdict, "FAIL worse", "worse", passed=False)
-    assert f", allowed {allowed:.3f} ({why}), +" in verdict.findings[0].text
+    assert ", allowed 1.040 (baseline 1 + 0.04), +" in verdict.findings[0].text
 
 
-@pytest.mark.parametrize(("end", "noted"), [(None, False), (1.02, False), (1.06, True), (3.0, True)])
-def test_passing_only_by_the_interval_of_the_baseline_is_said(end, noted):
-    edge = 1.04 + ROUNDING
-    assert latency(edge, 1.2, end=end).notes == ()
-    verdict = latency(math.nextafter(edge, 2), 1.2, end=end)
-    assert verdict.passed == noted
-    expected = (
-        "latency ratio (opt/ori): 1.120 [1.040, 1.200], above 1.040 (baseline 1 + 0.04),"
-        f" but the interval of that baseline ends at {end:g}"
-        if noted
-        else ""
-    )
-    assert verdict.notes == ((expected,) if noted else ())
+@pytest.mark.parametrize(
+    ("low", "high", "noted"),
+    [
+        (0.72, 1.52, True),
+        (1.02, 1.08, True),
+        (1.03, 1.07, False),  # narrow enough to decide
+        (0.97, 1.04, False),  # wide, but all of it is allowed
+        (0.80, 0.95, False),  # better
+    ],
+)
+def test_what_passes_undecided_is_said(low, high, noted):
+    verdict = latency(low, high, end=None)
+    assert verdict.passed
+    text = f"latency ratio (opt/ori): {(low + high) / 2:.3f} [{low:.3f}, {high:.3f}] is too uncertain to gate"
+    assert [note.startswith(text) for note in verdict.notes] == ([True] if noted else [])
 
 
 def test_a_row_that_was_stopped_says_nothing_about_its_latency():
-    before, stopped = result(ratio=1.0, half=0.06), result(ratio=1.06, half=0.01, stopped=True)
-    assert any("the interval of that baseline" in note for note in compare(result(ratio=1.06), before).notes)
+    before, stopped = result(ratio=1.0), result(ratio=1.06, half=0.3, stopped=True)
+    assert any("too uncertain" in note for note in compare(result(ratio=1.06, half=0.3), before).notes)
     assert compare(stopped, before).notes == ("stopped by the cap in seconds: the optimized step is not gated",)
 
 
@@ -84,8 +73,7 @@ def test_without_tolerance_the_interval_of_the_baseline_counts_nothing():
 
 
 @pytest.mark.parametrize("half", [0.01, 0.02, 0.04, 0.05, 0.06, 0.08, 0.5])
-def test_a_tenth_slower_is_red_however_badly_the_baseline_was_measured(half):
-    # the step itself measured as the gate measures: to within 0.02
+def test_a_tenth_above_the_stored_ratio_is_red_if_measured_to_within_a_fiftieth(half):
     for ratio in (0.9, 1.0, 1.1):
         before = result(ratio=ratio, half=half * ratio)
         assert not compare(result(ratio=1.1 * ratio, half=0.02 * ratio), before).passed
