@@ -19,7 +19,7 @@ from magis.aten.splits import part
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, leavings, region_problems
 from magis.fission.shapes import bytes_of, describe
-from magis.ir import Graph, Loop, Op, Ref, Storage, Value, replace_refs
+from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
 from magis.ir.loops import JOIN, LOOP, PART, REDUCE
 
 
@@ -60,20 +60,12 @@ class _Body:
     def operator(self, op: Op, position: int) -> None:
         """One operator at the size of a part."""
         split = self.region.cuts[position]
-        mapping: dict[int, int] = {}
-        for value, dim in zip(op.inputs(), split.inputs, strict=True):
-            taken = self.inside[value] if value in self.inside else self._from_outside(value, dim)
-            if mapping.setdefault(value, taken) != taken:
-                raise VerifyError(f"operator {op.id} ({op.target}): takes value {value} whole and in parts")
-        args = replace_refs(op.args, mapping)
-        kwargs = tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs)
-        small = replace(
-            part(op, split, self.region.parts), args=(), kwargs=(), id=len(self.ops), origin=op.id, random=False
-        )
-        sized = part(op, split, self.region.parts)
-        args = replace_refs(sized.args, mapping)
-        kwargs = tuple((name, replace_refs(arg, mapping)) for name, arg in sized.kwargs)
-        new = replace(small, args=args if isinstance(args, tuple) else (args,), kwargs=kwargs)
+        taken = [
+            self.inside[value] if value in self.inside else self._from_outside(value, dim)
+            for value, dim in zip(op.inputs(), split.inputs, strict=True)
+        ]
+        new = _taking(part(op, split, self.region.parts), taken)
+        new = replace(new, id=len(self.ops), origin=op.id, random=False)
         self._emit(new, op)
 
     def _emit(self, new: Op, op: Op) -> None:
@@ -179,6 +171,19 @@ class _Body:
         made = {self.graph.values[value].storage for value in self.wholes}
         hit = {storage for op in self.ops for storage, _ in op.writes}
         return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
+
+
+def _taking(op: Op, values: Sequence[int]) -> Op:
+    """The call on other values, one for each of its inputs: one tensor may be taken whole and in parts."""
+    queue = iter(values)
+
+    def taken(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(taken(item) for item in arg)
+        return Ref(next(queue)) if isinstance(arg, Ref) else arg
+
+    args = tuple(taken(arg) for arg in op.args)
+    return replace(op, args=args, kwargs=tuple((name, taken(arg)) for name, arg in op.kwargs))
 
 
 def is_window(value: Value) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph, is_pure_view
-from magis.analysis.windows import fills
+from magis.analysis.windows import fills, is_dense
 from magis.aten.splits import Split, splits, why_opaque
 from magis.ir import Graph, Op
 
@@ -43,8 +43,16 @@ def region_problems(graph: Graph, region: Region) -> Iterator[str]:
     if not set(region.cuts) <= set(range(len(graph.ops))):
         yield "the region names operators that the graph does not have"
         return
+    impossible = False
     for position, split in sorted(region.cuts.items()):
-        yield from _operator_problems(graph, graph.ops[position], split, region.parts)
+        for problem in _operator_problems(graph, graph.ops[position], split, region.parts):
+            impossible = True
+            yield problem
+    if impossible:
+        return  # the other rules rely on splits that fit their operators
+    if all(is_pure_view(graph, graph.ops[position]) for position in region.cuts):
+        yield "the region computes nothing: its operators are views"
+        return
     yield from _edge_problems(graph, region)
     yield from _write_problems(graph, region)
     yield from _leaving_problems(graph, region)
@@ -98,12 +106,18 @@ def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
         for value in graph.ops[position].made()
         if not is_pure_view(graph, graph.ops[position])
     }
+    stretched: dict[int, int] = {}
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]
         for storage, _ in op.writes:
-            inside = storage in born and graph.storages[storage].kind == "temporary"
-            if not inside and not _written_by_stretch(graph, op, split, storage):
+            if storage in born and graph.storages[storage].kind == "temporary":
+                continue
+            value = _written_by_stretch(graph, op, split, storage)
+            if value is None:
                 yield f"{_where(op)}: writes storage {storage}, which is not the region's own"
+            else:
+                stretched[storage] = value
+    yield from _whole_read_problems(graph, region, stretched)
     for position, op in enumerate(graph.ops):
         if position not in region.cuts:
             for storage, _ in op.writes:
@@ -111,15 +125,35 @@ def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
                     yield f"{_where(op)}: writes storage {storage}, which the region makes"
 
 
-def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> bool:
-    """Whether every argument of the call on this storage is one dense tensor, cut along its outermost dimension."""
+def _written_by_stretch(graph: Graph, op: Op, split: Split, storage: int) -> int | None:
+    """The one argument of the call on this storage, if it is a dense vector that is cut."""
     touched = [
         (value, dim)
         for value, dim in zip(op.inputs(), split.inputs, strict=True)
         if graph.values[value].storage == storage
     ]
-    made = any(graph.values[value].storage == storage for value in op.made())
-    return not made and len(touched) == 1 and touched[0][1] == 0 and len(graph.values[touched[0][0]].shape) == 1
+    if len(touched) != 1 or any(graph.values[value].storage == storage for value in op.made()):
+        return None
+    ((value, dim),) = touched
+    vector = len(graph.values[value].shape) == 1 and is_dense(graph.values[value])
+    return value if vector and dim == 0 else None
+
+
+def _whole_read_problems(graph: Graph, region: Region, stretched: Mapping[int, int]) -> Iterator[str]:
+    """What the region writes stretch by stretch (storage -> value) it also reads so: the next part meets the rest."""
+    made = made_in(graph, region)
+    for position, split in sorted(region.cuts.items()):
+        op = graph.ops[position]
+        for value, dim in zip(op.inputs(), split.inputs, strict=True):
+            looks = graph.values[value]
+            if value in made or looks.storage not in stretched:
+                continue
+            written = graph.values[stretched[looks.storage]]
+            if dim != 0 or (looks.shape, looks.stride, looks.offset) != (written.shape, written.stride, written.offset):
+                yield (
+                    f"{_where(op)}: takes value {value}, on storage {looks.storage}, which the region writes stretch "
+                    "by stretch"
+                )
 
 
 def _leaving_problems(graph: Graph, region: Region) -> Iterator[str]:

@@ -158,6 +158,8 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
             yield f"{inside}: takes memory from outside that parts write, other than its own stretch"
         if {s for s, _ in each.writes} & written - {body.values[value].storage for value in taken}:
             yield f"{inside}: writes memory from outside that it does not take"
+        if taken and not each.writes and stretches.issuperset(taken):
+            stretches.update(each.made())  # windows on stretches
         if each.target == "magis.wait" and any(body.storages[body.values[v].storage].kind == "outer" for v in values):
             yield f"{inside}: frees memory from outside"
     for storage in sorted(written):

@@ -68,6 +68,16 @@ def test_a_tensor_may_be_given_to_a_loop_twice() -> None:
     verify(twice(sound()))
 
 
+def test_a_window_on_a_stretch_is_that_part_s_own() -> None:
+    """Read or written through a view of the stretch: no part meets another one's."""
+    window = Op(8, "aten.unsqueeze.default", (Ref(8), 1), (), (10,))
+    spoil = both(
+        lambda g: replace(g, values={**g.values, 10: replace(g.values[8], id=10, shape=(2, 1), stride=(1, 1))}),
+        lambda g: replace(g, ops=(*g.ops[:7], window, replace(g.ops[7], args=(Ref(10), 0.5)))),
+    )
+    verify(within(spoil)(sound()))
+
+
 def test_a_result_without_elements_is_sound() -> None:
     spoil = both(
         storage(4, nbytes=0), value(4, shape=(0, 6), stride=(6, 1)),

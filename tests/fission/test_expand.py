@@ -1,0 +1,318 @@
+"""Regions by hand: what a loop is made of, and what makes a region illegal."""
+
+from __future__ import annotations
+
+import pytest
+
+from magis.aten.splits import Split, splits
+from magis.errors import VerifyError
+from magis.fission.expand import expand
+from magis.fission.proof import verify_fission
+from magis.fission.region import Region, region_problems
+from magis.ir import Graph, dump, parse, verify
+from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
+
+
+def step(*lines: str) -> Graph:
+    """A sound graph of these lines."""
+    graph = parse("\n".join(["magis graph 1", *lines]) + "\n")
+    verify(graph)
+    return graph
+
+
+def cut(graph: Graph, parts: int, **dims: int) -> Region:
+    """The operators named (``op3=1``: operator 3), each with its split number so and so."""
+    chosen = {int(name.removeprefix("op")): number for name, number in dims.items()}
+    return Region({at: splits(graph.ops[at], graph.values)[number] for at, number in chosen.items()}, parts)
+
+
+def looped(graph: Graph, region: Region) -> Graph:
+    """The step with a loop for the region: sound, proven, equal, and with the bytes that it says."""
+    assert list(region_problems(graph, region)) == []
+    found = expand(graph, region)
+    verify(found)
+    verify_fission(found, graph)
+    memory = draw(graph, 0)
+    assert differences(outcome(graph, memory), outcome(found, memory), graph) == []
+    assert simulated(found) == measured(found, memory)
+    return found
+
+
+def reasons(graph: Graph, region: Region) -> list[str]:
+    """Why the region is refused."""
+    found = list(region_problems(graph, region))
+    with pytest.raises(VerifyError) as caught:
+        expand(graph, region)
+    assert str(caught.value) == found[0]
+    return found
+
+
+PRODUCT = (
+    "storage 1 batch 128",
+    "storage 2 temporary 128",
+    "storage 3 temporary 128",
+    "value 1 @1 float64 [4, 4] {4, 1} +0",
+    "value 2 @2 float64 [4, 4] {4, 1} +0",
+    "value 3 @3 float64 [4, 4] {4, 1} +0",
+    "input 1",
+)
+
+
+def test_one_tensor_may_be_taken_whole_and_in_parts() -> None:
+    graph = step(
+        *PRODUCT,
+        "op 0 %2 = aten.mm.default(%1, %1) reads 1:0 phase forward",
+        "op 1 %3 = aten.relu.default(%2) reads 2:0 phase forward",
+        "output 3",
+    )
+    for split in splits(graph.ops[0], graph.values):
+        if "sum" in split.outputs:
+            continue
+        (after,) = (other for other in splits(graph.ops[1], graph.values) if other.inputs == split.outputs)
+        (loop,) = loops(looped(graph, Region({0: split, 1: after}, 2)))
+        assert loop.body is not None
+        assert loop.inputs() == (1,)
+        assert [op.target for op in loop.body.graph.ops] == [
+            "magis.part", "aten.mm.default", "aten.relu.default", "magis.join"
+        ]  # fmt: skip
+
+
+def test_what_leaves_by_a_view_is_opened_again_behind_the_loop() -> None:
+    graph = step(
+        *PRODUCT,
+        "value 4 @3 float64 [4, 4] {1, 4} +0",
+        "value 5 @3 float64 [2, 4] {4, 1} +8",
+        "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward",
+        "op 1 %3 = aten.relu.default(%2) reads 2:0 phase forward",
+        "op 2 %4 = aten.t.default(%3) phase forward",
+        "op 3 %5 = aten.slice.Tensor(%3, 0, 2, 4) phase forward",
+        "output 2",
+        "output 4",
+        "output 5",
+    )
+    found = looped(graph, cut(graph, 4, op0=0, op1=0, op2=0))
+    assert [op.target for op in found.ops] == ["magis.loop", "aten.t.default", "aten.slice.Tensor"]
+    assert found.ops[0].made() == (2, 3)
+
+
+def test_views_alone_are_no_region() -> None:
+    graph = step(
+        *PRODUCT,
+        "value 4 @1 float64 [4, 4] {1, 4} +0",
+        "op 0 %4 = aten.t.default(%1) phase forward",
+        "op 1 %3 = aten.relu.default(%4) reads 1:0 phase forward",
+        "output 3",
+        "output 4",
+    )
+    assert reasons(graph, cut(graph, 2, op0=0)) == ["the region computes nothing: its operators are views"]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [Split((), (0,), (), 4), Split((0, 0), (0,), (), 4), Split((0,), (), (), 4), Split((0,), (0, 0), (), 4)],
+)
+def test_a_split_of_another_operator_is_no_crash(split: Split) -> None:
+    graph = step(*PRODUCT, "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward", "output 2")
+    assert reasons(graph, Region({0: split}, 2)) == ["operator 0 (aten.exp.default): cannot be cut: not in that way"]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "parts", "message"),
+    [
+        ({}, 2, "a region has operators and at least 2 parts, not 0 and 2"),
+        ({0: Split((0,), (0,), (), 4)}, 1, "a region has operators and at least 2 parts, not 1 and 1"),
+        ({0: Split((0,), (0,), (), 4)}, -4, "a region has operators and at least 2 parts, not 1 and -4"),
+        ({7: Split((0,), (0,), (), 4)}, 2, "the region names operators that the graph does not have"),
+        ({-1: Split((0,), (0,), (), 4)}, 2, "the region names operators that the graph does not have"),
+        ({0: Split((0,), (0,), (), 4)}, 3, "operator 0 (aten.exp.default): 3 parts do not divide 4"),
+    ],
+)
+def test_no_region(cuts: dict[int, Split], parts: int, message: str) -> None:
+    graph = step(*PRODUCT, "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward", "output 2")
+    assert reasons(graph, Region(cuts, parts)) == [message]
+
+
+CHAIN = (
+    *PRODUCT,
+    "storage 4 temporary 128",
+    "value 4 @4 float64 [4, 4] {4, 1} +0",
+    "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward",
+    "op 1 %3 = aten.relu.default(%2) reads 2:0 phase forward",
+    "op 2 %4 = aten.mul.Tensor(%2, %3) reads 2:0 3:0 phase forward",
+    "output 4",
+)
+
+
+def test_what_lies_between_belongs_to_the_region() -> None:
+    graph = step(*CHAIN)
+    assert reasons(graph, cut(graph, 2, op0=0, op2=0)) == [
+        "operator 2 (aten.mul.Tensor): depends on an operator that needs the region's result"
+    ]
+
+
+def test_pieces_are_no_region() -> None:
+    graph = step(
+        *CHAIN[:-2],
+        "op 2 %4 = aten.neg.default(%1) reads 1:0 phase forward",
+        "output 3",
+        "output 4",
+    )
+    assert reasons(graph, cut(graph, 2, op0=0, op2=0)) == ["the region falls into 2 unconnected pieces"]
+
+
+def test_one_component_of_the_dimension_graph() -> None:
+    graph = step(*CHAIN)
+    assert reasons(graph, cut(graph, 2, op0=0, op1=1)) == [
+        "operator 1 (aten.relu.default): takes value 2 cut along 1, which its maker gives by 0"
+    ]
+
+
+def test_a_sum_of_parts_is_not_ready_within_the_region() -> None:
+    graph = step(
+        *CHAIN[:8],
+        "value 4 @4 float64 [4, 4] {4, 1} +0",
+        "op 0 %2 = aten.mm.default(%1, %1) reads 1:0 phase forward",
+        "op 1 %3 = aten.relu.default(%2) reads 2:0 phase forward",
+        "output 3",
+    )
+    (inner,) = (n for n, split in enumerate(splits(graph.ops[0], graph.values)) if split.outputs == ("sum",))
+    assert reasons(graph, cut(graph, 2, op0=inner, op1=0)) == [
+        "operator 1 (aten.relu.default): takes value 2 cut along 0, which its maker gives by 'sum'"
+    ]
+
+
+def test_random_numbers_are_not_cut() -> None:
+    graph = step(
+        "storage 0 generator 0",
+        *PRODUCT,
+        "value 4 @2 float64 [4, 4] {4, 1} +0",
+        "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward",
+        "op 1 %4 = aten.bernoulli_.float(%2, 0.5) reads 0:0 2:0 writes 0:1 2:1 random phase forward",
+        "output 4",
+    )
+    region = Region({0: splits(graph.ops[0], graph.values)[0], 1: Split((0,), (0,), (), 4)}, 2)
+    assert reasons(graph, region) == [
+        "operator 1 (aten.bernoulli_.float): draws random numbers, which would be others in parts"
+    ]
+
+
+# --- memory from outside that a region writes -------------------------------------------------------------------------
+
+NORM = (
+    "storage 1 batch 384",
+    "storage 2 buffer 32",
+    "storage 3 buffer 32",
+    "storage 4 temporary 384",
+    "storage 5 temporary 32",
+    "storage 6 temporary 32",
+    "storage 7 temporary 384",
+    "value 1 @1 float64 [2, 4, 6] {24, 6, 1} +0",
+    "value 2 @2 float64 [4] {1} +0",
+    "value 3 @3 float64 [4] {1} +0",
+    "value 4 @4 float64 [2, 4, 6] {24, 6, 1} +0",
+    "value 5 @5 float64 [4] {1} +0",
+    "value 6 @6 float64 [4] {1} +0",
+    "value 7 @7 float64 [2, 4, 6] {24, 6, 1} +0",
+    "value 8 @2 float64 [4, 1] {1, 1} +0",
+    "input 1",
+    "input 2",
+    "input 3",
+)
+BATCH_NORM = (
+    "op 0 (%4, %5, %6) = aten.native_batch_norm.default(%1, None, None, %2, %3, True, 0.1, 1e-05) "
+    "reads 1:0 2:0 3:0 writes 2:1 3:1 phase forward"
+)
+
+
+def test_running_statistics_are_written_stretch_by_stretch() -> None:
+    graph = step(*NORM, BATCH_NORM, "output 4", "output 5")
+    found = looped(graph, cut(graph, 2, op0=0))
+    (loop,) = loops(found)
+    assert dict(loop.writes) == {2: 1, 3: 1}
+
+
+def test_running_statistics_read_by_channel_belong_to_the_region() -> None:
+    graph = step(
+        *NORM,
+        BATCH_NORM,
+        "op 1 %8 = aten.unsqueeze.default(%2, 1) phase forward",
+        "op 2 %7 = aten.add.Tensor(%4, %8) reads 2:1 4:0 phase forward",
+        "output 7",
+    )
+    (by_channel,) = (n for n, split in enumerate(splits(graph.ops[2], graph.values)) if split.outputs == (1,))
+    looped(graph, cut(graph, 2, op0=0, op1=0, op2=by_channel))
+
+
+def test_running_statistics_read_whole_do_not() -> None:
+    """The second part would find those of the first one changed."""
+    graph = step(
+        *NORM,
+        BATCH_NORM,
+        "value 9 @2 float64 [2, 4, 6] {0, 1, 0} +0",
+        "op 1 %8 = aten.unsqueeze.default(%2, 1) phase forward",
+        "op 2 %7 = aten.mul.Tensor(%1, %8) reads 1:0 2:1 phase forward",
+        "output 4",
+        "output 7",
+    )
+    by_row = next(n for n, split in enumerate(splits(graph.ops[2], graph.values)) if split.outputs == (0,))
+    assert reasons(graph, cut(graph, 2, op0=0, op2=by_row)) == [
+        "operator 2 (aten.mul.Tensor): takes value 8, on storage 2, which the region writes stretch by stretch"
+    ]
+
+
+def test_a_strided_buffer_is_not_written_stretch_by_stretch() -> None:
+    """Its stretches are copies: what is written there would be lost."""
+    strided = {
+        "storage 2 buffer 32": "storage 2 buffer 56",
+        "value 2 @2 float64 [4] {1} +0": "value 2 @2 float64 [4] {2} +0",
+        "value 8 @2 float64 [4, 1] {1, 1} +0": "value 8 @2 float64 [4, 1] {2, 1} +0",
+    }
+    graph = step(*(strided.get(line, line) for line in NORM), BATCH_NORM, "output 4", "output 5")
+    assert reasons(graph, cut(graph, 2, op0=0)) == [
+        "operator 0 (aten.native_batch_norm.default): writes storage 2, which is not the region's own"
+    ]
+
+
+def test_a_weight_is_not_updated_in_parts() -> None:
+    graph = step(
+        "storage 1 parameter 128",
+        "storage 2 batch 128",
+        "value 1 @1 float64 [4, 4] {4, 1} +0",
+        "value 2 @2 float64 [4, 4] {4, 1} +0",
+        "value 3 @1 float64 [4, 4] {4, 1} +0",
+        "input 1",
+        "input 2",
+        "op 0 %3 = aten.add_.Tensor(%1, %2) reads 1:0 2:0 writes 1:1 phase update",
+    )
+    assert reasons(graph, cut(graph, 2, op0=0)) == [
+        "operator 0 (aten.add_.Tensor): writes storage 1, which is not the region's own"
+    ]
+
+
+def test_what_others_overwrite_does_not_leave() -> None:
+    graph = step(
+        *PRODUCT,
+        "value 4 @2 float64 [4, 4] {4, 1} +0",
+        "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward",
+        "op 1 %4 = aten.neg_.default(%2) reads 2:0 writes 2:1 phase forward",
+        "output 4",
+    )
+    assert reasons(graph, cut(graph, 2, op0=0)) == [
+        "operator 1 (aten.neg_.default): writes storage 2, which the region makes"
+    ]
+    found = looped(graph, cut(graph, 2, op0=0, op1=0))
+    assert "aten.neg_" in dump(found)
+
+
+def test_a_step_may_hold_several_loops() -> None:
+    graph = step(*CHAIN)
+    first = looped(graph, cut(graph, 2, op0=0))
+    at = next(p for p, op in enumerate(first.ops) if op.target == "aten.mul.Tensor")
+    both = expand(first, Region({at: splits(first.ops[at], first.values)[1]}, 4))
+    verify(both)
+    verify_fission(both, graph)
+    assert len(loops(both)) == 2
+    inside = Region({0: Split((0,), (0,), (), 4)}, 2)
+    assert reasons(first, inside)[0] == "operator 0 (magis.loop): is split already"
+    memory = draw(graph, 3)
+    assert differences(outcome(graph, memory), outcome(both, memory), graph) == []

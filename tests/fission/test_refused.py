@@ -1,0 +1,61 @@
+"""Regions that break a rule are refused with a reason, one line, and by nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from magis.errors import VerifyError
+from magis.fission.expand import expand
+from magis.fission.region import Region, region_problems
+from magis.ir import Graph
+from tests.fission.draws import NETWORKS, normal, regions
+from tests.fission.mistakes import MISTAKES
+
+PER_NETWORK = 12
+MANY = 36
+
+
+def refused(graph: Graph, region: Region) -> str:
+    """The reason with which the region is refused."""
+    reasons = list(region_problems(graph, region))
+    assert reasons
+    assert all(len(reason.splitlines()) == 1 for reason in reasons)
+    with pytest.raises(VerifyError) as caught:
+        expand(graph, region)
+    assert str(caught.value) == " ".join(reasons[0].split())
+    return reasons[0]
+
+
+def mistaken(name: str, seeds: range) -> Counter[str]:
+    """One illegal region per seed, the kinds of mistakes in turns; returns how many of each kind there were."""
+    graph, dag = normal(name)
+    found: Counter[str] = Counter()
+    kinds = list(MISTAKES)
+    for seed in seeds:
+        chosen = random.Random(f"{name} {seed}")
+        for at in range(len(kinds)):
+            kind = kinds[(seed + at) % len(kinds)]
+            legal = (region for region in regions(graph, dag, chosen, 30) if not list(region_problems(graph, region)))
+            wrong = next((w for w in (MISTAKES[kind](graph, dag, region, chosen) for region in legal) if w), None)
+            if wrong is not None:
+                refused(graph, wrong)
+                found[kind] += 1
+                break
+    return found
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_illegal_regions_are_refused(name: str) -> None:
+    found = mistaken(name, range(PER_NETWORK))
+    assert found.total() == PER_NETWORK
+    assert len(found) >= 9
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NETWORKS)
+def test_many_illegal_regions_are_refused(name: str) -> None:
+    """Together 504."""
+    assert mistaken(name, range(100, 100 + MANY)).total() == MANY

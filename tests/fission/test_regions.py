@@ -1,0 +1,51 @@
+"""Random regions of the networks: what loops compute is what the whole operators do, in the bytes that were said."""
+
+from __future__ import annotations
+
+import pytest
+
+from magis.fission.proof import verify_fission
+from magis.ir import verify
+from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
+from tests.fission.draws import NETWORKS, Fission, drawn, nested
+
+MIB = 1 << 20
+QUICK = 4
+PER_BATCH = 24
+BATCHES = 6
+
+
+def check(fission: Fission, seed: int) -> None:
+    """A sound graph that computes the same from the same inputs, and takes the simulated bytes."""
+    verify(fission.looped)
+    verify_fission(fission.looped, fission.graph)
+    whole, looped = fission.pair
+    verify(whole)
+    verify(looped)
+    verify_fission(looped, whole)
+    memory = draw(whole, seed)
+    assert differences(outcome(whole, memory), outcome(looped, memory), whole) == []
+    assert simulated(looped) == measured(looped, memory)
+
+
+def check_seed(name: str, seed: int, most_bytes: int) -> int:
+    """One fission of a network; with an odd seed nested, if its body can be split. Returns the number of loops."""
+    fission = drawn(name, seed, most_bytes=most_bytes)
+    fission = (nested(fission, seed) if seed % 2 else None) or fission
+    check(fission, seed)
+    return len(loops(fission.looped))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_regions_compute_the_same_in_the_bytes_said(name: str) -> None:
+    found = [check_seed(name, seed, 8 * MIB) for seed in range(QUICK)]
+    assert len(found) == QUICK
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("name", NETWORKS)
+def test_many_regions_compute_the_same_in_the_bytes_said(name: str, batch: int) -> None:
+    """Together 2,016, about half of them nested."""
+    found = [check_seed(name, 1000 + batch * PER_BATCH + at, 48 * MIB) for at in range(PER_BATCH)]
+    assert found.count(2) >= PER_BATCH // 6
