@@ -36,7 +36,12 @@ BAR = 0.85
 INTERPRETED = {"NUMBA_DISABLE_JIT": "1"}  # compiling every mutant anew would take longer than its tests
 
 _EVALUATOR = ("tests/simulate/test_evaluator.py",)
-_PLANS = ("tests/simulate/test_compile.py", "tests/rewrite/test_realize.py", "tests/rewrite/test_plans.py")
+_PLANS = (
+    "tests/simulate/test_grouping.py",
+    "tests/simulate/test_compile.py",
+    "tests/rewrite/test_realize.py",
+    "tests/rewrite/test_plans.py",
+)
 TESTS: dict[str, tuple[str, ...]] = {
     "magis/simulate/replay.py": ("tests/simulate/test_replay.py",),
     "magis/simulate/compile.py": _PLANS,

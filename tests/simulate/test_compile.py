@@ -8,87 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from magis.ir import Graph, Op, Ref, Value, parse, verify
+from magis.ir import Graph, Op, Ref, Value, verify
 from magis.rewrite.normalize import functionalize
-from magis.simulate.compile import GENERATOR_NS, Compiled, compile_problem, redo_form, reusable
+from magis.simulate.compile import GENERATOR_NS, compile_problem, redo_form, reusable
 from magis.simulate.evaluator import check_order, evaluate
-from magis.simulate.grouping import split
 from tests.nets import NETS
 from tests.oracles import Costs, captured
-
-STEP = """magis graph 1
-storage 0 generator 0
-storage 1 parameter 400
-storage 2 state 400
-storage 3 buffer 8
-storage 4 batch 400
-storage 10 temporary 400
-storage 11 temporary 400
-storage 12 temporary 400
-storage 13 temporary 4
-storage 14 temporary 400
-storage 15 temporary 800
-value 1 @1 float32 [100] {1} +0 "parameter:w"
-value 2 @2 float32 [100] {1} +0 "state:m:w"
-value 3 @3 int64 [] {} +0 "buffer:n"
-value 4 @4 float32 [100] {1} +0 "input:0"
-value 9 @3 int64 [] {} +0
-value 10 @10 float32 [100] {1} +0
-value 16 @10 float32 [10, 10] {10, 1} +0
-value 11 @11 float32 [100] {1} +0
-value 18 @11 float32 [100] {1} +0
-value 19 @11 float32 [100] {1} +0
-value 12 @12 float32 [100] {1} +0
-value 13 @13 float32 [] {} +0
-value 14 @14 float32 [100] {1} +0
-value 15 @2 float32 [100] {1} +0
-value 17 @1 float32 [100] {1} +0
-value 20 @15 float32 [200] {1} +0
-input 1
-input 2
-input 3
-input 4
-op 0 %9 = aten.add_.Tensor(%3, 1) reads 3:0 writes 3:1 phase forward
-op 1 %10 = aten.mul.Tensor(%4, %1) reads 1:0 4:0 phase forward
-op 2 %16 = aten.view.default(%10, [10, 10]) phase forward
-op 3 %11 = aten.empty_like.default(%10) reads 10:0 phase forward
-op 4 %18 = aten.bernoulli_.float(%11, 0.5) reads 0:0 11:0 writes 0:1 11:1 random phase forward
-op 5 %19 = aten.div_.Scalar(%18, 0.5) reads 11:1 writes 11:2 phase forward
-op 6 %12 = aten.mul.Tensor(%10, %19) reads 10:0 11:2 phase forward
-op 7 %13 = aten.mean.default(%12) reads 12:0 phase forward
-op 8 %14 = aten.mul.Tensor(%19, %12) reads 11:2 12:0 phase backward
-op 9 %15 = aten.mul_.Tensor(%2, 0.9) reads 2:0 writes 2:1 phase update
-op 10 %20 = aten.cat.default([%15, %14]) reads 2:1 14:0 phase update
-op 11 %17 = aten.add_.Tensor(%1, %15, alpha=$neg_lr) reads 1:0 2:1 writes 1:1 phase update
-output 13
-"""
-
-
-class Bytes:
-    """A cost model of plain numbers: an operator takes its id in microseconds and 10 bytes per input."""
-
-    rounding = 1
-    link_bytes_per_s = 2e9
-
-    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
-        return 1000 * op.id
-
-    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        return 10 * len(op.inputs())
-
-
-def step() -> Graph:
-    graph = parse(STEP)
-    verify(graph)
-    return graph
-
-
-def compiled(graph: Graph | None = None, **more: bool) -> Compiled:
-    return compile_problem(step() if graph is None else graph, Bytes(), **more)
-
-
-def ids(groups: tuple[tuple[Op, ...], ...]) -> list[list[int]]:
-    return [[op.id for op in group] for group in groups]
+from tests.simulate.small_step import Bytes, change_op, change_value, compiled, ids, step
 
 
 def test_operators_become_nodes_and_blocks() -> None:
@@ -162,14 +88,6 @@ def test_allocators_round() -> None:
 
 def test_without_reuse_nothing_is_taken_over() -> None:
     assert len(compiled(reuse=False).problem.reuse_idx) == 0
-
-
-def change_op(graph: Graph, op: int, **change: object) -> Graph:
-    return replace(graph, ops=tuple(replace(o, **change) if o.id == op else o for o in graph.ops))  # type: ignore[arg-type]
-
-
-def change_value(graph: Graph, key: int, **change: object) -> Graph:
-    return replace(graph, values={**graph.values, key: replace(graph.values[key], **change)})  # type: ignore[arg-type]
 
 
 NOT_REUSED: dict[str, Callable[[Graph], Graph]] = {
@@ -272,103 +190,6 @@ def test_storages_that_no_value_shows_are_pinned() -> None:
     assert found.storages[storage].nbytes == 50 * 30 * 4
     compiled_storages = compile_problem(found, Costs(found)).storages
     assert problem.pinned[compiled_storages.index(storage)]
-
-
-# --- who floats -------------------------------------------------------------------------------------------------------
-
-
-def test_a_block_waits_for_nobody_but_readers() -> None:
-    nodes, blocks = split(step())
-    assert [op.id for group in blocks for op in group] == [0, 9, 10, 11]
-    # somebody meets what operator 0 wrote: it stays where it is, and so does whoever it depends on
-    meets = change_op(step(), 7, reads=((3, 1), (12, 0)))
-    nodes, blocks = split(meets)
-    assert ids(nodes)[0] == [0]
-    assert ids(blocks) == [[9, 10, 11]]
-    writes = change_op(step(), 7, reads=((3, 1), (12, 0)), writes=((3, 2),))
-    assert ids(split(writes)[1]) == [[9, 10, 11]]
-
-
-def test_an_update_that_is_read_afterwards_stays() -> None:
-    late = Op(12, "aten.sum.default", step().ops[11].args[:1], (), (), reads=((1, 1),))
-    graph = step()
-    _, blocks = split(replace(graph, ops=(*graph.ops, late)))
-    assert ids(blocks) == [[0], [10]]  # nor does the operator that it reads from float
-
-
-def test_what_an_update_that_stays_takes_stays() -> None:
-    """Directly or through a view; a temporary storage has no version to meet."""
-    graph = step()
-    ops = [*graph.ops, Op(12, "aten.sum.default", graph.ops[11].args[:1], (), (), reads=((1, 1),))]
-    ops[11] = replace(ops[11], args=(ops[11].args[0], Ref(20)), reads=((1, 0), (15, 0)))
-    assert ids(split(replace(graph, ops=tuple(ops)))[1]) == [[0]]
-    values = {**graph.values, 21: replace(graph.values[20], id=21)}
-    view = Op(13, "aten.view.default", (Ref(20), (200,)), (), (21,), phase="update")
-    ops[11] = replace(ops[11], args=(ops[11].args[0], Ref(21)))
-    assert ids(split(replace(graph, ops=(*ops[:11], view, *ops[11:]), values=values))[1]) == [[0]]
-    # a view that only updates take holds nothing back
-    assert ids(split(replace(graph, ops=(*ops[:11], view, ops[11]), values=values))[1]) == [[0], [9, 10, 11]]
-
-
-def test_nothing_floats_where_nothing_else_runs() -> None:
-    graph = step()
-    counter = replace(graph, ops=(graph.ops[0], graph.ops[9]), outputs=())
-    assert ids(split(counter)[0]) == [[0], [9]]
-    assert ids(split(counter)[1]) == []
-
-
-def test_noise_in_a_buffer_is_drawn_in_its_turn() -> None:
-    """It feeds nobody, but it comes after all random numbers before it."""
-    graph = step()
-    noise = replace(
-        graph.ops[0], target="aten.random_.default", random=True, reads=((0, 1), (3, 0)), writes=((0, 2), (3, 1))
-    )
-    graph = replace(graph, ops=(*graph.ops[1:8], noise, *graph.ops[8:]))
-    verify(graph)
-    nodes, blocks = split(graph)
-    assert [0] in ids(nodes)
-    assert ids(blocks) == [[9, 10, 11]]
-    assert compiled(graph).problem.extras(4).tolist() == [1]
-
-
-def test_views_belong_to_nobody() -> None:
-    """Not even where only updates take them."""
-    graph = step()
-    values = {**graph.values, 21: replace(graph.values[1], id=21), 22: replace(graph.values[20], id=22)}
-    views = [
-        Op(13, "aten.view.default", (Ref(1), (100,)), (), (21,), phase="update"),
-        Op(14, "aten.view.default", (Ref(20), (200,)), (), (22,), phase="update"),
-    ]
-    nodes, blocks = split(replace(graph, ops=(*graph.ops[:11], *views, graph.ops[11]), values=values))
-    assert not {13, 14} & {op.id for group in (*nodes, *blocks) for op in group}
-
-
-def test_updates_that_return_nothing_share_a_block() -> None:
-    """A fused operator may write a weight and its moments without a word; who reads those must come after it."""
-    graph = step()
-    first = replace(graph.ops[9], outputs=(), args=(graph.ops[9].args[0], 0.9))
-    second = replace(graph.ops[11], args=(graph.ops[11].args[0], graph.ops[9].args[0]), outputs=())
-    graph = replace(graph, ops=(*graph.ops[:9], first, second))
-    assert ids(split(graph)[1]) == [[0], [9, 11]]
-
-
-def test_buffers_that_the_forward_reads_are_written_in_time() -> None:
-    """A running mean, updated and then subtracted."""
-    graph = functionalize(captured(NETS["buffers"].build()).graph)
-    nodes, blocks = split(graph)
-    floating = {op.target for group in blocks for op in group if op.phase == "forward"}
-    writers = [op for group in nodes for op in group if any(graph.storages[s].kind == "buffer" for s, _ in op.writes)]
-    assert len(writers) == 2  # the mean: scaled and added to
-    assert floating == {"aten.add_.Tensor"}  # the count of calls
-
-
-def test_groups_end_where_somebody_else_writes() -> None:
-    graph = step()
-    assert ids(split(graph)[0])[1] == [3, 4, 5]
-    later = change_op(graph, 8, writes=((11, 3),))
-    assert [3] in ids(split(later)[0])
-    other = change_op(graph, 5, writes=((10, 1), (11, 2)))
-    assert [3, 4] not in ids(split(other)[0])
 
 
 # --- running again ----------------------------------------------------------------------------------------------------
