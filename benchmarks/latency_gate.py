@@ -1,6 +1,6 @@
 """How often the latency gate is wrong: unchanged runs that turn red, and planted slow-downs that do not.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/latency_gate.py [model] [runs] [processes]      (default: bert 30 6)
+    python benchmarks/latency_gate.py [model] [runs] [processes]      (default: bert 30 6)
 
 One process plans and measures one case (memory ratio 0.8); that is the baseline. Then fresh processes plan it again and
 time both steps, `runs` times in all as they are and `runs` times with an optimized step that takes 10% longer (it
@@ -14,16 +14,14 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the plugin does; before torch is loaded
+import torch
 
 from magis.api.bench import Bench
-from magis.api.cases import INTERVAL_WIDTH, MOST_ROUNDS, MOST_SECONDS, TIMING_ROUNDS, WARM_UP, CaseRun
-from magis.backend.timing import interleave, ratio_interval
+from magis.api.cases import TIMING_ROUNDS, CaseRun, once_in_turns, turns_ratio
+from magis.backend.turns import Step, Turn
 from magis.results import Case, CaseResult
 from pytest_magis.baseline_files import read_baseline, write_baseline
 from pytest_magis.baselines import stored_case, updated
@@ -48,15 +46,16 @@ def measured(model: str) -> tuple[Bench, CaseRun, CaseResult]:
     return bench, run, result
 
 
-def slower(step: Callable[[], object], busy_ms: float) -> Callable[[], object]:
-    """The step, and `busy_ms` milliseconds of computation behind it."""
+def slower(step: Step) -> Step:
+    """The step, and a tenth of its own time of computation behind it."""
+    small = torch.ones(64, 64)
 
-    def run() -> object:
-        result = step()
-        end = time.perf_counter() + busy_ms / 1e3
-        while time.perf_counter() < end:
-            pass
-        return result
+    def run(turn: Turn) -> None:
+        step(turn)
+        end = turn.spent_ns * (1 + SLOW_DOWN)
+        while turn.spent_ns < end:
+            torch.mm(small, small)
+            turn()
 
     return run
 
@@ -67,56 +66,59 @@ def child(model: str, baseline: str, runs: int) -> None:
     file = read_baseline(Path(baseline), model, "cpu")
     bench, run, base = measured(model)
     subject = bench.subject(case)
-    if run.graph is None or base.optimized.measured_ms is None:
-        return
-    eager, step = subject.eager(), subject.generated(run.graph)
-
-    def first() -> object:
-        eager.prepare()
-        return eager.run()
-
-    busy_ms = SLOW_DOWN * base.optimized.measured_ms
-    seconds = (step.run, slower(step.run, busy_ms))
-    for kind, second in zip(KINDS, seconds, strict=True):
+    if run.graph is None or not subject.runs_together:
+        sys.exit(f"{model}: its steps cannot take turns here")
+    eager, step = once_in_turns(subject.eager()), once_in_turns(subject.generated(run.graph))
+    for kind, second in zip(KINDS, (step, slower(step)), strict=True):
         for _ in range(runs):
-            timing = interleave(
-                first,
-                second,
-                rounds=TIMING_ROUNDS,
-                warmup=WARM_UP,
-                width=INTERVAL_WIDTH,
-                most=MOST_ROUNDS * TIMING_ROUNDS,
-                seconds=MOST_SECONDS,
-            )
-            found = ratio_interval(timing)
+            found = turns_ratio(eager, second, TIMING_ROUNDS)
             verdict = judge(replace(base, ratio=found), stored_case(file, LABEL, case))
             red = any(finding.kind == WORSE for finding in verdict.findings)
-            print(json.dumps({"kind": kind, "red": red, "ratio": found.ratio}), flush=True)
+            unsure = any("too uncertain" in note for note in verdict.notes)
+            row = {"kind": kind, "red": red, "unsure": unsure, "ratio": found.ratio, "pairs": found.pairs}
+            print(json.dumps(row), flush=True)
+
+
+def store(model: str, baseline: str) -> None:
+    """Measure the case once and store it."""
+    _, _, base = measured(model)
+    if base.ratio is not None:
+        print(f"{model} at memory ratio 0.8: baseline ratio {base.ratio.ratio:.3f}, {base.ratio.pairs} pairs")
+        write_baseline(Path(baseline), updated(None, model, LABEL, case_of(model), base))
+
+
+def started(*arguments: str) -> str:
+    """What a fresh process of this program prints, set up as the plugin sets its process up (`magis.quiet`)."""
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, env={**os.environ, **quiet})
+    if done.returncode:
+        sys.exit("a process of the benchmark failed, see above")
+    return done.stdout
 
 
 def main(model: str = "bert", runs: str = "30", processes: str = "6") -> None:
-    _, _, base = measured(model)
-    if base.ratio is None:
-        return
-    print(f"{model} at memory ratio 0.8: baseline ratio {base.ratio.ratio:.3f}, {base.ratio.pairs} pairs", flush=True)
     each = -(-int(runs) // int(processes))
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{model}.json"
-        write_baseline(path, updated(None, model, LABEL, case_of(model), base))
+        path = str(Path(folder) / f"{model}.json")
+        print(started("--store", model, path), end="", flush=True)
         for _ in range(int(processes)):
-            command = [sys.executable, __file__, "--child", model, str(path), str(each)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+            printed = started("--child", model, path, str(each))
+            rows += [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     for kind in KINDS:
         of_kind = [row for row in rows if row["kind"] == kind]
         ratios = sorted(float(str(row["ratio"])) for row in of_kind)
         red = sum(bool(row["red"]) for row in of_kind)
-        print(f"{kind:12}: {red:3} of {len(of_kind)} red; ratios {ratios[0]:.3f} .. {ratios[-1]:.3f}", flush=True)
+        unsure = sum(bool(row["unsure"]) for row in of_kind)
+        span = f"ratios {ratios[0]:.3f} .. {ratios[-1]:.3f}"
+        print(f"{kind:12}: {red:3} of {len(of_kind)} red, {unsure} too uncertain to gate; {span}", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[1:2] == ["--store"]:
+        store(sys.argv[2], sys.argv[3])
     else:
         main(*sys.argv[1:])

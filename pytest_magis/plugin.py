@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from magis.errors import MagisError
+from magis.quiet import before_torch
 from pytest_magis import hookspecs, options
 from pytest_magis.gate import Gate, prepare
 from pytest_magis.measure import devices, run_with_magis
@@ -54,9 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not options.is_active(config):
         return
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
-    # Before torch is first imported: threads that spin while they wait make steps on a busy machine several times
-    # slower, and their times useless (docs/notes/timing.md).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    before_torch()
     try:
         gate = prepare(config)
     except MagisError as error:

@@ -29,7 +29,7 @@ LAYERS = (
     ("magis.aten",),
     ("magis.ir",),
     ("magis.results",),
-    ("magis.units",),
+    ("magis.quiet", "magis.units"),
     ("magis.errors",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
@@ -37,7 +37,7 @@ PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
     {"magis", "magis.api", "magis.errors", "magis.models", "magis.models.names"}
-    | {"magis.report", "magis.results", "magis.units"}
+    | {"magis.quiet", "magis.report", "magis.results", "magis.units"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420

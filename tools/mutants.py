@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "magis/analysis/liveness.py": ("tests/analysis/test_liveness.py", "tests/simulate/test_replay.py"),
     "magis/analysis/windows.py": ("tests/analysis/test_windows.py",),
     "magis/ir/verify.py": ("tests/ir/test_verify.py",),
+    "magis/ir/loops.py": ("tests/ir/test_loops.py",),
     "pytest_magis/verdict.py": tuple(f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_properties")),
 }
 """Mutated file -> the quick tests that should notice."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 import torch
 
@@ -14,7 +15,9 @@ from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
 from magis.backend.steps import Step
-from magis.backend.timing import Timing, interleave, ratio_interval
+from magis.backend.timing import Timing, in_turns, interleave, ratio_interval
+from magis.backend.turns import Step as TurningStep
+from magis.backend.turns import Turn
 from magis.capture.checkpoint import checkpointed
 from magis.errors import UsageError
 from magis.ir import Graph
@@ -23,6 +26,7 @@ from magis.units import format_bytes
 
 STEPS_COMPARED = 3
 TIMING_ROUNDS = 15
+ROUNDS_WHOLE = 5
 WARM_UP = 2
 MOST_ROUNDS = 4
 MOST_SECONDS = 12.0
@@ -64,6 +68,14 @@ class _Candidate:
     workspaces: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class _Times:
+    """Milliseconds of whole steps, and the latency ratio."""
+
+    whole: Timing
+    ratio: RatioInterval
+
+
 class CaseRun:
     """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
 
@@ -88,10 +100,10 @@ class CaseRun:
         table = planning_workspaces(subject, stored, expected_graph)
         limit = _share(case.memory_ratio, reference.peak_bytes)
         candidate = self._candidate(table, limit, original_ns, reference)
-        numbers, optimized, timing = "not run", None, None
+        numbers, optimized, times = "not run", None, None
         if refusal is None:
-            numbers, optimized, timing = self._execute(candidate)
-        return self._assembled(candidate, refusal, measured, optimized, timing, numbers, limit, original_ns)
+            numbers, optimized, times = self._execute(candidate)
+        return self._assembled(candidate, refusal, measured, optimized, times, numbers, limit, original_ns)
 
     # -- the candidate ------------------------------------------------------------------------------------------
 
@@ -184,7 +196,7 @@ class CaseRun:
             f" {format_bytes(subject.free_bytes)} are free"
         )
 
-    def _execute(self, candidate: _Candidate) -> tuple[str, Memory | None, Timing | None]:
+    def _execute(self, candidate: _Candidate) -> tuple[str, Memory | None, _Times | None]:
         subject, case = self._subject, self._case
         if case.strategy == "eager":
             return "reference", subject.original_measured, None
@@ -196,17 +208,18 @@ class CaseRun:
             self._progress("measuring memory")
             memory = subject.measure(step)
             self._progress("timing")
-            timing = interleave(
-                _timed(eager),
-                _timed(step),
-                rounds=case.timing_rounds or TIMING_ROUNDS,
-                warmup=WARM_UP,
-                device=subject.torch_device,
-                width=INTERVAL_WIDTH,
-                most=MOST_ROUNDS * (case.timing_rounds or TIMING_ROUNDS),
-                seconds=MOST_SECONDS,
-            )
-        return numbers, memory, timing
+            return numbers, memory, self._time(eager, step)
+
+    def _time(self, eager: Step, step: Step) -> _Times:
+        """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
+        rounds = self._case.timing_rounds or TIMING_ROUNDS
+        subject = self._subject
+        whole = partial(interleave, _timed(eager), _timed(step), warmup=WARM_UP, device=subject.torch_device)
+        if subject.runs_together:
+            ratio = turns_ratio(once_in_turns(eager), once_in_turns(step), rounds)
+            return _Times(whole(rounds=min(rounds, ROUNDS_WHOLE)), ratio)
+        timing = whole(rounds=rounds, width=INTERVAL_WIDTH, most=MOST_ROUNDS * rounds, seconds=MOST_SECONDS)
+        return _Times(timing, ratio_interval(timing))
 
     def _assembled(
         self,
@@ -214,19 +227,18 @@ class CaseRun:
         refusal: str | None,
         measured: Memory | None,
         optimized: Memory | None,
-        timing: Timing | None,
+        times: _Times | None,
         numbers: str,
         limit: int | None,
         original_ns: int,
     ) -> CaseResult:
         case, subject = self._case, self._subject
-        first = timing.first_ms if timing else subject.original_times_ms if refusal is None else None
-        second = timing.second_ms if timing else first
+        first = times.whole.first_ms if times else subject.original_times_ms if refusal is None else None
+        second = times.whole.second_ms if times else first
         original = StepFigures(subject.original, original_ns / 1e6, measured, *_median(first))
         opt = StepFigures(candidate.simulated, candidate.simulated_ns / 1e6, optimized, *_median(second))
         if case.strategy == "eager":
             opt = original
-        ratio: RatioInterval | None = ratio_interval(timing) if timing else None
         latency = original.measured_ms or original.simulated_ms
         return CaseResult(
             case=case,
@@ -234,7 +246,7 @@ class CaseRun:
             identity={**device_identity(case.device), **({"simulated": "too large to run"} if refusal else {})},
             original=original,
             optimized=opt,
-            ratio=ratio,
+            ratio=times.ratio if times else None,
             weight_bytes=subject.weight_bytes,
             persistent_bytes=subject.captured.graph.persistent_bytes(),
             memory_limit_bytes=limit,
@@ -288,6 +300,22 @@ def _timed(step: Step) -> Callable[[], object]:
     def once() -> object:
         step.prepare()
         return step.run()
+
+    return once
+
+
+def turns_ratio(first: TurningStep, second: TurningStep, rounds: int) -> RatioInterval:
+    """Latency ratio second / first of steps that take turns, from `rounds` pairs and as many more as a case adds."""
+    most = MOST_ROUNDS * rounds
+    return ratio_interval(in_turns(first, second, rounds, width=INTERVAL_WIDTH, most=most, seconds=MOST_SECONDS))
+
+
+def once_in_turns(step: Step) -> TurningStep:
+    """What is timed of a step that takes turns: what is timed of one that does not."""
+
+    def once(turn: Turn) -> object:
+        step.prepare()
+        return step.run_in_turns(turn)
 
     return once
 

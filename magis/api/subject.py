@@ -226,6 +226,11 @@ class Subject:
         return not self.simulated_only and self.predicted_bytes <= self.free_bytes
 
     @cached_property
+    def runs_together(self) -> bool:
+        """Whether the original and the optimized step can be under way at once: on a CPU with memory for both."""
+        return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
+
+    @cached_property
     def free_bytes(self) -> int:
         return free_device_memory(self.source.device)
 

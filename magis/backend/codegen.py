@@ -98,8 +98,11 @@ def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
     return f"{name(part.id)} = {stretch}"
 
 
-def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
-    """The step as a callable on ``device``; it runs without autograd and changes the weights in place."""
+def compile_step(graph: Graph, device: torch.device | str = "cpu", between: Callable[[], None] | None = None) -> Step:
+    """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
+
+    ``between`` is called after every operator of torch.
+    """
     namespace: dict[str, Any] = {
         "host": Host(device), "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum,
@@ -111,7 +114,8 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
                 namespace[_constant(dtype)] = constant(dtype, device)
         elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
             # The builtin behind the overload: one Python call less per operator.
-            namespace[_function(op.target)] = resolve(op.target)._op
+            function = resolve(op.target)._op
+            namespace[_function(op.target)] = function if between is None else _followed(function, between)
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
             namespace[_constant(const)] = constant(const, device)
     source = generate(graph)
@@ -123,6 +127,15 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu") -> Step:
             return body(tensors, scalars)  # type: ignore[no-any-return]
 
     return step
+
+
+def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        between()
+        return result
+
+    return call
 
 
 def _call(op: Op, name: Name) -> str:

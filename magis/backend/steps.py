@@ -15,7 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.aten import optimizers
 from magis.aten.optimizers import OptimizerSpec
+from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
+from magis.backend.turns import Turn, Watched
 from magis.errors import MagisError
 from magis.ir import Graph
 
@@ -30,6 +32,9 @@ class Step(Protocol):
 
     def run(self) -> Tensor:
         """One step; returns the loss (or the first output in inference)."""
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        """The same step; `turn` is called between its operators."""
 
     def results(self) -> tuple[Tensor, ...]:
         """All that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
@@ -71,6 +76,10 @@ class EagerStep:
             with sdpa_kernel(SDPBackend.MATH):
                 return self._run()
         return self._run()
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        with Watched(turn):
+            return self.run()
 
     def _run(self) -> Tensor:
         if self._rule.kind == "none":
@@ -125,7 +134,11 @@ class GraphStep:
         self.module = module
         self._rule = rule
         self._steps = 0
+        self._graph = graph
+        self._device = device
         self._step = compile_step(graph, device)
+        self._interrupted: Program | None = None
+        self._turn: Turn | None = None
         self._state: dict[str, Tensor] = {}
         self._tensors = self._bind(graph, inputs, targets, device)
         self._outputs: tuple[Tensor, ...] = ()
@@ -172,6 +185,19 @@ class GraphStep:
         self._steps += 1
         self._outputs = self._step(self._tensors, optimizers.scalars(self._rule, self._steps))
         return self._outputs[0]
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        self._turn = turn
+        if self._interrupted is None:
+            with turn.rest():
+                self._interrupted = compile_step(self._graph, self._device, between=self._between)
+        self._steps += 1
+        self._outputs = self._interrupted(self._tensors, optimizers.scalars(self._rule, self._steps))
+        return self._outputs[0]
+
+    def _between(self) -> None:
+        if self._turn is not None:
+            self._turn()
 
     def results(self) -> tuple[Tensor, ...]:
         return self._outputs

@@ -1,10 +1,10 @@
 """Latency of two steps as a ratio: interleaved timing, and an interval for the ratio that noise cannot move much.
 
-Both steps run alternately in one process, so that whatever slows the machine down slows both; which one goes first
-alternates too. The ratio is the *median of the pairs' ratios* with a distribution-free interval from order
-statistics (a sign-test interval): it assumes nothing but independent pairs, and a few pairs that were interrupted
-do not move it. Compared on 31 runs of a 75 ms step (25 pairs each, two busy cores): standard deviation of the
-estimate over the 23 calmer runs, and over all:
+Both steps run alternately in one process, whole (`interleave`) or a few milliseconds each (`in_turns`), so that what
+slows the machine down slows both; which one goes first alternates too. The ratio is the *median of the pairs' ratios*
+with a distribution-free interval from order statistics (a sign-test interval): it assumes nothing but independent
+pairs, and a few pairs that were interrupted do not move it. Compared on 31 runs of a 75 ms step (25 pairs of whole
+steps each, two busy cores): standard deviation of the estimate over the 23 calmer runs, and over all:
 
     median of the pairs' ratios   0.014   0.037
     ratio of medians              0.017   0.194
@@ -21,16 +21,20 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from magis.backend import turns
 from magis.results import RatioInterval
 
-__all__ = ["CONFIDENCE", "Timing", "interleave", "ratio_interval"]
+__all__ = ["CONFIDENCE", "Timing", "in_turns", "interleave", "ratio_interval"]
 
 CONFIDENCE = 0.99
+SLICE_MS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ def interleave(
     most: int | None = None,
     seconds: float = math.inf,
 ) -> Timing:
-    """Time `first` and `second` in `rounds` pairs, after `warmup` untimed calls of each.
+    """Time `first` and `second` in `rounds` pairs, one after the other, after `warmup` untimed calls of each.
 
     As long as the ratio's interval is wider than the share `width` of the ratio (0.04: 4%), more pairs follow, a
     third of `rounds` at a time, up to `most` in all (default: 3 x `rounds`) and until `seconds` have gone by: a quiet
@@ -66,25 +70,71 @@ def interleave(
     for _ in range(warmup):
         first()
         second()
-    times: tuple[list[float], list[float]] = ([], [])
+    with _collector_at_rest():
+        pair = partial(_one_after_the_other, first, second, synchronize)
+        return _collected(pair, rounds, width=width, most=most, seconds=seconds)
+
+
+def in_turns(
+    first: turns.Step,
+    second: turns.Step,
+    rounds: int,
+    *,
+    slice_ms: float = SLICE_MS,
+    width: float = math.inf,
+    most: int | None = None,
+    seconds: float = math.inf,
+) -> Timing:
+    """Like `interleave`, but the steps of a pair go on in turn, about `slice_ms` milliseconds each: CPU only.
+
+    What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
+    themselves are those of steps that share caches with each other. One pair is run before the timed ones.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, not {rounds}")
+    most = max(rounds, 3 * rounds if most is None else most)
+    with _collector_at_rest(), turns.Turns(first, second, slice_ms) as pairs:
+        pairs.pair(0)
+        return _collected(pairs.pair, rounds, width=width, most=most, seconds=seconds)
+
+
+def _collected(
+    pair: Callable[[int], tuple[float, float]], rounds: int, *, width: float, most: int, seconds: float
+) -> Timing:
+    """`rounds` pairs, the leader alternating, and more as long as the ratio is uncertain."""
+    pairs: list[tuple[float, float]] = []
     begun = time.perf_counter_ns()
+    wanted = rounds
+    while True:
+        while len(pairs) < wanted:
+            pairs.append(pair(len(pairs) % 2))
+        timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs))
+        if wanted >= most or _width(timing) <= width or time.perf_counter_ns() - begun >= seconds * 1e9:
+            return timing
+        wanted = min(most, wanted + max(1, rounds // 3))
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        wanted = rounds
-        while True:
-            while len(times[0]) < wanted:
-                order = (0, 1) if len(times[0]) % 2 == 0 else (1, 0)
-                for which in order:
-                    times[which].append(_once((first, second)[which], synchronize))
-            timing = Timing(tuple(times[0]), tuple(times[1]))
-            if wanted >= most or _width(timing) <= width or time.perf_counter_ns() - begun >= seconds * 1e9:
-                return timing
-            wanted = min(most, wanted + max(1, rounds // 3))
+        yield
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _one_after_the_other(
+    first: Callable[[], object], second: Callable[[], object], synchronize: Callable[[], object], leader: int
+) -> tuple[float, float]:
+    """Milliseconds of one run of each, the `leader` (0 or 1) first."""
+    if leader == 0:
+        before = _once(first, synchronize)
+        return before, _once(second, synchronize)
+    after = _once(second, synchronize)
+    return _once(first, synchronize), after
 
 
 def _width(timing: Timing) -> float:

@@ -1,0 +1,181 @@
+"""Two steps that go on in turn, some milliseconds each, so that the machine is the same for both.
+
+A shared machine's speed drifts by a tenth and more within tenths of a second. Steps that run one after the other meet
+different machines, and their ratio varies as much; of two steps that take turns every few milliseconds each meets the
+same. Seen on such a machine with a step of 0.3 s (`docs/notes/timing.md`): the standard deviation of one pair's ratio
+falls from 10% to 2%, which is worth twenty times as many pairs.
+
+The first step runs in the calling thread and the second in one of its own; either calls ``turn`` between operators, and
+hands over there when its slice is used up. Only one of them runs at any time, and only that one's clock. Generated code
+calls after every operator; eager mode after every call of a torch function and before every node of the backward pass
+(``Watched``), which leaves what it executes as it is: under a *dispatch* mode, for instance, backward would copy the
+gradients that it otherwise passes on. Caches that the other one filled cost both alike, so the *ratio* is meant to be
+used and the times are not: they are somewhat longer than those of undisturbed steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Turn", "Turns", "Watched"]
+
+_FRAME_SLOTS = 1 << 15
+"""A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
+
+
+class Turn:
+    """What a step calls between operators: returns when it is this step's turn (again), and keeps the step's time."""
+
+    def __init__(self, baton: _Baton, which: int, slice_ns: float) -> None:
+        self.total_ns = 0
+        self._baton = baton
+        self._which = which
+        self._slice_ns = slice_ns
+        self._since = 0
+
+    def __call__(self, _gradients: object = None) -> None:
+        if time.perf_counter_ns() - self._since >= self._slice_ns:
+            self._stop()
+            self._baton.hand_over(self._which)
+            self._since = time.perf_counter_ns()
+
+    @property
+    def spent_ns(self) -> int:
+        """Nanoseconds of the step so far, without the other one's turns. To be asked during a turn."""
+        return self.total_ns + time.perf_counter_ns() - self._since
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """The clock stands still meanwhile."""
+        self._stop()
+        yield
+        self._since = time.perf_counter_ns()
+
+    def run(self, step: Step) -> None:
+        """Run the whole step, from its first turn on."""
+        try:
+            self._baton.wait(self._which)
+            self._since = time.perf_counter_ns()
+            _with_room(step, self)
+            self._stop()
+        finally:
+            self._baton.finish(self._which)
+
+    def _stop(self) -> None:
+        self.total_ns = self.spent_ns
+
+
+Step = Callable[[Turn], object]
+"""One step, which calls the turn between its operators."""
+
+
+class Turns:
+    """Runs pairs of the two steps; a context manager, since it owns a thread."""
+
+    def __init__(self, first: Step, second: Step, slice_ms: float) -> None:
+        self._steps = (first, second)
+        self._slice_ns = slice_ms * 1e6
+        self._total_ns = [0, 0]
+        self._thread = ThreadPoolExecutor(1, "magis-turns")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def pair(self, leader: int) -> tuple[float, float]:
+        """Run each step once, the `leader` (0 or 1) first; milliseconds of both. Whatever a step raises is raised."""
+        baton = _Baton(leader)
+        turns = tuple(Turn(baton, which, slice_ns) for which, slice_ns in enumerate(self._slices()))
+        second = self._thread.submit(turns[1].run, self._steps[1])
+        try:
+            turns[0].run(self._steps[0])
+        finally:
+            error = second.exception()  # waits: the thread must not touch the step any more
+        if error is not None:
+            raise error
+        for which, turn in enumerate(turns):
+            self._total_ns[which] += turn.total_ns
+        return turns[0].total_ns / 1e6, turns[1].total_ns / 1e6
+
+    def _slices(self) -> tuple[float, float]:
+        """Nanoseconds of each one's turn: in the proportion of the steps so far, so that both end at about once."""
+        first, second = self._total_ns
+        share = second / (first + second) if first and second else 0.5
+        return 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
+
+
+class Watched(TorchFunctionMode):
+    """Eager mode that calls ``turn`` after every torch function and before every node of a backward pass."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            with self._turn.rest():
+                for node in _nodes(args[0]):
+                    node.register_prehook(self._turn)
+        result = func(*args, **(kwargs or {}))
+        self._turn()
+        return result
+
+
+class _Baton:
+    """Who may run: one of two threads, until it hands over or is done."""
+
+    def __init__(self, leader: int) -> None:
+        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._done = [False, False]
+        self._turns[leader].release()
+
+    def wait(self, which: int) -> None:
+        self._turns[which].acquire()
+
+    def hand_over(self, which: int) -> None:
+        if not self._done[1 - which]:
+            self._turns[1 - which].release()
+            self._turns[which].acquire()
+
+    def finish(self, which: int) -> None:
+        self._done[which] = True
+        self._turns[1 - which].release()
+
+
+def _nodes(result: Tensor) -> Iterator[Any]:
+    """The nodes of the backward pass, but for its leaves, which outlive the step."""
+    seen = set()
+    stack = [result.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.next_functions:
+            yield node
+            stack.extend(following for following, _ in node.next_functions)
+
+
+def _with_room(step: Step, turn: Turn) -> object:
+    """Call `step` with room for Python's own frames.
+
+    They lie in pieces of 16 KiB that are mapped when a call does not fit any more and unmapped when it returns: a step
+    that happens to stand at the end of a piece maps and unmaps memory for every operator, tens of milliseconds in all.
+    """
+    return step(turn)
+
+
+_with_room.__code__ = _with_room.__code__.replace(co_stacksize=_FRAME_SLOTS)
