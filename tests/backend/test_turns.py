@@ -64,7 +64,7 @@ def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPa
 
         return run
 
-    found = in_turns(step("a", 200), step("b", 220), rounds=9, slice_ms=30)
+    found = in_turns(step("a", 2000), step("b", 2200), rounds=9, slice_ms=60)
     assert len(found.first_ms) == 9
     assert max(found.first_ms) > 1.2 * min(found.first_ms)
     interval = ratio_interval(found)
