@@ -15,7 +15,7 @@ from torch import nn
 from magis.api.bench import Bench
 from magis.backend import timing
 from magis.backend import turns as module
-from magis.backend.timing import in_turns, ratio_interval
+from magis.backend.timing import in_turns, interleave, ratio_interval
 from magis.backend.turns import Step, Turn, Turns, Watched
 from magis.results import Case
 
@@ -56,19 +56,25 @@ def test_only_one_step_runs_and_only_its_clock(monkeypatch: pytest.MonkeyPatch) 
 def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
 
-    def step(name: str, operators: int) -> Step:
+    def step(operators: int) -> Step:
         def run(turn: Turn) -> None:
             for _ in range(operators):
-                clock.now_ms += 3 if clock.now_ms // 400 % 2 else 1  # three times slower for 400 ms, and again
+                clock.now_ms += 3 if clock.now_ms // 2500 % 2 else 1  # three times slower for 2.5 s, again and again
                 turn()
 
         return run
 
-    found = in_turns(step("a", 2000), step("b", 2200), rounds=9, slice_ms=60)
-    assert len(found.first_ms) == 9
-    assert max(found.first_ms) > 1.2 * min(found.first_ms)
-    interval = ratio_interval(found)
-    assert 1.05 < interval.low <= interval.ratio <= interval.high < 1.15
+    def whole(operators: int) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(operators):
+                clock.now_ms += 3 if clock.now_ms // 2500 % 2 else 1
+
+        return run
+
+    ratio = ratio_interval(in_turns(step(700), step(770), rounds=15, slice_ms=60))
+    loose = ratio_interval(interleave(whole(700), whole(770), rounds=15))
+    assert 1.05 < ratio.low <= ratio.ratio <= ratio.high < 1.15
+    assert loose.high - loose.low > 3 * (ratio.high - ratio.low)
 
 
 @pytest.mark.parametrize("leader", [0, 1])
