@@ -10,11 +10,11 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch._subclasses import FakeTensorMode
 
 from magis.api.bench import Bench
 from magis.api.cases import require_blocks
 from magis.api.subject import Source, Subject
+from magis.capture.fakes import fake_tensors
 from magis.errors import CaptureError, UsageError
 from magis.ir import Graph
 from magis.results import Case
@@ -47,7 +47,7 @@ def check_case(case: Case, *, cache: Bench | None = None) -> None:
 
 def _check_dtypes(source: Source) -> None:
     """A case has one data type, to which every floating-point tensor is converted: several say there is a mistake."""
-    with FakeTensorMode():
+    with fake_tensors():
         work = source.make(source.seed)
     named = [*work.module.named_parameters(), *((f"input {index}", t) for index, t in enumerate(work.inputs))]
     first: tuple[str, torch.dtype] | None = None

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch._subclasses import FakeTensorMode
 
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
@@ -16,6 +15,7 @@ from magis.backend.timing import interleave
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
 from magis.capture.checkpoint import checkpointed
+from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.signature import signature
@@ -60,7 +60,7 @@ class Subject:
 
     @cached_property
     def _fake(self) -> Workload:
-        with FakeTensorMode():
+        with fake_tensors():
             return self.source.make(self.source.seed).to(self.source.dtype)
 
     @cached_property

@@ -34,6 +34,13 @@ def sound():
     return workload(tower(), 64)
 
 
+def converts():
+    """Converted while it is built, with a tied weight."""
+    net = tower().double().to("cpu")
+    net[4].weight = net[0].weight
+    return workload(net.bfloat16().float(), 64)
+
+
 def branches():
     return workload(Function(lambda linear, x: linear(x) if x.sum() > 0 else x))
 

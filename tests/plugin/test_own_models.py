@@ -118,3 +118,9 @@ def test_an_operator_that_nobody_declared_runs(gate, workers):
     assert optimized["opt-is-prof-result"] == "True"
     assert optimized["opt-memory"] == optimized["opt-simul-memory"]
     assert int(optimized["opt peak bytes"]) <= 0.8 * int(eager["ori peak bytes"])
+
+
+def test_a_factory_may_convert_its_module(gate):
+    gate.use_real_core()
+    gate("--magis-models=own_nets:converts", "--magis-strategies=eager", *ON_CPU).assert_outcomes(passed=1)
+    assert [row["dtype"] for row in gate.rows()] == ["float32"]
