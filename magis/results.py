@@ -23,7 +23,8 @@ class Case:
     preset: str
     """ "small" or "paper"."""
     dtype: str | None = None
-    """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper")."""
+    """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper"; of a factory's, what it was built
+    with)."""
     memory_ratio: float | None = None
     """Memory limit as a share of the original's peak; only for "magis"."""
     latency_ratio: float | None = None

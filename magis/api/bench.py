@@ -29,8 +29,8 @@ class Bench:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
         spec = get(case.model)
-        dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else "float32")
-        if dtype not in DTYPES:
+        dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
+        if dtype and dtype not in DTYPES:
             raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
         make = functools.partial(spec.build, case.preset)
         return self.keep((case.model, case.preset), Source(case.model, make, dtype, case.device, case.seed))

@@ -13,8 +13,8 @@ import torch
 
 from magis.api.bench import Bench
 from magis.api.cases import require_blocks
-from magis.api.subject import Source, Subject
-from magis.capture.fakes import fake_tensors
+from magis.api.subject import Subject
+from magis.capture import Workload
 from magis.errors import CaptureError, UsageError
 from magis.ir import Graph
 from magis.results import Case
@@ -36,7 +36,8 @@ def check_case(case: Case, *, cache: Bench | None = None) -> None:
     branch on data, tensors on another device, data types that eager refuses to mix.
     """
     subject = (cache if cache is not None else Bench()).subject(case)
-    _check_dtypes(subject.source)
+    if subject.keeps_dtypes:
+        _check_dtypes(subject.fake)
     if case.strategy == "checkpoint":
         require_blocks(subject)
     captured = subject.checkpointed if case.strategy == "checkpoint" else subject.captured
@@ -45,10 +46,8 @@ def check_case(case: Case, *, cache: Bench | None = None) -> None:
         _check_eager(subject)
 
 
-def _check_dtypes(source: Source) -> None:
-    """A case has one data type, to which every floating-point tensor is converted: several say there is a mistake."""
-    with fake_tensors():
-        work = source.make(source.seed)
+def _check_dtypes(work: Workload) -> None:
+    """Parameters and inputs must have one data type: a step that mixes them there cannot be captured."""
     named = [*work.module.named_parameters(), *((f"input {index}", t) for index, t in enumerate(work.inputs))]
     first: tuple[str, torch.dtype] | None = None
     for name, tensor in named:
@@ -58,7 +57,8 @@ def _check_dtypes(source: Source) -> None:
         if tensor.dtype != first[1]:
             raise CaptureError(
                 f"mixed data types: {first[0]} is {_short(first[1])}, {name} is {_short(tensor.dtype)}",
-                hint=f"convert the module and its inputs to one, with .to(torch.{_short(first[1])}) say",
+                hint=f"convert the module and its inputs to one, with .to(torch.{_short(first[1])}) say, or have that "
+                "done to every tensor (dtype of the case, --magis-dtype)",
             )
 
 

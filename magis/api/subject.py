@@ -36,6 +36,7 @@ class Source:
     name: str
     make: Callable[[int], Workload]
     dtype: str
+    """What every floating-point tensor is converted to; empty: each stays as it was built."""
     device: str
     seed: int
     reuse: bool = True
@@ -46,7 +47,7 @@ class Subject:
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
     def __init__(self, source: Source) -> None:
-        self.source = source
+        self._asked = source
         self.simulated_only = source.device.startswith("sim:")
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._workspaces: dict[str, int] = {}
@@ -54,25 +55,40 @@ class Subject:
     # -- the model ----------------------------------------------------------------------------------------------
 
     @cached_property
-    def workload(self) -> Workload:
-        """The real workload, on the CPU."""
-        return self.source.make(self.source.seed).to(self.source.dtype)
+    def source(self) -> Source:
+        """With the model's own data type, where none was asked for."""
+        return self._asked if self._asked.dtype else replace(self._asked, dtype=_own_dtype(self.fake))
+
+    @property
+    def keeps_dtypes(self) -> bool:
+        """Whether tensors stay of the data types that they are built with."""
+        return not self._asked.dtype
 
     @cached_property
-    def _fake(self) -> Workload:
+    def workload(self) -> Workload:
+        """The real workload, on the CPU."""
+        return self._make()
+
+    @cached_property
+    def fake(self) -> Workload:
+        """The workload on fake tensors."""
         with fake_tensors():
-            return self.source.make(self.source.seed).to(self.source.dtype)
+            return self._make()
+
+    def _make(self) -> Workload:
+        made = self._asked.make(self._asked.seed)
+        return made.to(self._asked.dtype) if self._asked.dtype else made
 
     @cached_property
     def captured(self) -> Captured:
         """The step in program order, with eager's in-place operators; verified."""
-        return self._captured(self._fake)
+        return self._captured(self.fake)
 
     @cached_property
     def checkpointed(self) -> Captured:
         """The same under activation checkpointing per block."""
-        with checkpointed(self._fake.module, self._fake.blocks, preserve_rng_state=False):
-            return self._captured(self._fake)
+        with checkpointed(self.fake.module, self.fake.blocks, preserve_rng_state=False):
+            return self._captured(self.fake)
 
     def _captured(self, workload: Workload) -> Captured:
         found = capture(
@@ -277,7 +293,15 @@ class Subject:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        return self._fake.blocks
+        return self.fake.blocks
+
+
+def _own_dtype(workload: Workload) -> str:
+    """The data type of the first floating-point parameter, else of such an input; float32 where there is none."""
+    for tensor in (*workload.module.parameters(), *workload.inputs):
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return "float32"
 
 
 def redo_graph(graph: Graph) -> Graph:

@@ -17,8 +17,9 @@ __all__ = ["OPTIMIZER_KINDS", "OptimizerSpec", "Workload"]
 class Workload:
     """One training step, not run yet: `loss_fn(module(*inputs), *targets)`, its gradients, the optimizer's update.
 
-    The module is in training mode; all tensors are float32 (or integer) on the CPU, or fake ones where it was built
-    under `FakeTensorMode`. `to` converts the module and the floating-point tensors of the batch.
+    The module is in training mode; all tensors are on the CPU, or fake ones where it was built on these. Those of
+    magis's own networks are float32 (or integer), those of a user's what they were built as. `to` converts the
+    module and the floating-point tensors of the batch.
     """
 
     name: str

@@ -51,10 +51,12 @@ class ModelSpec:
     """`build(preset, seed)` with preset "paper" or "small", under `FakeTensorMode` or not.
 
     The same seed gives the same weights and batch; the global generator is left as it was. A factory
-    ignores the preset. Always float32: the caller converts.
+    ignores the preset. Always float32, but for a factory's: the caller converts.
     """
+    dtype: str = "float32"
+    """Data type to convert to where nothing else is asked for; empty for a factory: what it makes is left as it is."""
     paper_dtype: str = "float32"
-    """Data type of the preset "paper"."""
+    """The same at preset "paper"."""
 
 
 def get(name: str) -> ModelSpec:
@@ -95,7 +97,7 @@ def from_factory(path: str) -> ModelSpec:
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload")
-    return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found))
+    return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found), dtype="", paper_dtype="")
 
 
 def _build(name: str, preset: str, seed: int) -> Workload:

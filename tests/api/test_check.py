@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from magis.api import Bench, check_case
 from magis.api.subject import Subject
@@ -16,6 +19,12 @@ MM = r"mixed data types: aten\.mm\.default in module '\(root\)' is given float32
 DEVICES = r"FakeTensorDeviceMismatchError in module '\(root\)' at own_nets\.py:\d+: .* cpu and meta"
 NORM = r"RuntimeError at own_nets\.py:\d+ in eager mode: mixed dtype \(CPU\).*; the step must run eagerly"
 EVERYWHERE = ("cpu", "sim:rtx3090")
+
+
+def checked(wanted: Case, bench: Bench | None = None) -> Subject:
+    bench = bench or Bench()
+    check_case(wanted, cache=bench)
+    return bench.subject(wanted)
 
 
 def case(model: str, device: str = "cpu", strategy: str = "eager", **more: object) -> Case:
@@ -64,6 +73,34 @@ def test_a_factory_that_fails_only_for_real_is_found_where_steps_run() -> None:
 def test_data_types_that_eager_mixes_are_no_mistake() -> None:
     for device in EVERYWHERE:
         check_case(case("embeds", device))
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+def test_a_model_keeps_the_data_types_that_it_was_built_with(device: str) -> None:
+    for preset in ("small", "paper"):
+        for name in ("bfloat16", "float16", "float64"):
+            subject = checked(replace(case(f"in_{name}", device), preset=preset))
+            assert subject.source.dtype == name
+            assert {value.dtype for value in subject.captured.graph.values.values()} == {name}
+            assert {p.dtype for p in subject.workload.module.parameters()} == {getattr(torch, name)}
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+def test_a_type_that_is_asked_for_converts_everything(device: str) -> None:
+    bench = Bench()
+    for name, asked in (("in_bfloat16", "float32"), ("two_types", "bfloat16"), ("other_input", "float32")):
+        subject = checked(case(name, device, dtype=asked), bench)
+        assert subject.source.dtype == asked
+        assert {value.dtype for value in subject.captured.graph.values.values()} == {asked}
+    assert checked(case("in_bfloat16", device), bench).source.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+def test_buffers_constants_and_targets_may_be_of_another_type(device: str) -> None:
+    subject = checked(case("wide_buffer", device))
+    assert subject.source.dtype == "float32"
+    dtypes = {value.name: value.dtype for value in subject.captured.graph.values.values()}
+    assert (dtypes["buffer:scale"], dtypes["target:0"]) == ("float64", "float64")
 
 
 def test_blocks_must_be_named_where_they_are_wrapped() -> None:

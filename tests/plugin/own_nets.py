@@ -41,6 +41,39 @@ def converts():
     return workload(net.bfloat16().float(), 64)
 
 
+def in_type(dtype):
+    module, (x,), (y,), loss = workload(tower(), 64)
+    return module.to(dtype), x.to(dtype), y.to(dtype), loss
+
+
+def in_bfloat16():
+    return in_type(torch.bfloat16)
+
+
+def in_float16():
+    return in_type(torch.float16)
+
+
+def in_float64():
+    return in_type(torch.float64)
+
+
+class Scaled(nn.Module):
+    """Keeps a float64 buffer, beside a constant of that type, that never meet a parameter in a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.ones(16, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale + torch.ones(16, dtype=torch.float64)
+
+
+def wide_buffer():
+    return Scaled(), torch.randn(64, 16), torch.randn(64, 16, dtype=torch.float64), functional.mse_loss
+
+
 def branches():
     return workload(Function(lambda linear, x: linear(x) if x.sum() > 0 else x))
 

@@ -124,3 +124,20 @@ def test_a_factory_may_convert_its_module(gate):
     gate.use_real_core()
     gate("--magis-models=own_nets:converts", "--magis-strategies=eager", *ON_CPU).assert_outcomes(passed=1)
     assert [row["dtype"] for row in gate.rows()] == ["float32"]
+
+
+@pytest.mark.parametrize("name", ["in_bfloat16", "wide_buffer"])
+def test_a_model_is_gated_in_the_data_type_that_it_was_built_with(gate, name):
+    gate.use_real_core()
+    arguments = (f"--magis-models=own_nets:{name}", "--magis-memory-ratios=0.9", "--magis-budget=300", *ON_CPU)
+    gate(*arguments).assert_outcomes(passed=2)
+    dtype = "float32" if name == "wide_buffer" else name.removeprefix("in_")
+    assert [row["dtype"] for row in gate.rows()] == [dtype] * 2
+    assert gate.rows()[1]["numbers"] == "bit-identical"
+    assert gate.rows()[1]["opt-memory"] == gate.rows()[1]["opt-simul-memory"]
+
+
+def test_the_option_converts_it(gate):
+    gate.use_real_core()
+    gate("--magis-models=own_nets:in_bfloat16", "--magis-dtype=float32", *SIMULATED).assert_outcomes(passed=1)
+    assert [row["dtype"] for row in gate.rows()] == ["float32"]
