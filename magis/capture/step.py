@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,8 @@ from magis.capture.device_table import device_forms
 from magis.capture.recorder import ONLY_DENSE, Recorder, layout_problem
 from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
+
+INFERENCE = "use optimizer kind 'none' for inference"
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,11 @@ def capture(
     this device would run. Raises CaptureError, naming module and line, for steps that are not one static graph.
     """
     _check_tensors(module, inputs, targets)
-    mode = _fake_mode(module)
+    mode = _fake_mode([*module.parameters(), *module.buffers(), *inputs, *targets])
     training = rule.kind != "none"
     trained = tuple(name for name, p in module.named_parameters() if training and p.requires_grad)
+    if training and not trained:
+        raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
     fakes = _fakes(mode, module, inputs, targets, trained)
     marks = optimizers.sentinels()
     recorder = Recorder(marks.names)
@@ -187,8 +191,9 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     return [leaf.grad for leaf in leaves]
 
 
-def _fake_mode(module: nn.Module) -> FakeTensorMode:
-    for tensor in [*module.parameters(), *module.buffers()]:
+def _fake_mode(tensors: Iterable[Tensor]) -> FakeTensorMode:
+    """The mode of those that are fake already: two modes do not mix."""
+    for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             return tensor.fake_mode
     return FakeTensorMode()
@@ -241,10 +246,7 @@ def _check_loss(loss: Any) -> None:
             f"the loss is not a single number but of {what}", hint="pass a loss_fn that returns a scalar"
         )
     if not loss.requires_grad:
-        raise CaptureError(
-            "the loss does not depend on any trained parameter",
-            hint="use optimizer kind 'none' for inference",
-        )
+        raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
 
 
 @contextmanager

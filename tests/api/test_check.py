@@ -44,6 +44,8 @@ def case(model: str, device: str = "cpu", strategy: str = "eager", **more: objec
         ("whole_input", CaptureError, ADDMM),
         ("mixed_product", CaptureError, MM),
         ("mixed_conv", CaptureError, r"Input type .* should be the same"),
+        ("without_parameters", CaptureError, r"there is nothing to train: no parameter requires a gradient; use optim"),
+        ("frozen", CaptureError, r"there is nothing to train: no parameter requires a gradient; use optimizer kind"),
         ("raises", UsageError, r"own_nets:raises: the factory failed: OSError: no such checkpoint anywhere"),
         ("returns_nothing", UsageError, r"own_nets:returns_nothing: the factory returned a NoneType; return"),
         ("nosuch", UsageError, r"own_nets has no attribute 'nosuch'"),
@@ -101,6 +103,11 @@ def test_buffers_constants_and_targets_may_be_of_another_type(device: str) -> No
     assert subject.source.dtype == "float32"
     dtypes = {value.name: value.dtype for value in subject.captured.graph.values.values()}
     assert (dtypes["buffer:scale"], dtypes["target:0"]) == ("float64", "float64")
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+def test_inference_needs_no_parameters(device: str) -> None:
+    assert checked(case("inference", device)).captured.parameters == ()
 
 
 def test_blocks_must_be_named_where_they_are_wrapped() -> None:

@@ -165,7 +165,7 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "no trained parameter": (
         Net(lambda: nn.Linear(4, 4).requires_grad_(requires_grad=False), BATCH, BATCH),
-        "the loss does not depend on any trained parameter; use optimizer kind 'none' for inference",
+        "there is nothing to train: no parameter requires a gradient; use optimizer kind 'none' for inference",
     ),
     "loss cut off": (
         Net(lambda: nn.Linear(4, 4), BATCH, BATCH, lambda output, target: F.mse_loss(output.detach(), target)),

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from magis.models import OptimizerSpec, Workload
+
 
 def workload(module, width=16):
     return module, (torch.randn(64, width),), (torch.randn(64, width),), functional.mse_loss
@@ -72,6 +74,19 @@ class Scaled(nn.Module):
 
 def wide_buffer():
     return Scaled(), torch.randn(64, 16), torch.randn(64, 16, dtype=torch.float64), functional.mse_loss
+
+
+def without_parameters():
+    return workload(nn.Sequential(nn.ReLU(), nn.Tanh()))
+
+
+def frozen():
+    return workload(nn.Linear(16, 16).requires_grad_(False))
+
+
+def inference():
+    parts = without_parameters()
+    return Workload("relu", *parts, optimizer=OptimizerSpec("none"))
 
 
 def branches():
