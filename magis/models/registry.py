@@ -88,6 +88,11 @@ def from_factory(path: str) -> ModelSpec:
     module_name, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module_name)
+    except SystemExit as error:  # a script, say, whose work is not under `if __name__ == "__main__"`
+        raise UsageError(
+            f"{path}: importing {module_name} called exit ({_reason(error)})",
+            hint='put what a script does under `if __name__ == "__main__":`',
+        ) from error
     except Exception as error:
         # the user's module may raise anything while it is imported; the chain keeps their traceback
         raise UsageError(f"{path}: cannot import {module_name}: {_reason(error)}") from error
@@ -117,6 +122,8 @@ def _build_factory(path: str, factory: Callable[[], object], preset: str, seed: 
             made = factory()
         except MagisError:
             raise
+        except SystemExit as error:
+            raise UsageError(f"{path}: the factory called exit ({_reason(error)})") from error
         except Exception as error:
             raise UsageError(f"{path}: the factory failed: {_reason(error)}") from error
     return as_workload(path, made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,6 +55,14 @@ def no_loss() -> tuple[object, ...]:
 
 def fails() -> None:
     raise ValueError("two\nlines")
+
+
+def leaves() -> None:
+    sys.exit(2)
+
+
+def leaves_without_a_word() -> None:
+    sys.exit()
 
 
 def fails_on_purpose() -> None:

@@ -109,6 +109,8 @@ def test_factories_that_cannot_be_found(path: str, message: str) -> None:
         ("no_tensors", "inputs hold a int, not only tensors"),
         ("no_loss", "the loss function is a str, not callable"),
         ("fails", "the factory failed: ValueError: two lines"),
+        ("leaves", "the factory called exit (SystemExit: 2)"),
+        ("leaves_without_a_word", "the factory called exit (SystemExit)"),
     ],
 )
 def test_factories_that_return_something_else(factory: str, message: str) -> None:
@@ -134,3 +136,13 @@ def test_a_module_that_fails_at_import(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match="cannot import broken_networks: RuntimeError: no data set here"):
         get("broken_networks:make")
+
+
+def test_a_script_that_exits_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exiting_script.py").write_text("import sys\nsys.exit('usage: train')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    message = (
+        r"^exiting_script:make: importing exiting_script called exit \(SystemExit: usage: train\); put what a script"
+    )
+    with pytest.raises(UsageError, match=message):
+        get("exiting_script:make")

@@ -164,6 +164,14 @@ def leaves():
     raise SystemExit("this factory gives up")
 
 
+class Oddity(BaseException):
+    pass
+
+
+def odd():
+    raise Oddity("neither an error nor an exit")
+
+
 def returns_nothing():
     return None
 

@@ -14,6 +14,7 @@ BAD = {
     "own_nets:mixed_norm": "own_nets:mixed_norm: RuntimeError at own_nets.py:* in eager mode: mixed dtype *",
     "own_nets:without_parameters": "own_nets:without_parameters: there is nothing to train: no parameter requires *",
     "own_nets:raises": "own_nets:raises: the factory failed: OSError: no such checkpoint anywhere",
+    "own_nets:leaves": "own_nets:leaves: the factory called exit (SystemExit: this factory gives up)",
     "own_nets:nosuch": "own_nets:nosuch: own_nets has no attribute 'nosuch'",
     "own_nets.nosuch:net": "own_nets.nosuch:net: cannot import own_nets.nosuch: ModuleNotFoundError: *",
 }
@@ -30,6 +31,13 @@ def refused(gate, model, *, workers=0):
 def test_a_bad_model_is_one_line_and_nothing_is_written(gate, model):
     gate.use_real_core()
     refused(gate, model)
+
+
+def test_a_script_that_exits_when_it_is_imported(gate, workers):
+    gate.use_real_core()
+    (gate.root / "script.py").write_text("import sys\n\ndef make(): ...\n\nsys.exit(0)\n")
+    line = gate.refuses("--magis-models=script:make", *ON_CPU, workers=workers)
+    assert line.startswith("ERROR: script:make: importing script called exit (SystemExit: 0); put what a script does")
 
 
 @pytest.mark.parametrize("model", ["own_nets:branches", "own_nets:mixed_norm"])
@@ -91,9 +99,9 @@ def test_a_file_that_cannot_be_collected_is_reported_first(gate):
 
 def test_what_is_no_bad_input_is_left_to_the_case(gate):
     gate.use_real_core()
-    result = gate("--magis-models=own_nets:leaves", *SIMULATED)
+    result = gate("--magis-models=own_nets:odd", *SIMULATED)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*SystemExit: this factory gives up*"])
+    result.stdout.fnmatch_lines(["*Oddity: neither an error nor an exit*"])
     assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
 
 
