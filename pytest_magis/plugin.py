@@ -79,7 +79,10 @@ def pytest_make_collect_report(
 def pytest_runtestloop(session: pytest.Session) -> None:
     """Refuse users' own models that no case could run; workers leave that to the process that has the terminal."""
     gate = session.config.stash.get(_GATE, None)
-    if gate is None or gate.is_worker or session.config.option.collectonly or session.testsfailed:
+    option = session.config.option
+    # after errors of collection pytest runs nothing, unless told to
+    stops = session.testsfailed and not option.continue_on_collection_errors
+    if gate is None or gate.is_worker or option.collectonly or stops:
         return
     check_factories(session.config, gate, [item.nodeid for item in session.items], keep=True)
 
