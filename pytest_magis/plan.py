@@ -134,4 +134,8 @@ def _check_package(target: str) -> None:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise UsageError(f"{target}: no package {package!r}", hint="install it, or set `pythonpath` in the ini file")
+        raise UsageError(
+            f"{target}: no package {package!r}",
+            hint="if it lies in the current directory, start `python -m pytest` or set `pythonpath = .` in the ini "
+            "file; else install it",
+        )

@@ -5,7 +5,12 @@ Each inner run loads torch; the kinds of mistakes are all told apart, in one pro
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+
+from tests.plugin.conftest import PLUGINS
 
 BAD = {
     "own_nets:branches": "own_nets:branches: the step depends on the data of a tensor (*) in module * at own_nets.py:*",
@@ -95,6 +100,39 @@ def test_a_file_that_cannot_be_collected_is_reported_first(gate):
     result = gate("--magis-models=own_nets:branches", *SIMULATED, "test_broken.py")
     assert result.ret == pytest.ExitCode.INTERRUPTED
     assert "no_such_module" in result.stdout.str()
+
+
+def test_where_the_run_goes_on_after_it_models_are_looked_at(gate):
+    gate.use_real_core()
+    (gate.root / "test_broken.py").write_text("import no_such_module\n")
+    arguments = ("--continue-on-collection-errors", "test_broken.py")
+    result = gate("--magis-models=own_nets:branches", *SIMULATED, *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: own_nets:branches: the step depends on the data of a tensor *"])
+    assert not (gate.root / "results.csv").exists()
+    result = gate("--magis-models=own_nets:sound", *SIMULATED, *arguments)
+    result.assert_outcomes(passed=1, errors=1)
+
+
+def test_plain_pytest_does_not_find_a_package_in_the_current_directory(gate):
+    (gate.root / "nets_here.py").write_text("def make(): ...\n")
+    (gate.root / "conftest.py").unlink()
+
+    def run(*args):
+        # -P: no current directory on sys.path, as with the command `pytest`
+        command = [sys.executable, *args[:1], "-m", "pytest", *PLUGINS, "--magis-models=nets_here:make", *args[1:]]
+        command += ["--magis-device=cpu", "--collect-only", "-q"]
+        return subprocess.run(command, cwd=gate.root, check=False, capture_output=True, text=True)
+
+    refused = run("-P")
+    assert refused.returncode == pytest.ExitCode.USAGE_ERROR
+    assert refused.stderr.strip() == (
+        "ERROR: nets_here:make: no package 'nets_here'; if it lies in the current directory, start "
+        "`python -m pytest` or set `pythonpath = .` in the ini file; else install it"
+    )
+    for way_out in (["-P", "-o", "pythonpath=."], ["-u"]):
+        found = run(*way_out)
+        assert "magis::nets_here:make[eager]" in found.stdout.splitlines(), found.stderr
 
 
 def test_what_is_no_bad_input_is_left_to_the_case(gate):
