@@ -106,6 +106,17 @@ def test_buffers_constants_and_targets_may_be_of_another_type(device: str) -> No
 
 
 @pytest.mark.parametrize("device", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("reads_data", "float32"), ("made_before", "float32"), ("converted_before", "bfloat16")]
+)
+def test_what_only_real_tensors_can_do_is_done_on_them(device: str, name: str, dtype: str) -> None:
+    subject = checked(case(name, device))
+    assert subject.source.dtype == dtype
+    assert {type(p) for p in subject.workload.module.parameters()} == {torch.nn.Parameter}
+    assert checked(case("reads_data", device, dtype="bfloat16")).source.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
 def test_inference_needs_no_parameters(device: str) -> None:
     assert checked(case("inference", device)).captured.parameters == ()
 

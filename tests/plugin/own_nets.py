@@ -1,5 +1,6 @@
 """A user's own networks, copied into inner runs as a module: sound ones, and one of each kind of mistake."""
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -87,6 +88,27 @@ def frozen():
 def inference():
     parts = without_parameters()
     return Workload("relu", *parts, optimizer=OptimizerSpec("none"))
+
+
+def reads_data():
+    """Its batch comes from numpy, and the number of its classes from its batch."""
+    x = torch.from_numpy(np.ones((64, 16), dtype=np.float32))
+    y = torch.arange(64) % 5
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, int(y.max()) + 1)), x, y, functional.cross_entropy
+
+
+MADE_BEFORE = tower(), torch.randn(64, 64)
+CONVERTED = tower()
+
+
+def made_before():
+    net, x = MADE_BEFORE
+    return net, 2 * x, x, functional.mse_loss
+
+
+def converted_before():
+    x = MADE_BEFORE[1].bfloat16()
+    return CONVERTED.bfloat16(), x, x, functional.mse_loss
 
 
 def branches():
