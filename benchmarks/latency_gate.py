@@ -20,12 +20,13 @@ from pathlib import Path
 import torch
 
 from magis.api.bench import Bench
-from magis.api.cases import TIMING_ROUNDS, CaseRun, once_in_turns, turns_ratio
+from magis.api.cases import TIMING_ROUNDS, CaseRun, once_in_turns
+from magis.backend.timing import Patience, in_turns, ratio_interval
 from magis.backend.turns import Step, Turn
 from magis.results import Case, CaseResult
 from pytest_magis.baseline_files import read_baseline, write_baseline
 from pytest_magis.baselines import stored_case, updated
-from pytest_magis.verdict import WORSE, judge
+from pytest_magis.verdict import WORSE, Tolerances, judge, latency_bounds
 
 SLOW_DOWN = 0.10
 LABEL = "magis-mem0.8"
@@ -68,11 +69,13 @@ def child(model: str, baseline: str, runs: int) -> None:
     subject = bench.subject(case)
     if run.graph is None or not subject.runs_together:
         sys.exit(f"{model}: its steps cannot take turns here")
+    stored = stored_case(file, LABEL, case)
+    bounds = latency_bounds(stored, Tolerances())
     eager, step = once_in_turns(subject.eager()), once_in_turns(subject.generated(run.graph))
     for kind, second in zip(KINDS, (step, slower(step)), strict=True):
         for _ in range(runs):
-            found = turns_ratio(eager, second, TIMING_ROUNDS)
-            verdict = judge(replace(base, ratio=found), stored_case(file, LABEL, case))
+            found = ratio_interval(in_turns(eager, second, Patience(TIMING_ROUNDS, bounds)))
+            verdict = judge(replace(base, ratio=found), stored)
             red = any(finding.kind == WORSE for finding in verdict.findings)
             unsure = any("too uncertain" in note for note in verdict.notes)
             row = {"kind": kind, "red": red, "unsure": unsure, "ratio": found.ratio, "pairs": found.pairs}

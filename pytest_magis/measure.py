@@ -25,9 +25,12 @@ def measure(
     name: str,
     case: Case,
     planning: tuple[Mapping[str, int] | None, str | None],
+    bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
 ) -> CaseResult:
-    """Run a case by hook and return its result, under the model's name. `planning` is what the baseline hands back.
+    """Run a case by hook and return its result, under the model's name.
+
+    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes.
 
     Warnings are reported, never raised: a project that turns its own into errors does not mean torch's.
     """
@@ -35,7 +38,12 @@ def measure(
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         result = config.hook.pytest_magis_run_case(
-            case=case, config=config, planning_workspaces=workspaces, expected_graph=graph, progress=progress
+            case=case,
+            config=config,
+            planning_workspaces=workspaces,
+            expected_graph=graph,
+            latency_bounds=bounds,
+            progress=progress,
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -48,6 +56,7 @@ def run_with_magis(
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
     progress: Callable[[str], None] | None,
+    latency_bounds: tuple[float, ...] = (),
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
     from magis.api import run_case
@@ -57,6 +66,7 @@ def run_with_magis(
         cache=_bench(config),
         planning_workspaces=planning_workspaces,
         expected_graph=expected_graph,
+        latency_bounds=latency_bounds,
         progress=progress,
     )
 

@@ -147,7 +147,8 @@ def pytest_magis_run_case(
     config: pytest.Config,
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
+    latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
-    return run_with_magis(case, config, planning_workspaces, expected_graph, progress)
+    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds)

@@ -17,7 +17,7 @@ from pytest_magis.measure import measure
 from pytest_magis.outcome import PROPERTY, Outcome
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
-from pytest_magis.verdict import Verdict, judge
+from pytest_magis.verdict import Verdict, judge, latency_bounds
 
 __all__ = ["CaseItem", "Regression", "Suite"]
 
@@ -65,15 +65,13 @@ class CaseItem(pytest.Item):
         path, baseline = gate.baseline(planned)
         try:
             hand_back = planning(baseline, planned.label, planned.case)
+            stored = stored_case(baseline, planned.label, planned.case)
+            tolerances = gate.settings.tolerances
             line = nullcontext() if gate.is_worker else progress_line(self.config, planned.name)
             with line as progress:
-                result = measure(self.config, planned.model, planned.case, hand_back, progress)
-            verdict = judge(
-                result,
-                stored_case(baseline, planned.label, planned.case),
-                tolerances=gate.settings.tolerances,
-                permissions=gate.settings.updates,
-            )
+                bounds = latency_bounds(stored, tolerances)
+                result = measure(self.config, planned.model, planned.case, hand_back, bounds, progress)
+            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
         except MagisError as error:
             self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=str(error)))
             raise Regression(str(error)) from None

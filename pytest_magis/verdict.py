@@ -15,7 +15,18 @@ from magis.results import CaseResult, StepFigures
 from magis.units import format_bytes
 from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, identity_key, latency
 
-__all__ = ["BETTER", "BROKEN", "NEW", "PERMISSIONS", "WORSE", "Finding", "Tolerances", "Verdict", "judge"]
+__all__ = [
+    "BETTER",
+    "BROKEN",
+    "NEW",
+    "PERMISSIONS",
+    "WORSE",
+    "Finding",
+    "Tolerances",
+    "Verdict",
+    "judge",
+    "latency_bounds",
+]
 
 NEW, BETTER, WORSE, BROKEN = "new", "better", "worse", "broken"
 PERMISSIONS = (NEW, BETTER, WORSE)
@@ -106,6 +117,13 @@ def judge(
     if label == "pass" and not result.search.feasible:
         label = PROVEN if _is_proven(result) else NOT_FOUND
     return Verdict(True, label, findings, tuple(notes), store=adopted)
+
+
+def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple[float, ...]:
+    """The latency ratios at which the verdict changes, for every device that the baseline knows."""
+    known = stored.measured.values() if stored else ()
+    ratios = [measured.latency_ratio for measured in known if measured.latency_ratio is not None]
+    return tuple(ratio * (1 + sign * tolerances.latency) for ratio in ratios for sign in (-1, 1))
 
 
 def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:

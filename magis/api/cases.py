@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +15,7 @@ from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
 from magis.backend.steps import Step
-from magis.backend.timing import Timing, in_turns, interleave, ratio_interval
+from magis.backend.timing import Patience, Timing, in_turns, interleave, ratio_interval
 from magis.backend.turns import Step as TurningStep
 from magis.backend.turns import Turn
 from magis.capture.checkpoint import checkpointed
@@ -28,11 +28,6 @@ STEPS_COMPARED = 3
 TIMING_ROUNDS = 15
 ROUNDS_WHOLE = 5
 WARM_UP = 2
-MOST_ROUNDS = 4
-MOST_SECONDS = 12.0
-INTERVAL_WIDTH = 0.04
-"""Pairs are added while the latency ratio's interval is wider than this share: up to MOST_ROUNDS times as many, and no
-more after MOST_SECONDS."""
 STRATEGIES = ("eager", "magis", "checkpoint")
 
 Progress = Callable[[str], None]
@@ -44,16 +39,18 @@ def run_case(
     cache: Bench | None = None,
     planning_workspaces: Mapping[str, int] | None = None,
     expected_graph: str | None = None,
+    latency_bounds: Sequence[float] = (),
     progress: Progress | None = None,
 ) -> CaseResult:
     """Run one case.
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
-    where the graph is still the same, planning uses them, and comes to the same plan on every machine. ``progress`` is
+    where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``). ``progress`` is
     told what is going on. Raises MagisError for what cannot be captured or run.
     """
     bench = cache if cache is not None else Bench()
-    run = CaseRun(case, bench.subject(case), progress)
+    run = CaseRun(case, bench.subject(case), progress, latency_bounds)
     return run.result(planning_workspaces, expected_graph)
 
 
@@ -79,13 +76,20 @@ class _Times:
 class CaseRun:
     """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
 
-    def __init__(self, case: Case, subject: Subject, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        case: Case,
+        subject: Subject,
+        progress: Progress | None = None,
+        latency_bounds: Sequence[float] = (),
+    ) -> None:
         if case.strategy not in STRATEGIES:
             raise UsageError(f"unknown strategy {case.strategy!r}", hint=f"use one of {', '.join(STRATEGIES)}")
         self.graph: Graph | None = None
         self._case = case
         self._subject = subject
         self._progress = progress or (lambda _text: None)
+        self._bounds = tuple(latency_bounds)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         subject, case = self._subject, self._case
@@ -215,10 +219,11 @@ class CaseRun:
         rounds = self._case.timing_rounds or TIMING_ROUNDS
         subject = self._subject
         whole = partial(interleave, _timed(eager), _timed(step), warmup=WARM_UP, device=subject.torch_device)
+        patience = Patience(rounds, self._bounds)
         if subject.runs_together:
-            ratio = turns_ratio(once_in_turns(eager), once_in_turns(step), rounds)
-            return _Times(whole(rounds=min(rounds, ROUNDS_WHOLE)), ratio)
-        timing = whole(rounds=rounds, width=INTERVAL_WIDTH, most=MOST_ROUNDS * rounds, seconds=MOST_SECONDS)
+            turns = in_turns(once_in_turns(eager), once_in_turns(step), patience)
+            return _Times(whole(Patience(min(rounds, ROUNDS_WHOLE), most=0)), ratio_interval(turns))
+        timing = whole(patience)
         return _Times(timing, ratio_interval(timing))
 
     def _assembled(
@@ -302,12 +307,6 @@ def _timed(step: Step) -> Callable[[], object]:
         return step.run()
 
     return once
-
-
-def turns_ratio(first: TurningStep, second: TurningStep, rounds: int) -> RatioInterval:
-    """Latency ratio second / first of steps that take turns, from `rounds` pairs and as many more as a case adds."""
-    most = MOST_ROUNDS * rounds
-    return ratio_interval(in_turns(first, second, rounds, width=INTERVAL_WIDTH, most=most, seconds=MOST_SECONDS))
 
 
 def once_in_turns(step: Step) -> TurningStep:

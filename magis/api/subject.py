@@ -11,7 +11,7 @@ import torch
 
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
-from magis.backend.timing import interleave
+from magis.backend.timing import Patience, interleave
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
 from magis.capture.checkpoint import checkpointed
@@ -194,7 +194,7 @@ class Subject:
             step.prepare()
             return step.run()
 
-        return interleave(once, once, rounds=ROUNDS_ALONE, warmup=2, device=self.torch_device).first_ms
+        return interleave(once, once, Patience(ROUNDS_ALONE, most=0), device=self.torch_device).first_ms
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
         """The original's memory if operators had these workspaces, and none where there is no entry."""

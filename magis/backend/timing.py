@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -31,10 +32,12 @@ import torch
 from magis.backend import turns
 from magis.results import RatioInterval
 
-__all__ = ["CONFIDENCE", "Timing", "in_turns", "interleave", "ratio_interval"]
+__all__ = ["CONFIDENCE", "Patience", "Timing", "in_turns", "interleave", "ratio_interval"]
 
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
+MEASURING, DECIDING = (4, 12.0), (8, 30.0)
+"""Times as many pairs at most as there are rounds, and seconds: to know a ratio, and to decide something by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,73 +48,78 @@ class Timing:
     second_ms: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long to time: `rounds` pairs, then a third of that at a time while the ratio is too uncertain.
+
+    With `bounds` the ratio is certain enough when none of them lies in its interval, without when the interval is at
+    most the share `width` of the ratio. There are at most `most` pairs, and no more after `seconds`; something to
+    decide is worth more of both.
+    """
+
+    rounds: int
+    bounds: tuple[float, ...] = ()
+    width: float = 0.04
+    most: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, not {self.rounds}")
+
+    def ends(self, timing: Timing, seconds: float) -> bool:
+        """Whether these pairs, which took so long, are enough."""
+        most, longest = DECIDING if self.bounds else MEASURING
+        most = most * self.rounds if self.most is None else self.most
+        if len(timing.first_ms) >= most or seconds >= (longest if self.seconds is None else self.seconds):
+            return True
+        found = ratio_interval(timing)
+        if self.bounds:
+            return not any(found.low <= bound <= found.high for bound in self.bounds)
+        return found.high - found.low <= self.width * found.ratio
+
+
 def interleave(
     first: Callable[[], object],
     second: Callable[[], object],
-    rounds: int,
+    patience: Patience,
     warmup: int = 2,
     device: torch.device | str = "cpu",
-    *,
-    width: float = math.inf,
-    most: int | None = None,
-    seconds: float = math.inf,
 ) -> Timing:
-    """Time `first` and `second` in `rounds` pairs, one after the other, after `warmup` untimed calls of each.
+    """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each.
 
-    As long as the ratio's interval is wider than the share `width` of the ratio (0.04: 4%), more pairs follow, a
-    third of `rounds` at a time, up to `most` in all (default: 3 x `rounds`) and until `seconds` have gone by: a quiet
-    machine stops early, a busy one takes longer, a slow one ends with a wider interval. The garbage collector rests
-    meanwhile; on CUDA each call ends with a synchronization.
+    The garbage collector rests meanwhile; on CUDA each call ends with a synchronization.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, not {rounds}")
-    most = max(rounds, 3 * rounds if most is None else most)
     synchronize = _synchronizer(torch.device(device))
     for _ in range(warmup):
         first()
         second()
     with _collector_at_rest():
-        pair = partial(_one_after_the_other, first, second, synchronize)
-        return _collected(pair, rounds, width=width, most=most, seconds=seconds)
+        return _collected(partial(_one_after_the_other, first, second, synchronize), patience)
 
 
-def in_turns(
-    first: turns.Step,
-    second: turns.Step,
-    rounds: int,
-    *,
-    slice_ms: float = SLICE_MS,
-    width: float = math.inf,
-    most: int | None = None,
-    seconds: float = math.inf,
-) -> Timing:
+def in_turns(first: turns.Step, second: turns.Step, patience: Patience, *, slice_ms: float = SLICE_MS) -> Timing:
     """Like `interleave`, but the steps of a pair go on in turn, about `slice_ms` milliseconds each: CPU only.
 
     What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
     themselves are those of steps that share caches with each other. One pair is run before the timed ones.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, not {rounds}")
-    most = max(rounds, 3 * rounds if most is None else most)
     with _collector_at_rest(), turns.Turns(first, second, slice_ms) as pairs:
         pairs.pair(0)
-        return _collected(pairs.pair, rounds, width=width, most=most, seconds=seconds)
+        return _collected(pairs.pair, patience)
 
 
-def _collected(
-    pair: Callable[[int], tuple[float, float]], rounds: int, *, width: float, most: int, seconds: float
-) -> Timing:
-    """`rounds` pairs, the leader alternating, and more as long as the ratio is uncertain."""
+def _collected(pair: Callable[[int], tuple[float, float]], patience: Patience) -> Timing:
+    """Pairs until patience ends, the leader alternating."""
     pairs: list[tuple[float, float]] = []
     begun = time.perf_counter_ns()
-    wanted = rounds
     while True:
+        wanted = len(pairs) + (max(1, patience.rounds // 3) if pairs else patience.rounds)
         while len(pairs) < wanted:
             pairs.append(pair(len(pairs) % 2))
         timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs))
-        if wanted >= most or _width(timing) <= width or time.perf_counter_ns() - begun >= seconds * 1e9:
+        if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
             return timing
-        wanted = min(most, wanted + max(1, rounds // 3))
 
 
 @contextmanager
@@ -135,12 +143,6 @@ def _one_after_the_other(
         return before, _once(second, synchronize)
     after = _once(second, synchronize)
     return _once(first, synchronize), after
-
-
-def _width(timing: Timing) -> float:
-    """Width of the ratio's interval as a share of the ratio."""
-    found = ratio_interval(timing)
-    return (found.high - found.low) / found.ratio
 
 
 def _once(step: Callable[[], object], synchronize: Callable[[], object]) -> float:
@@ -180,12 +182,11 @@ def _rank(count: int, confidence: float) -> int:
 
     The interval misses with twice the probability that a fair coin shows heads fewer than k times in `count`.
     """
-    outcomes = 2**count
+    allowed = (1 - Fraction(str(confidence))) * 2**count
     tail, rank = 0, 0
     while rank < (count + 1) // 2:
         tail += math.comb(count, rank)
-        # whole numbers throughout, but for the confidence itself
-        if 2 * tail > (1 - confidence) * outcomes:
+        if 2 * tail > allowed:  # exact: floats end at 1024 pairs
             break
         rank += 1
     return rank

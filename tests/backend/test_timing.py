@@ -7,14 +7,17 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.backend import timing as module
-from magis.backend.timing import Timing, interleave, ratio_interval
+from magis.backend.timing import Patience, Timing, interleave, ratio_interval
+from magis.results import RatioInterval
 
 positive = st.floats(1e-3, 1e6)
 
@@ -34,7 +37,7 @@ def test_steps_alternate_and_so_does_their_order(monkeypatch: pytest.MonkeyPatch
         log.append(name)
         clock.now += milliseconds * 10**6
 
-    found = interleave(lambda: step("a", 2), lambda: step("b", 3), rounds=4, warmup=1)
+    found = interleave(lambda: step("a", 2), lambda: step("b", 3), Patience(4, most=0), warmup=1)
     assert "".join(log) == "ab" + "abbaabba"
     assert found == Timing((2.0,) * 4, (3.0,) * 4)
     assert ratio_interval(found).ratio == 1.5
@@ -42,15 +45,15 @@ def test_steps_alternate_and_so_does_their_order(monkeypatch: pytest.MonkeyPatch
 
 def test_the_collector_rests_and_comes_back() -> None:
     states: list[bool] = []
-    interleave(lambda: states.append(gc.isenabled()), lambda: None, rounds=2, warmup=0)
+    interleave(lambda: states.append(gc.isenabled()), lambda: None, Patience(2, most=0), warmup=0)
     assert states == [False, False]
     assert gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        interleave(lambda: 1 / 0, lambda: None, rounds=1, warmup=0)
+        interleave(lambda: 1 / 0, lambda: None, Patience(1), warmup=0)
     assert gc.isenabled()
     gc.disable()
     try:
-        interleave(lambda: None, lambda: None, rounds=1)
+        interleave(lambda: None, lambda: None, Patience(1, most=0))
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -65,24 +68,45 @@ def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch
     def noisy() -> None:
         clock.now += int(10**8 * draw.uniform(0.9, 1.1))
 
-    assert len(interleave(steady, steady, rounds=9, width=0.02).first_ms) == 9
-    assert len(interleave(noisy, noisy, rounds=9).first_ms) == 9
-    assert len(interleave(noisy, noisy, rounds=9, width=0.001).first_ms) == 27
-    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=20).first_ms) == 20
+    def pairs(step: Callable[[], None], **limits: Any) -> int:
+        return len(interleave(step, step, Patience(9, **limits)).first_ms)
+
+    assert pairs(steady, width=0.02) == 9
+    assert pairs(noisy, width=0.001, seconds=100) == 36
+    assert pairs(noisy, width=0.001, most=20, seconds=100) == 21  # nine, and then three at a time
     # 9 pairs take 1.8 s, three more 0.6 s: after 12 the time is up
-    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=200, seconds=2.2).first_ms) == 12
-    assert len(interleave(noisy, noisy, rounds=9, width=0.001, most=200, seconds=0.1).first_ms) == 9
-    found = interleave(noisy, noisy, rounds=9, width=0.06, most=200)
-    interval = ratio_interval(found)
+    assert pairs(noisy, width=0.001, most=200, seconds=2.2) == 12
+    assert pairs(noisy, width=0.001, most=200, seconds=0.1) == 9
+    assert 57 <= pairs(noisy, width=0.001, most=200) <= 63  # 12 s
+    interval = ratio_interval(interleave(noisy, noisy, Patience(9, width=0.06, most=200, seconds=100)))
     assert 9 < interval.pairs < 200
     assert interval.pairs % 3 == 0
     assert interval.high - interval.low <= 0.06 * interval.ratio
 
 
+def test_more_pairs_while_something_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, draw = Clock(monkeypatch), random.Random(2)
+
+    def noisy() -> None:
+        clock.now += int(10**7 * draw.uniform(0.8, 1.25))
+
+    def timed(*bounds: float, **limits: Any) -> RatioInterval:
+        return ratio_interval(interleave(noisy, noisy, Patience(15, bounds, **limits)))
+
+    clear = timed(0.5, 2.0)
+    assert clear.pairs == 15  # however wide
+    assert clear.high - clear.low > 0.1
+    close = timed(0.5, 1.08, most=10_000)
+    assert close.pairs > 15
+    assert close.high < 1.08
+    assert timed(1.0).pairs == 8 * 15
+    assert timed(1.0, most=10_000).pairs >= 1400  # 30 s of 20 ms
+
+
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_no_rounds_are_refused(rounds: int) -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1"):
-        interleave(lambda: None, lambda: None, rounds=rounds)
+        Patience(rounds)
 
 
 def enclosed(count: int, rank: int) -> float:
@@ -174,7 +198,7 @@ def test_real_time_is_measured() -> None:
         while time.perf_counter() < end:
             pass
 
-    found = interleave(lambda: spin(0.004), lambda: spin(0.012), rounds=9, warmup=1)
+    found = interleave(lambda: spin(0.004), lambda: spin(0.012), Patience(9, most=0), warmup=1)
     assert min(found.first_ms) >= 4.0
     assert min(found.second_ms) >= 12.0
     assert all(before != after for before, after in pairwise(found.first_ms))
@@ -185,5 +209,5 @@ def test_cuda_is_waited_for() -> None:
     import torch
 
     big = torch.rand(4096, 4096, device="cuda")
-    found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], rounds=9, device="cuda")
+    found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], Patience(9, most=0), device="cuda")
     assert 2.0 < ratio_interval(found).ratio < 4.0

@@ -15,7 +15,7 @@ from torch import nn
 from magis.api.bench import Bench
 from magis.backend import timing
 from magis.backend import turns as module
-from magis.backend.timing import in_turns, interleave, ratio_interval
+from magis.backend.timing import Patience, in_turns, interleave, ratio_interval
 from magis.backend.turns import Step, Turn, Turns, Watched
 from magis.results import Case
 
@@ -71,8 +71,8 @@ def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPa
 
         return run
 
-    ratio = ratio_interval(in_turns(step(700), step(770), rounds=15, slice_ms=60))
-    loose = ratio_interval(interleave(whole(700), whole(770), rounds=15))
+    ratio = ratio_interval(in_turns(step(700), step(770), Patience(15, most=0), slice_ms=60))
+    loose = ratio_interval(interleave(whole(700), whole(770), Patience(15, most=0)))
     assert 1.05 < ratio.low <= ratio.ratio <= ratio.high < 1.15
     assert loose.high - loose.low > 3 * (ratio.high - ratio.low)
 
@@ -99,11 +99,6 @@ def test_an_error_of_either_step_is_raised_and_ends_nothing_else(leader: int, br
                 turns.pair(leader)
     assert len(done) == 2
     assert not any(thread.name.startswith("magis-turns") for thread in threading.enumerate())
-
-
-def test_no_rounds_are_refused() -> None:
-    with pytest.raises(ValueError, match="rounds must be at least 1"):
-        in_turns(lambda _turn: None, lambda _turn: None, rounds=0)
 
 
 def network() -> nn.Module:
