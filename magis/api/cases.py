@@ -25,7 +25,7 @@ from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, 
 from magis.units import format_bytes
 
 STEPS_COMPARED = 3
-TIMING_ROUNDS = 15
+TIMING_ROUNDS = 12
 ROUNDS_WHOLE = 5
 WARM_UP = 2
 STRATEGIES = ("eager", "magis", "checkpoint")
@@ -218,12 +218,12 @@ class CaseRun:
         """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
         rounds = self._case.timing_rounds or TIMING_ROUNDS
         subject = self._subject
-        whole = partial(interleave, _timed(eager), _timed(step), warmup=WARM_UP, device=subject.torch_device)
+        whole = partial(interleave, _timed(eager), _timed(step), device=subject.torch_device)
         patience = Patience(rounds, self._bounds)
         if subject.runs_together:
             turns = in_turns(once_in_turns(eager), once_in_turns(step), patience)
-            return _Times(whole(Patience(min(rounds, ROUNDS_WHOLE), most=0)), ratio_interval(turns))
-        timing = whole(patience)
+            return _Times(whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=0), ratio_interval(turns))
+        timing = whole(patience, warmup=WARM_UP)
         return _Times(timing, ratio_interval(timing))
 
     def _assembled(
