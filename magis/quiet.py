@@ -12,14 +12,15 @@ _M_ARENA_MAX = -8
 
 
 def before_torch() -> None:
-    """Make OpenMP's threads sleep while they wait, unless the user says otherwise, and all threads share one heap.
+    """Make OpenMP's threads sleep while they wait, and all threads share one heap, unless
+    the user says otherwise (``OMP_WAIT_POLICY``, ``MALLOC_ARENA_MAX``).
 
     Threads that spin while they wait make steps on a busy machine several times slower. Heaps of other threads than the
     main one hold 64 MiB at most and return larger tensors to the system at once: every operator would fault its pages
     in anew, at a cost that varies more than the operator itself. (Where the C library is not glibc: nothing to do.)
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if sys.platform == "linux":
+    if sys.platform == "linux" and "MALLOC_ARENA_MAX" not in os.environ:
         import ctypes  # here, since an idle plugin should not pay for it
 
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -250,7 +250,12 @@ class Subject:
 
     @cached_property
     def runs_together(self) -> bool:
-        """Whether the original and the optimized step can be under way at once: on a CPU with memory for both."""
+        """Whether the original and the optimized step can take turns: on a CPU with memory for both.
+
+        Not for inference: torch's fused layers step aside where anybody watches its functions.
+        """
+        if self.fake.optimizer.kind == "none":
+            return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
 
     @cached_property

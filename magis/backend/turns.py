@@ -18,8 +18,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -85,7 +86,8 @@ class Turns:
         self._steps = (first, second)
         self._slice_ns = slice_ms * 1e6
         self._total_ns = [0, 0]
-        self._thread = ThreadPoolExecutor(1, "magis-turns")
+        self._baton = _Baton(0)
+        self._worker = _Worker()
 
     def __enter__(self) -> Self:
         return self
@@ -93,17 +95,19 @@ class Turns:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown()
+        self._baton.finish(0)  # an interrupt may have struck where the pair itself could not say so
+        self._worker.close()
 
     def pair(self, leader: int) -> tuple[float, float]:
         """Run each step once, the `leader` (0 or 1) first; milliseconds of both. Whatever a step raises is raised."""
-        baton = _Baton(leader)
+        baton = self._baton = _Baton(leader)
         turns = tuple(Turn(baton, which, slice_ns) for which, slice_ns in enumerate(self._slices()))
-        second = self._thread.submit(turns[1].run, self._steps[1])
+        self._worker.start(partial(turns[1].run, self._steps[1]))
         try:
             turns[0].run(self._steps[0])
-        finally:
-            error = second.exception()  # waits: the thread must not touch the step any more
+        finally:  # wherever an interrupt has struck, the other thread goes on to its end and is waited for
+            baton.finish(0)
+            error = self._worker.end()
         if error is not None:
             raise error
         for which, turn in enumerate(turns):
@@ -134,25 +138,60 @@ class Watched(TorchFunctionMode):
         return result
 
 
+class _Worker:
+    """One thread that lives as long as the pairs do, with what OpenMP and the operators keep by thread.
+
+    An interrupt may strike the main thread anywhere, also inside of what Python's own locks, futures and executors do
+    when they are entered, which leaves them locked for good. Hence a daemon, and queues that are one call each.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._ends: SimpleQueue[BaseException | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="magis-turns", daemon=True).start()
+
+    def start(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)
+
+    def end(self) -> BaseException | None:
+        """Wait for the job; what it raised."""
+        return self._ends.get()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._ends.get()
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001  (raised again where the pair is waited for)
+                self._ends.put(error)
+            else:
+                self._ends.put(None)
+        self._ends.put(None)
+
+
 class _Baton:
     """Who may run: one of two threads, until it hands over or is done."""
 
     def __init__(self, leader: int) -> None:
-        self._turns = (threading.Semaphore(0), threading.Semaphore(0))
+        self._turns: tuple[SimpleQueue[None], SimpleQueue[None]] = (SimpleQueue(), SimpleQueue())
         self._done = [False, False]
-        self._turns[leader].release()
+        self._turns[leader].put(None)
 
     def wait(self, which: int) -> None:
-        self._turns[which].acquire()
+        self._turns[which].get()
 
     def hand_over(self, which: int) -> None:
         if not self._done[1 - which]:
-            self._turns[1 - which].release()
-            self._turns[which].acquire()
+            self._turns[1 - which].put(None)
+            self._turns[which].get()
 
     def finish(self, which: int) -> None:
+        """Let the other one go on, for good; may be called again."""
         self._done[which] = True
-        self._turns[1 - which].release()
+        self._turns[1 - which].put(None)
 
 
 def _nodes(result: Tensor) -> Iterator[Any]:

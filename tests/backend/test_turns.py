@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +102,31 @@ def test_an_error_of_either_step_is_raised_and_ends_nothing_else(leader: int, br
                 turns.pair(leader)
     assert len(done) == 2
     assert not any(thread.name.startswith("magis-turns") for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
+def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
+    def step(turn: Turn) -> None:
+        for _ in range(20):
+            sum(range(200))
+            turn()
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    draw = random.Random(0)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            with pytest.raises(KeyboardInterrupt), Turns(step, step, slice_ms=0.01) as turns:  # noqa: PT012
+                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 4e-3))
+                while True:
+                    turns.pair(0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(0.1)
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "magis-turns"]
 
 
 def network() -> nn.Module:
