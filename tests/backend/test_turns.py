@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -118,9 +119,10 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(300):
-            with pytest.raises(KeyboardInterrupt), Turns(step, step, slice_ms=0.01) as turns:  # noqa: PT012
+            # the interpreter drops an interrupt that strikes in a callback: there is an end without one
+            with suppress(KeyboardInterrupt), Turns(step, step, slice_ms=0.01) as turns:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 4e-3))
-                while True:
+                for _ in range(300):
                     turns.pair(0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
