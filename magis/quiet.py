@@ -12,8 +12,9 @@ _M_ARENA_MAX = -8
 
 
 def before_torch() -> None:
-    """Make OpenMP's threads sleep while they wait, and all threads share one heap, unless
-    the user says otherwise (``OMP_WAIT_POLICY``, ``MALLOC_ARENA_MAX``).
+    """Make OpenMP's threads sleep while they wait, and all threads share one heap.
+
+    Unless the user says otherwise: ``OMP_WAIT_POLICY``, ``MALLOC_ARENA_MAX``.
 
     Threads that spin while they wait make steps on a busy machine several times slower. Heaps of other threads than the
     main one hold 64 MiB at most and return larger tensors to the system at once: every operator would fault its pages

@@ -68,8 +68,8 @@ class CaseItem(pytest.Item):
             stored = stored_case(baseline, planned.label, planned.case)
             tolerances = gate.settings.tolerances
             line = nullcontext() if gate.is_worker else progress_line(self.config, planned.name)
+            bounds = latency_bounds(stored, tolerances)
             with line as progress:
-                bounds = latency_bounds(stored, tolerances)
                 result = measure(self.config, planned.model, planned.case, hand_back, bounds, progress)
             verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
         except MagisError as error:

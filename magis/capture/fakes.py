@@ -9,12 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["fake_tensors"]
+__all__ = ["convertible", "fake_tensors"]
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """`FakeTensorMode`, in which `module.double()`, `.to(...)` and the like work as they do on real tensors.
+    """`FakeTensorMode`, in which modules are `convertible`."""
+    with convertible(), FakeTensorMode():
+        yield
+
+
+@contextmanager
+def convertible() -> Iterator[None]:
+    """`module.double()`, `.to(...)` and the like work on modules of fake tensors as they do on real ones.
 
     torch exchanges fake parameters with `swap_tensors`, which fails on every tensor that the mode keeps track of:
     "_apply(): Couldn't swap Linear.weight".
@@ -37,8 +44,7 @@ def fake_tensors() -> Iterator[None]:
 
     nn.Module._apply = convert  # type: ignore[method-assign]
     try:
-        with FakeTensorMode():
-            yield
+        yield
     finally:
         nn.Module._apply = apply  # type: ignore[method-assign]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.aten.optimizers import OPTIMIZER_KINDS, OptimizerSpec
+from magis.capture.fakes import convertible
 
 __all__ = ["OPTIMIZER_KINDS", "OptimizerSpec", "Workload"]
 
@@ -42,27 +43,10 @@ class Workload:
         def convert(tensor: Tensor) -> Tensor:
             return tensor.to(kind) if tensor.is_floating_point() else tensor
 
-        _convert_module(self.module, convert)
+        with convertible():
+            self.module.to(kind)
         return replace(
             self,
             inputs=tuple(convert(t) for t in self.inputs),
             targets=tuple(convert(t) for t in self.targets),
         )
-
-
-def _convert_module(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """``module.to(dtype)``, which torch refuses for fake tensors; tied parameters stay tied."""
-    done: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in done:
-                    data = convert(parameter.detach())
-                    same = data.dtype == parameter.dtype
-                    done[id(parameter)] = (
-                        parameter if same else nn.Parameter(data, requires_grad=parameter.requires_grad)
-                    )
-                part._parameters[name] = done[id(parameter)]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = convert(buffer)

@@ -25,9 +25,11 @@ MACHINES = {
 CONFTEST = """
 def pytest_sessionstart():
     from magis.api import cases
+    from magis.backend import timing
 
-    cases.TIMING_ROUNDS = cases.MOST_ROUNDS = 1
+    cases.TIMING_ROUNDS = cases.ROUNDS_WHOLE = 1
     cases.WARM_UP = 0
+    timing.DECIDING = (1, 0.0)
 """
 
 
