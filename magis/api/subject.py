@@ -11,7 +11,7 @@ import torch
 
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
-from magis.backend.timing import Patience, interleave
+from magis.backend.timing import alone
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
 from magis.capture.checkpoint import checkpointed
@@ -23,6 +23,7 @@ from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.models.names import is_factory
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
+from magis.rewrite.untangle import untangle
 from magis.simulate.compile import compile_problem, redo_form
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.replay import MemoryProfile, replay
@@ -118,6 +119,13 @@ class Subject:
         return graph
 
     @cached_property
+    def untangled(self) -> Graph:
+        """The same without order constraints that are none in truth: the form that fission works on."""
+        graph = untangle(self.normal)
+        verify(graph)
+        return graph
+
+    @cached_property
     def digest(self) -> str:
         return digest(self.captured.graph)
 
@@ -194,7 +202,7 @@ class Subject:
             step.prepare()
             return step.run()
 
-        return interleave(once, once, Patience(ROUNDS_ALONE, most=0), device=self.torch_device).first_ms
+        return alone(once, ROUNDS_ALONE, self.torch_device)
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
         """The original's memory if operators had these workspaces, and none where there is no entry."""
@@ -318,7 +326,12 @@ def _own_dtype(workload: Workload) -> str:
 
 def redo_graph(graph: Graph) -> Graph:
     """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
-    return replace(graph, ops=tuple(redo_form(op) for op in graph.ops))
+    return replace(graph, ops=tuple(_redone(op) for op in graph.ops))
+
+
+def _redone(op: Op) -> Op:
+    form = redo_form(op)
+    return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
 
 
 def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:

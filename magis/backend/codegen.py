@@ -73,8 +73,12 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
 
 def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int) -> Iterator[str]:
     """A loop over parts: whole results first, then one part after another."""
+    victims = {graph.values[value].storage: value for value in op.inputs()}
     for value in op.made():
         whole = graph.values[value]
+        if whole.storage in victims:  # in place, stretch by stretch
+            yield f"{indent}{name(value)} = {name(victims[whole.storage])}"
+            continue
         dtype = _constant(Const("dtype", whole.dtype))
         yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
     outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))

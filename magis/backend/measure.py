@@ -40,6 +40,7 @@ __all__ = [
     "Allocation",
     "WindowPeak",
     "allocations",
+    "collector_spared",
     "device_identity",
     "device_memory",
     "free_device_memory",
@@ -105,6 +106,23 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
             live[event.address] = event.nbytes
             peak = max(peak, now)
     return WindowPeak(peak, now)
+
+
+@contextmanager
+def collector_spared() -> Iterator[None]:
+    """What exists before the block is not looked through by the collections inside it: modules, graphs, a whole torch.
+
+    Measuring collects before every window; most of its time would go into objects that live as long as the process.
+    """
+    if gc.get_freeze_count():  # somebody else's decision, which cannot be told apart from ours afterwards
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -60,10 +60,11 @@ def exact(graph: Graph, tensors: Sequence[Tensor], outputs: Sequence[int]) -> li
         if storage not in shared:
             shared[storage] = _wide(tensor.detach().clone())
         known[number] = shared[storage]
+    ops = [op for op in graph.ops if op.phase != "update"]
+    last = {number: op.id for op in ops for number in (*op.inputs(), *op.made())}
+    kept = set(outputs)
     with torch.no_grad():
-        for op in graph.ops:
-            if op.phase == "update":
-                continue
+        for op in ops:
             results = _random(op, known, graph.values) if op.random else call(_widened(op), known, {})
             known.update(
                 {
@@ -72,6 +73,9 @@ def exact(graph: Graph, tensors: Sequence[Tensor], outputs: Sequence[int]) -> li
                     if number is not None and made is not None
                 }
             )
+            for number in {*op.inputs(), *op.made()}:
+                if last[number] == op.id and number not in kept:
+                    known.pop(number, None)
     return [known[number] for number in outputs]
 
 

@@ -107,6 +107,15 @@ class EagerStep:
         """Gradients of the last step, by parameter name."""
         return {name: p.grad for name, p in self._trained if p.grad is not None}
 
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """The optimizer's part of a step alone, by the given gradients."""
+        for name, parameter in self._trained:
+            parameter.grad = gradients.get(name)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for _, parameter in self._trained:
+            parameter.grad = None
+
     def state(self) -> Mapping[str, Tensor]:
         found: dict[str, Tensor] = {}
         if self._optimizer is not None:

@@ -32,7 +32,7 @@ import torch
 from magis.backend import turns
 from magis.results import RatioInterval
 
-__all__ = ["CONFIDENCE", "Patience", "Timing", "in_turns", "interleave", "ratio_interval"]
+__all__ = ["CONFIDENCE", "Patience", "Timing", "alone", "in_turns", "interleave", "ratio_interval"]
 
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
@@ -120,6 +120,14 @@ def _collected(pair: Callable[[int], tuple[float, float]], patience: Patience) -
         timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs))
         if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
             return timing
+
+
+def alone(step: Callable[[], object], rounds: int, device: torch.device | str = "cpu") -> tuple[float, ...]:
+    """Milliseconds of each of `rounds` calls, after an untimed one."""
+    synchronize = _synchronizer(torch.device(device))
+    step()
+    with _collector_at_rest():
+        return tuple(_once(step, synchronize) for _ in range(rounds))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ whose cut dimension is the outermost in memory are views; other stretches are co
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from magis.analysis.hazards import dependency_graph, is_pure_view
@@ -19,22 +19,35 @@ from magis.aten.splits import part
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, leavings, region_problems
 from magis.fission.shapes import bytes_of, describe
+from magis.fission.takeover import last_reader, takeovers
 from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
 from magis.ir.loops import JOIN, LOOP, PART, REDUCE
 
 
-def expand(graph: Graph, region: Region) -> Graph:
-    """The graph with the region as one ``magis.loop``; VerifyError names the rule that the region breaks, if any."""
+def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
+    """The graph with the region as one ``magis.loop``; VerifyError names the rule that the region breaks, if any.
+
+    ``in_place``: what the loop makes takes over, stretch by stretch, the memory of a tensor that it takes and that
+    nobody needs afterwards, where both look the same (``magis.fission.takeover``).
+    """
     for problem in region_problems(graph, region):
         raise VerifyError(problem)
     left = leavings(graph, region)
-    builder = _Body(graph, region)
+    over = takeovers(graph, region, left) if in_place else {}
+    builder = _Body(graph, region, over)
+    ends = {leaving: _merged_at(graph, region, leaving, over) for leaving in left}
     for position in sorted(region.cuts):
         builder.operator(graph.ops[position], position)
         for leaving in left:
-            if leaving.maker == position:
+            if ends[leaving] == position:
                 builder.merge(leaving)
     return _spliced(graph, region, builder, left)
+
+
+def _merged_at(graph: Graph, region: Region, leaving: Leaving, over: Mapping[int, int]) -> int:
+    """Position behind which the part of what leaves goes into the whole: its memory is then no longer read."""
+    victim = over.get(graph.values[leaving.value].storage)
+    return leaving.maker if victim is None else max(leaving.maker, last_reader(graph, region, victim))
 
 
 @dataclass
@@ -43,6 +56,8 @@ class _Body:
 
     graph: Graph
     region: Region
+    over: Mapping[int, int]
+    """Storage of what leaves -> storage that it takes over."""
     storages: dict[int, Storage] = field(default_factory=dict)
     values: dict[int, Value] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
@@ -123,9 +138,10 @@ class _Body:
     def _outer(self, value: int) -> int:
         """A tensor from outside as an input of the body."""
         looks = self.graph.values[value]
-        if looks.storage not in self.outer:
-            self.outer[looks.storage] = self._storage(self.graph.storages[looks.storage].nbytes, "outer")
-        new = replace(looks, id=len(self.values), storage=self.outer[looks.storage], name="")
+        theirs = self.over.get(looks.storage, looks.storage)
+        if theirs not in self.outer:
+            self.outer[theirs] = self._storage(self.graph.storages[theirs].nbytes, "outer")
+        new = replace(looks, id=len(self.values), storage=self.outer[theirs], name="")
         self.values[new.id] = new
         return new.id
 
@@ -213,7 +229,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         id=0, target=LOOP, args=tuple(Ref(value) for value in body.given), kwargs=(),
         outputs=tuple(leaving.value for leaving in left), many=True,
         reads=tuple((storage, met.get(storage, 0)) for storage in sorted(shared)),
-        writes=tuple((storage, after[storage]) for storage in body.written()),
+        writes=tuple((storage, after.get(storage, met.get(storage, 0) + 1)) for storage in body.written()),
         phase="backward" if "backward" in (first.phase, last.phase) else first.phase,
         module=_common([graph.ops[p].module for p in inside]), body=body.loop(),
     )  # fmt: skip
@@ -223,8 +239,24 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         storages[value.storage] = replace(storages[value.storage], nbytes=bytes_of(value.shape, value.dtype))
     views = [p for p in inside if is_pure_view(graph, graph.ops[p])]
     order = _order(graph, set(inside) - set(_needed_views(graph, region, views)), set(inside), loop)
-    ops = tuple(replace(op, id=number) for number, op in enumerate(order))
-    return _pruned(replace(graph, storages=storages, ops=ops))
+    moved = {ours: (theirs, met.get(theirs, 0) + 1) for ours, theirs in body.over.items()}
+    ops = tuple(_moved(replace(op, id=number), moved) for number, op in enumerate(order))
+    values = {
+        key: replace(value, storage=moved[value.storage][0]) if value.storage in moved else value
+        for key, value in graph.values.items()
+    }
+    return _pruned(replace(graph, storages=storages, values=values, ops=ops))
+
+
+def _moved(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
+    """The operator meeting storages that have moved: to another one, whose versions go on from a higher number."""
+    if not moved or not any(storage in moved for storage, _ in (*op.reads, *op.writes)):
+        return op
+
+    def there(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((moved[s][0], moved[s][1] + version) if s in moved else (s, version) for s, version in pairs)
+
+    return replace(op, reads=there(op.reads), writes=there(op.writes))
 
 
 def _needed_views(graph: Graph, region: Region, views: list[int]) -> list[int]:
@@ -245,6 +277,8 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
     """Program order with the loop as early as its inputs allow."""
     dag = dependency_graph(graph)
     anchor = min(gone)
+    taken = {storage for storage, _ in loop.writes}
+    early = {p for p in range(min(inside)) if any(storage in taken for storage, _ in graph.ops[p].reads)}
     ahead: dict[int, set[int]] = {}
     for position in range(len(graph.ops)):
         node = anchor if position in gone else position
@@ -252,6 +286,7 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
         before = {anchor if p in gone else p for p in dag.predecessor_indices(position)}
         if position in gone:
             before -= inside
+            before |= early
         ahead.setdefault(node, set()).update(before - {node})
     waiting = {node: len(before) for node, before in ahead.items()}
     behind: dict[int, list[int]] = {}

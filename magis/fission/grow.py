@@ -30,8 +30,9 @@ def grow(
     state: dict[int, int | str | None] = dict(start)
     cuts: dict[int, Split] = {}
     behind: set[int] = set()  # positions that wait for the region
-    wanted = set(allowed)
-    for position, op in enumerate(graph.ops):
+    wanted = set(allowed)  # nothing ahead of the first or behind the last can join
+    for position in range(min(wanted, default=0), min(max(wanted, default=-1) + 1, len(graph.ops))):
+        op = graph.ops[position]
         before = dag.predecessor_indices(position)
         if any(p in behind for p in before):
             behind.add(position)

@@ -62,11 +62,17 @@ def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
             yield f"{where}: storage {storage.id} of the body is nobody's outside"
     written = {inner for _, inner in _written(op)}
     made = {graph.values[value].storage for value in op.made()}
-    expected = {outer_of[inner] for inner in written if inner in outer_of} - made
+    expected = {outer_of[inner] for inner in written if inner in outer_of} - (made - taken_over(graph, op))
     if expected != {storage for storage, _ in op.writes}:
         yield f"{where}: the body writes other storages than the loop says, {sorted(expected)}"
-    if len(made) != len(op.made()) or made & {graph.values[value].storage for value in op.inputs()}:
-        yield f"{where}: makes values that share a storage with each other or with an input"
+    if len(made) != len(op.made()):
+        yield f"{where}: makes values that share a storage with each other"
+
+
+def taken_over(graph: Graph, op: Op) -> set[int]:
+    """Storages of tensors that the loop takes and on which it makes others, stretch by stretch."""
+    taken = {graph.values[value].storage for value in op.inputs()}
+    return taken & {graph.values[value].storage for value in op.made()}
 
 
 def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
@@ -76,9 +82,15 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
         if each is op:
             break
         earlier.update(graph.values[value].storage for value in each.made() if value in graph.values)
+    over = taken_over(graph, op)
     for number in op.made():
         value = graph.values[number]
         storage = graph.storages[value.storage]
+        if storage.id in over:
+            looks = {_looks(graph.values[taken]) for taken in op.inputs() if graph.values[taken].storage == storage.id}
+            if looks != {_looks(value)} or storage.kind != "temporary" or not _fills(value, storage):
+                yield f"{where}: makes value {number} in place of one that it takes, but it is not all of the same"
+            continue
         if storage.id in earlier or storage.kind != "temporary" or not _fills(value, storage):
             yield f"{where}: makes value {number}, which is not all of a storage of its own"
 
@@ -141,8 +153,10 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
     if op.body is None:
         return
     body = op.body.graph
-    wholes = {body.values[value].storage for value in body.inputs[len(op.inputs()) :]}
-    written = {storage for _, storage in _written(op)} - wholes
+    count = len(op.inputs())
+    given = {body.values[value].storage for value in body.inputs[:count]}
+    written = {s for _, s in _written(op)} - ({body.values[value].storage for value in body.inputs[count:]} - given)
+    finished: set[int] = set()
     cuts: dict[int, set[object]] = {}
     stretches: set[int] = set()
     for each in body.ops:
@@ -153,10 +167,19 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
             cuts.setdefault(whole.storage, set()).add((_looks(whole), dim))
             stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
             values = []
+        if each.target == JOIN and values and body.values[values[0]].storage in written:
+            whole = body.values[values[0]]  # in place of a tensor that the loop takes
+            cuts.setdefault(whole.storage, set()).add((_looks(whole), each.args[-1]))
+            values = values[1:]
+            finished.add(whole.storage)
+            if any(body.values[value].storage == whole.storage for value in values):
+                yield f"{inside}: joins a stretch of memory into itself"
+        elif any(body.values[value].storage in finished for value in each.inputs() if value in body.values):
+            yield f"{inside}: takes memory whose stretch has been written already"
         taken = [value for value in values if body.values[value].storage in written]
         if any(value not in stretches for value in taken):
             yield f"{inside}: takes memory from outside that parts write, other than its own stretch"
-        if {s for s, _ in each.writes} & written - {body.values[value].storage for value in taken}:
+        if each.target != JOIN and {s for s, _ in each.writes} & written - {body.values[v].storage for v in taken}:
             yield f"{inside}: writes memory from outside that it does not take"
         if taken and not each.writes and stretches.issuperset(taken):
             stretches.update(each.made())  # windows on stretches

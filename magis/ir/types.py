@@ -119,10 +119,15 @@ class Op:
     module: str = ""
     origin: int | None = None
     body: Loop | None = None
+    _taken: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        refs = _refs((self.args, tuple(arg for _, arg in self.kwargs)))
+        object.__setattr__(self, "_taken", tuple(ref.value for ref in refs))  # asked for again and again
 
     def inputs(self) -> tuple[int, ...]:
         """Value ids that the call takes, in order, repeats kept."""
-        return tuple(ref.value for ref in _refs((self.args, tuple(arg for _, arg in self.kwargs))))
+        return self._taken
 
     def made(self) -> tuple[int, ...]:
         """Value ids that the call makes."""

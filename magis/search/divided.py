@@ -15,17 +15,22 @@ from magis.fission.grow import connected, most_parts
 from magis.fission.region import Region
 from magis.fission.suffix import Axis, batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
+from magis.search.driver import DEFAULT_BUDGET
 from magis.search.judge import Goal
 from magis.search.levels import Level, Solution, bound, fastest_ns, level, solve
 from magis.simulate.compile import Compiled, Costs
 
-PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+PARTS = (2, 4, 8, 16, 32)
 PLACES = 8
-QUICK = 400
-THOROUGH = 8000
+QUICK = 2000
+SCREENING = 10
+"""Times the budget, in states, after which no further configuration is tried."""
 FINALISTS = 3
-COARSE, FINE = 30, 200
-"""Bisections of a memory limit end at this share of it, while many configurations are tried and at the end."""
+COARSE = 30
+"""Under a latency limit peaks are compared to this share of them, while many configurations are tried."""
+SQUEEZES = 8
+"""Attempts to get below the peak of a finalist, by ever smaller steps."""
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -46,21 +51,57 @@ class Divided:
     states: int = 0
 
 
-def divide(graph: Graph, costs: Costs, goal: Goal, *, reuse: bool, seed: int) -> Divided | None:
-    """The best divided step under the goal, None if nothing can be cut.
+def divide(
+    graph: Graph,
+    costs: Costs,
+    goal: Goal,
+    *,
+    reuse: bool,
+    seed: int,
+    budget: int = DEFAULT_BUDGET,
+    known: tuple[int, int] | None = None,
+) -> Divided | None:
+    """The best divided step under the goal; None if nothing can be cut, or only into steps that are no better than
+    the ``known`` plan (its peak in bytes and its latency in ns).
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``).
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). ``budget`` is the
+    number of states that the search of a step without loops looks at; configurations together get a few times as many.
     """
-    search = _Search(graph, costs, goal, reuse=reuse, seed=seed)
+    search = _Search(graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=known)
     search.screen()
     return search.finish()
+
+
+def replan(
+    found: Divided, costs: Costs, goal: Goal, *, reuse: bool, seed: int, budget: int = DEFAULT_BUDGET
+) -> Divided:
+    """The same configuration planned with other costs, or under another goal."""
+    here = level(found.level.compiled.graph, costs, reuse=reuse)
+    search = _Search(found.level.compiled.graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=None)
+    start = replace(found, level=here)
+    if goal.memory_limit is None:
+        start = replace(start, solution=search.quickly(here))
+    return replace(start, solution=search.thoroughly(start), states=search.states)
 
 
 class _Search:
     """Every configuration quickly, the best of them thoroughly."""
 
-    def __init__(self, graph: Graph, costs: Costs, goal: Goal, *, reuse: bool, seed: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        goal: Goal,
+        *,
+        reuse: bool,
+        seed: int,
+        budget: int,
+        known: tuple[int, int] | None,
+    ) -> None:
         self.graph, self.costs, self.goal, self.reuse, self.seed = graph, costs, goal, reuse, seed
+        self.known = known
+        self.screening = SCREENING * budget
+        self.thorough = max(1, budget // 4)
         self.found: list[Divided] = []
         self.states = 0
 
@@ -86,14 +127,14 @@ class _Search:
             if most % parts:
                 continue
             try:
-                looped = expand(self.graph, Region(cuts, parts))
+                looped = expand(self.graph, Region(cuts, parts), in_place=True)
             except VerifyError:
                 return  # a kernel refuses the size of a part
             here = level(looped, self.costs, reuse=self.reuse, known=known)
             known = here.compiled
-            if self._hopeless(here):
+            if self._hopeless(here) or self.states > self.screening:
                 return
-            solution = self._solve(here, QUICK, COARSE)
+            solution = self.quickly(here)
             yield Divided((Cut(at, parts),), here, solution)
             limit = self.goal.memory_limit
             free = solution.latency_ns == fastest_ns(here)
@@ -104,50 +145,74 @@ class _Search:
         """Whether even without recomputation this one is no better than the best so far."""
         limit = self.goal.memory_limit
         if limit is None:
-            return fastest_ns(here) > (self.goal.latency_limit_ns or 0)
-        best = min((each.solution.latency_ns for each in self.found if each.solution.peak <= limit), default=None)
-        return best is not None and fastest_ns(here) >= best
+            return fastest_ns(here) > self._allowed()
+        within = [latency_ns for peak, latency_ns in self._plans() if peak <= limit]
+        return bool(within) and (bound(here) > limit or fastest_ns(here) >= min(within))
+
+    def _plans(self) -> list[tuple[int, int]]:
+        """Peak and latency of every plan so far."""
+        known = [] if self.known is None else [self.known]
+        return known + [(each.solution.peak, each.solution.latency_ns) for each in self.found]
 
     def _key(self, divided: Divided) -> tuple[int, int]:
         return self.goal.key(divided.solution.peak, divided.solution.latency_ns)
 
-    def _solve(self, here: Level, budget: int, share: int) -> Solution:
+    def quickly(self, here: Level) -> Solution:
+        """A plan for one configuration, good enough to compare it with others."""
         if self.goal.memory_limit is not None:
-            return self._within(here, self.goal, budget)
-        best = self._within(here, Goal(memory_limit=1 << 62), budget)
+            return self._within(here, self.goal)
+        best = self._within(here, Goal(memory_limit=UNLIMITED))
         low, high = bound(here), best.peak
-        known = min((each.solution.peak for each in self.found), default=high)
+        known = min((peak for peak, latency_ns in self._plans() if latency_ns <= self._allowed()), default=high)
         if known < high:  # no use unless it can beat what there is
-            best = self._closer(here, best, known, budget)
-            high = min(high, known) if self._in_time(best) and best.peak <= known else low
-        while high - low > high // share:
+            best = self._closer(here, best, known)
+            high = best.peak if best.peak <= known else low
+        while high - low > high // COARSE:
             limit = (low + high) // 2
-            tried = self._closer(here, best, limit, budget)
-            if tried.peak <= limit and self._in_time(tried):
+            tried = self._closer(here, best, limit)
+            if tried.peak <= limit:
                 best, high = tried, tried.peak
             else:
                 low = limit
         return best
 
-    def _closer(self, here: Level, best: Solution, limit: int, budget: int) -> Solution:
+    def thoroughly(self, divided: Divided) -> Solution:
+        """The best plan for a configuration."""
+        if self.goal.memory_limit is not None:
+            return self._within(divided.level, self.goal, self.thorough)
+        best = divided.solution
+        step = best.peak // COARSE
+        for _ in range(SQUEEZES):
+            tried = self._closer(divided.level, best, best.peak - step, self.thorough)
+            step = step if tried.peak < best.peak else step // 2
+            best = tried
+        return best
+
+    def _closer(self, here: Level, best: Solution, limit: int, budget: int | None = None) -> Solution:
+        """A plan within the memory limit, or near it, if it is better than the best."""
         tried = self._within(here, Goal(memory_limit=limit), budget)
         better = self._in_time(tried) and tried.peak < best.peak
         return tried if better else best
 
     def _in_time(self, solution: Solution) -> bool:
-        return solution.latency_ns <= (self.goal.latency_limit_ns or 0)
+        return solution.latency_ns <= self._allowed()
 
-    def _within(self, here: Level, goal: Goal, budget: int) -> Solution:
-        solution = solve(here, goal, budget, self.seed)
+    def _allowed(self) -> int:
+        return self.goal.latency_limit_ns or 0
+
+    def _within(self, here: Level, goal: Goal, budget: int | None = None) -> Solution:
+        """A plan by a search of so many states; by a brief one where none are given."""
+        solution = solve(here, goal, QUICK if budget is None else budget, self.seed, brief=budget is None)
         self.states += solution.states
         return solution
 
     def finish(self) -> Divided | None:
         """The best configurations again, thoroughly."""
-        finalists = sorted(self.found, key=self._key)[:FINALISTS]
+        finalists = sorted(self.found, key=self._key)[: FINALISTS if self.goal.memory_limit is not None else 1]
         for divided in finalists:
-            solution = self._solve(divided.level, THOROUGH, FINE)
+            solution = self.thoroughly(divided)
             self.found.append(replace(divided, solution=solution))
-        if not self.found:
+        best = min(self.found, key=self._key, default=None)
+        if best is None or (self.known is not None and self._key(best) >= self.goal.key(*self.known)):
             return None
-        return replace(min(self.found, key=self._key), states=self.states)
+        return replace(best, states=self.states)

@@ -32,6 +32,7 @@ DEFAULT_BUDGET = 30_000
 NO_SWAPS = -1.0
 LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
 ROUNDS = 48  # of prices per series of proposals
+BRIEF_ROUNDS = 16
 SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
 """Series of proposals, as ``follow_prices`` has them: tilt of the prices, whether to learn, sharp beginning."""
 BISECTIONS = 10
@@ -69,10 +70,12 @@ def search(
     seconds: float | None = None,
     allow_swap: bool = True,
     seed: int = 0,
+    brief: bool = False,
 ) -> SearchResult:
     """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
-    Where the limit cannot be kept, the plan that exceeds it least. UsageError unless exactly one limit is given.
+    Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
+    good enough to tell promising problems from others. UsageError unless exactly one limit is given.
     """
     if (memory_limit is None) == (latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
@@ -82,7 +85,7 @@ def search(
     judge = Judge(problem, goal, budget, seconds)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
-        _Search(judge, allow_swap=allow_swap, seed=seed).run()
+        _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()
     best = judge.best
     if best is None:
         raise UsageError(f"the search was given {seconds} seconds, not enough for a single plan")
@@ -101,8 +104,9 @@ def search(
 class _Search:
     """The stages of one search; every stage ends early by SearchOver when the budget does."""
 
-    def __init__(self, judge: Judge, *, allow_swap: bool, seed: int) -> None:
+    def __init__(self, judge: Judge, *, allow_swap: bool, seed: int, brief: bool) -> None:
         self.judge = judge
+        self.brief = brief
         self.goal = judge.goal
         self.allow_swap = allow_swap
         self.seed = seed
@@ -121,8 +125,8 @@ class _Search:
         plans: list[Plan] = []
         for order in orders:
             if goal.memory_limit is not None:
-                plans += self.mix(self.propose(order, goal.memory_limit, thorough=True), goal)
-                plans += self.approach(order, goal.memory_limit)
+                plans += self.mix(self.propose(order, goal.memory_limit, thorough=not self.brief), goal)
+                plans += [] if self.brief else self.approach(order, goal.memory_limit)
             else:
                 judge.use(order)
                 plans += self.mix(self.bisect(judge.plan(self.untouched)), goal)
@@ -173,7 +177,7 @@ class _Search:
         sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
         if not thorough:
             sets = sets[:: max(1, len(sets) // 4)]
-        rounds = ROUNDS if thorough else ROUNDS // 2
+        rounds = BRIEF_ROUNDS if self.brief else ROUNDS if thorough else ROUNDS // 2
         plans: list[Plan] = []
 
         def follow(kept: Bools | None, series: int, link_price: float) -> None:
@@ -193,7 +197,7 @@ class _Search:
             )
 
         for kept in sets:
-            for series in range(len(SERIES) if thorough else 2):
+            for series in range(1 if self.brief else len(SERIES) if thorough else 2):
                 follow(kept, series, NO_SWAPS)
             if kept is not None:
                 plans.extend(judge.plan(flags) for flags in self.all_but(kept))

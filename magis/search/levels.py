@@ -17,6 +17,7 @@ from magis.search.driver import SearchResult, search
 from magis.search.judge import Goal
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand, lower_bound
+from magis.simulate.events import REDO, STORE
 from magis.simulate.problem import Problem
 
 UNLIMITED = 1 << 62
@@ -123,21 +124,21 @@ def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: in
     )
 
 
-def solve(level: Level, goal: Goal, budget: int, seed: int = 0) -> Solution:
+def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool = False) -> Solution:
     """The best plan found for a level under a goal; each of its searches may look at ``budget`` states.
 
     The body is planned for what the step around it leaves, which depends on the body: a few rounds.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, goal, budget, seed, None)
+        return _searched(level, level.compiled.problem, goal, budget, seed, None, brief)
     floor = bound(level.inner)
     best: Solution | None = None
-    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed)
+    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief)
     states = 0
     for _ in range(SQUEEZES):
         ns = level.parts * inner.latency_ns
         problem = _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
-        found = _searched(level, problem, goal, budget, seed, inner)
+        found = _searched(level, problem, goal, budget, seed, inner, brief)
         states += found.states
         if best is None or goal.key(found.peak, found.latency_ns) < goal.key(best.peak, best.latency_ns):
             best = found
@@ -149,19 +150,22 @@ def solve(level: Level, goal: Goal, budget: int, seed: int = 0) -> Solution:
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed)
+        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed, brief=brief)
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
-def _searched(level: Level, problem: Problem, goal: Goal, budget: int, seed: int, inner: Solution | None) -> Solution:
+def _searched(
+    level: Level, problem: Problem, goal: Goal, budget: int, seed: int, inner: Solution | None, brief: bool
+) -> Solution:
     result = search(
         problem,
         memory_limit=goal.memory_limit,
         latency_limit_ns=goal.latency_limit_ns,
         budget=budget,
         seed=seed,
+        brief=brief,
     )
     judge = Evaluator(problem, result.order)
     tensor_peak = judge.evaluate(result.flags).tensor_peak
@@ -186,3 +190,14 @@ def realize_level(level: Level, solution: Solution) -> Graph:
     """The graph of a planned level, everything inside included."""
     compiled = realized(level, solution)
     return realize(compiled, expand(compiled.problem, solution.result.order, solution.result.flags))
+
+
+def repeats(solution: Solution) -> tuple[int, int]:
+    """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
+    events = expand(solution.problem, solution.result.order, solution.result.flags)
+    recomputed = int(np.count_nonzero(events.kind == REDO))
+    swapped = int(solution.problem.nbytes[events.arg[events.kind == STORE]].sum())
+    if solution.inner is None:
+        return recomputed, swapped
+    within = repeats(solution.inner)
+    return recomputed + within[0], swapped + within[1]

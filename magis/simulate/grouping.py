@@ -91,4 +91,4 @@ def _writes(op: Op, storages: set[int]) -> bool:
 def _only_writes(op: Op, storages: set[int]) -> bool:
     """Whether the operator writes to these storages and, random numbers aside, to nothing else."""
     others = [storage for storage, _ in op.writes if storage not in storages]
-    return _writes(op, storages) and len(others) == int(op.random)
+    return op.body is None and _writes(op, storages) and len(others) == int(op.random)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from magis.api import Bench, check_device, default_device, run_case
-from magis.api.cases import compare
+from magis.api.numbers import compare
 from magis.errors import CaptureError, UsageError
 from magis.results import Case, CaseResult
 

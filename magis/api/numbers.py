@@ -1,0 +1,118 @@
+"""Whether the optimized step computes eager's numbers (SPEC section 6): bit by bit, or with rounding as good as its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from magis.api.subject import Subject
+from magis.backend.reference import closeness, exact, gradient_values, with_gradients
+from magis.backend.steps import EagerStep, GraphStep, Step
+from magis.ir import Graph
+
+STEPS_COMPARED = 3
+SAME, CLOSE = "bit-identical", "within tolerance"
+BUFFER_SLACK = 1e-5
+"""Share of a buffer's largest element by which it may differ from eager's: statistics of activations."""
+
+
+def compare(eager: Step, step: Step, seed: int) -> str:
+    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
+    for index in range(STEPS_COMPARED):
+        returned = []
+        for each in (eager, step):
+            torch.manual_seed(seed + index)
+            each.prepare()
+            each.run()
+            returned.append(each.results())
+        if len(returned[0]) != len(returned[1]):
+            return f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
+        for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
+            if not torch.equal(theirs, ours):
+                what = "loss" if position == 0 else f"result {position}"
+                error = (theirs.double() - ours.double()).abs().max().item()
+                return f"differs: {what} of step {index + 1}, by up to {error:.3g}"
+    expected, found = eager.module.state_dict(), step.module.state_dict()
+    for name, tensor in expected.items():
+        if not torch.equal(tensor, found[name]):
+            return f"differs: {name} after {STEPS_COMPARED} steps"
+    kept = step.state()
+    for name, tensor in eager.state().items():
+        if not torch.equal(tensor, kept[name]):
+            return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
+    return SAME
+
+
+def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
+    """For a step that sums in another order than eager: "within tolerance" or "differs: <what>".
+
+    Loss and gradients are as close to those in float64 as eager's own are. Weights and optimizer state afterwards are,
+    bit by bit, what torch's optimizer makes of these gradients; running statistics are eager's but for rounding.
+    """
+    return next(_differences(subject, graph, seed), CLOSE)
+
+
+def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
+    before, names = with_gradients(graph)
+    before = replace(before, ops=tuple(op for op in before.ops if op.phase != "update"))
+    ours = _ran(subject.generated(before), seed).results()
+    eager = subject.eager()
+    _ran(eager, seed)
+    gradients = eager.gradients()
+    yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
+    full = subject.generated(graph)
+    _ran(full, seed)
+    yield from _otherwise_updated(subject, dict(zip(names, ours[len(ours) - len(names) :], strict=True)), full)
+    buffers = dict(eager.module.named_buffers())
+    for name, tensor in full.module.named_buffers():
+        if torch.equal(tensor, buffers[name]):
+            continue
+        expected = buffers[name].double()
+        error = (tensor.double() - expected).abs().max().item()
+        if not error <= BUFFER_SLACK * expected.abs().max().item():
+            yield f"differs: buffer {name}, by up to {error:.3g}"
+
+
+def _ran(step: EagerStep | GraphStep, seed: int) -> EagerStep | GraphStep:
+    torch.manual_seed(seed)
+    step.prepare()
+    step.run()
+    return step
+
+
+def _far(
+    subject: Subject, names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], seed: int
+) -> Iterator[str]:
+    """Results and gradients that are further from the exact ones than rounding explains."""
+    captured = subject.captured.graph
+    values = gradient_values(captured)
+    wanted = [*captured.outputs, *(values[name] for name in names)]
+    if not len(ours) == len(theirs) == len(wanted):
+        yield f"differs: {len(ours)} results, eager has {len(theirs)}"
+        return
+    torch.manual_seed(seed)
+    reference = exact(captured, subject.generated(captured).tensors, wanted)
+    results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
+    for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
+        found = closeness(name, our, their, right)
+        if found.share > 1.0:
+            what = name if name in results else f"gradient of {name}"
+            yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
+
+
+def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: GraphStep) -> Iterator[str]:
+    """What torch's optimizer makes of the same gradients otherwise."""
+    if not gradients:
+        return
+    twin = subject.eager()
+    twin.update(gradients)
+    weights = dict(step.module.named_parameters())
+    for name, parameter in twin.module.named_parameters():
+        if not torch.equal(parameter, weights[name]):
+            yield f"differs: {name} after the step, by the same gradient"
+    for name, tensor in twin.state().items():
+        if not torch.equal(tensor, step.state()[name]):
+            yield f"differs: optimizer state {name} after the step, by the same gradients"

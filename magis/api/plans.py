@@ -1,0 +1,102 @@
+"""A realized plan, and what it was planned with: scratch of operators by signature.
+
+A plan is only believed when the realized graph evaluates to no more bytes than the search was promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from magis.api.subject import Subject, redo_graph, signatures
+from magis.ir import Graph, verify
+from magis.results import Memory
+from magis.search.judge import Goal
+from magis.simulate.replay import replay
+
+ATTEMPTS = 3
+"""Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The best plan found, realized. ``planned`` is its memory with the workspaces that planning used."""
+
+    graph: Graph
+    planned: Memory
+    latency_ns: int
+    states: int
+    seconds: float
+    stopped_by_seconds: bool
+    feasible: bool
+    recomputed_ops: int
+    swapped_bytes: int
+    workspaces: Mapping[str, int]
+    """Non-zero workspaces that planning relied on, by signature."""
+    fission: str = ""
+    """What runs in parts, in words."""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the workspaces of a plan come from: measured here or, with ``stored``, all from a baseline.
+
+    Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine (SPEC section 6).
+    """
+
+    subject: Subject
+    stored: Mapping[str, int] | None
+
+    def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
+        """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
+        subject = self.subject
+        if self.stored is not None:
+            return {**dict.fromkeys((key for graph in graphs for key in signatures(graph)), 0), **self.stored}
+        if subject.kind != "cpu":
+            return {}
+        return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
+
+    def judged(self, graph: Graph, around: Iterable[Graph]) -> tuple[Memory, Mapping[str, int]]:
+        """Memory of a realized graph, verified, and the non-zero workspaces that it and planning relied on.
+
+        ``around`` are the graphs that the search worked on.
+        """
+        verify(graph)
+        graphs = (self.subject.captured.graph, *around, graph)
+        table = self.known(graphs)
+        costs = self.subject.costs(table)
+        profile = replay(graph, costs.workspace, rounding=costs.rounding)
+        keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
+        return (
+            Memory(profile.tensor_bytes, profile.peak_bytes),
+            {key: table[key] for key in keys if table.get(key, 0) > 0},
+        )
+
+
+def searched(graph: Graph) -> tuple[Graph, Graph]:
+    """A graph as a search sees it: every operator as it stands, and as it is recomputed."""
+    return graph, redo_graph(graph)
+
+
+def approached(goal: Goal, attempt: Callable[[Goal], Plan]) -> Plan:
+    """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit."""
+    aim = goal
+    tried: list[Plan] = []
+    for _ in range(ATTEMPTS):
+        found = attempt(aim)
+        limit = goal.memory_limit
+        if limit is None or aim.memory_limit is None:
+            return found
+        met = replace(found, feasible=found.planned.peak_bytes <= limit)
+        tried.append(met)
+        if met.feasible or not found.feasible:
+            break
+        aim = Goal(memory_limit=aim.memory_limit - (found.planned.peak_bytes - limit))
+    best = min(tried, key=lambda each: (not each.feasible, each.planned.peak_bytes))
+    return replace(
+        best,
+        states=sum(each.states for each in tried),
+        stopped_by_seconds=any(each.stopped_by_seconds for each in tried),
+        # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
+        workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
+    )

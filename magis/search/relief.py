@@ -1,0 +1,186 @@
+"""Fission where the memory is short: loops around the operators at a plan's peak, one after another.
+
+A loop is one node to the search, so that plans with loops are found, judged and realized like any others; and every new
+loop is judged by what the plan at hand would need with it. Search and relief take turns: relief makes room, the search
+turns room into time (or the other way round), which moves the peak.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from magis.analysis.hazards import dependency_graph
+from magis.errors import VerifyError
+from magis.fission.expand import expand
+from magis.fission.grow import most_parts
+from magis.fission.near import regions_around
+from magis.fission.region import Region
+from magis.ir import Graph
+from magis.search.driver import DEFAULT_BUDGET, SearchResult, search
+from magis.search.judge import Goal
+from magis.simulate.compile import Compiled, Costs, compile_problem
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.events import DROP
+from magis.simulate.problem import Int8s
+
+CANDIDATES = 8
+QUICK = 2000
+PARTS = (2, 4, 8)
+LOOPS = 8
+"""At most, between two searches."""
+ROUNDS = 3
+TOO_SLOW = 0.02
+"""Share of the step's time that one loop may cost."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relieved:
+    """A step with loops, and its best plan."""
+
+    compiled: Compiled
+    result: SearchResult
+    states: int
+    loops: tuple[str, ...]
+    """What each loop runs in parts, in words."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.compiled.graph
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A step in the order of a plan, that plan's flags by storage, and what it costs."""
+
+    graph: Graph
+    compiled: Compiled
+    flags: dict[int, int]
+    peak: int
+    latency_ns: int
+    at: int
+    """Position in the graph of the operator at the peak."""
+
+
+def relieve(
+    graph: Graph, costs: Costs, goal: Goal, *, reuse: bool, seed: int, budget: int = DEFAULT_BUDGET
+) -> Relieved | None:
+    """The best plan found with loops around operators at the peak; None if no loop helps.
+
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``).
+    """
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    result = _planned(compiled, goal, budget, seed, brief=False)
+    known, states = goal.key(result.peak, result.latency_ns), result.states
+    best: Relieved | None = None
+    loops: tuple[str, ...] = ()
+    for _ in range(ROUNDS):
+        start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
+        tried = []
+        for state, made in _chain(start, costs, reuse):
+            quick = _planned(state.compiled, goal, QUICK, seed, brief=True)
+            states += quick.states
+            tried.append((goal.key(quick.peak, quick.latency_ns), len(made), state, made))
+        if not tried:
+            break
+        _, _, state, made = min(tried, key=lambda each: each[:2])
+        compiled = state.compiled
+        result = _planned(compiled, goal, budget, seed, brief=False)
+        states += result.states
+        key = goal.key(result.peak, result.latency_ns)
+        if key >= known:
+            break
+        known, loops = key, (*loops, *made)
+        best = Relieved(compiled, result, states, loops)
+    return best
+
+
+def _planned(compiled: Compiled, goal: Goal, budget: int, seed: int, *, brief: bool) -> SearchResult:
+    return search(
+        compiled.problem,
+        memory_limit=goal.memory_limit,
+        latency_limit_ns=goal.latency_limit_ns,
+        budget=budget,
+        seed=seed,
+        brief=brief,
+    )
+
+
+def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, tuple[str, ...]]]:
+    """States with one loop after another at the peak, as long as each lowers it at a bearable price."""
+    made: tuple[str, ...] = ()
+    for _ in range(LOOPS):
+        found = min(_children(state, costs, reuse), key=lambda child: _price(state, child[0]), default=None)
+        if found is None:
+            return
+        state, made = found[0], (*made, found[1])
+        yield state, made
+
+
+def _price(before: _State, after: _State) -> float:
+    """Nanoseconds per byte."""
+    return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
+
+
+def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, str]]:
+    """States with one loop more and a lower peak."""
+    op = state.graph.ops[state.at]
+    if op.body is not None or op.random:
+        return
+    for cuts in regions_around(state.graph, state.at, most=CANDIDATES):
+        most = most_parts(cuts)
+        for parts in PARTS:
+            if most % parts:
+                break
+            try:
+                graph = expand(state.graph, Region(cuts, parts), in_place=True)
+            except VerifyError:
+                break
+            child = _state(graph, costs, reuse, state.flags)
+            if child.peak >= state.peak:
+                break
+            if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
+                break
+            yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
+
+
+def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _State:
+    """The graph's own order with these flags."""
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    problem = compiled.problem
+    judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    chosen: Int8s = np.array([flags.get(storage, DROP) for storage in compiled.storages], dtype=np.int8)
+    peak, latency_ns = judge.quick(chosen)
+    node = int(judge.runs[max(judge.peak_run, 0)]) >> 1
+    first = compiled.nodes[node][0]
+    return _State(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
+
+
+def _by_storage(compiled: Compiled, flags: Int8s) -> dict[int, int]:
+    return dict(zip(compiled.storages, flags.tolist(), strict=True))
+
+
+def in_order(compiled: Compiled, result: SearchResult) -> Graph:
+    """The graph with its operators in the order of a plan; views and weight updates as early as they may stand."""
+    graph = compiled.graph
+    rank = {}
+    for place, node in enumerate(result.order.tolist()):
+        for op in compiled.nodes[node]:
+            rank[op.id] = place
+    numbers = {op.id: position for position, op in enumerate(graph.ops)}
+    dag = dependency_graph(graph)
+    waiting = [len(dag.predecessor_indices(position)) for position in range(len(graph.ops))]
+    ready = [(rank.get(op.id, -1), numbers[op.id]) for op in graph.ops if waiting[numbers[op.id]] == 0]
+    heapq.heapify(ready)
+    ops = []
+    while ready:
+        _, position = heapq.heappop(ready)
+        ops.append(graph.ops[position])
+        for later in dag.successor_indices(position):
+            waiting[later] -= 1
+            if waiting[later] == 0:
+                heapq.heappush(ready, (rank.get(graph.ops[later].id, -1), later))
+    return replace(graph, ops=tuple(replace(op, id=number) for number, op in enumerate(ops)))
