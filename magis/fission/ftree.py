@@ -65,6 +65,11 @@ class FTree:
     def enabled(self) -> list[int]:
         return [index for index, node in enumerate(self.nodes) if node.enabled]
 
+    def parent_along(self, index: int) -> int:
+        """The closest ancestor along the node's own axis; -1: there is none."""
+        own = self.nodes[index].component
+        return next((other for other in self.ancestors(index) if self.nodes[other].component == own), -1)
+
     def with_parts(self, parts: Mapping[int, int]) -> FTree:
         """The same tree with other numbers of parts at some nodes."""
         nodes = tuple(replace(n, parts=parts[i]) if i in parts else n for i, n in enumerate(self.nodes))

@@ -5,8 +5,9 @@
     disable  an enabled node without enabled descendants
     mutate   the parts of an enabled node to the next larger number that divides the dimension
 
-The paper does not say how many parts a node starts with: the least that is legal, or, lifted, as many as the node that
-goes if they divide the parent's dimension.
+Leaves and parents are meant along one axis: a candidate of another axis that happens to lie inside would else keep a
+node from being enabled, and to lift would change the axis. The paper does not say how many parts a node starts with: the
+least that is legal, or, lifted, as many as the node that goes if they divide the parent's dimension.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ class Mutation:
 
 
 def enable(tree: FTree) -> Iterator[Mutation]:
-    parents = {tree.parents[index] for index in _tops(tree)}
+    parents = {tree.parent_along(index) for index in _tops(tree)}
+    inner = {tree.parent_along(index) for index in range(len(tree.nodes))}
     for index, node in enumerate(tree.nodes):
-        if not node.enabled and (index in parents or not tree.children(index)):
+        if not node.enabled and (index in parents or index not in inner):
             yield from _first(f"enable {index}", tree, index)
 
 
 def lift(tree: FTree) -> Iterator[Mutation]:
     for index in _tops(tree):
-        parent = tree.parents[index]
+        parent = tree.parent_along(index)
         if parent < 0:
             continue
         parts = tree.nodes[index].parts

@@ -7,7 +7,7 @@ applied and every child simulated; a child enters the queue if its key is smalle
 Rules: the four mutations of the F-Tree; rematerialize, swap and their inverses on memory hot-spots; windows of the
 order around the peak. Not there: TASO rules. No minimum cuts, no annealing, no climbing.
 
-We depart from the paper where it is wrong (docs/PAPER's list: order constraints, exact bytes, verified graphs) and here:
+We depart from the paper where it is wrong (its list there: order constraints, exact bytes, verified graphs) and here:
 the budget counts simulated states (about 1000 a minute in the paper) instead of time; a tensor has one recomputed copy
 for all users behind its longest gap, not one for each user; a swap that the link cannot hide is none, where the paper's
 simulator would stall; windows are tried for states that lead only.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from magis.errors import UsageError
+from magis.errors import UsageError, VerifyError
 from magis.fission.apply import Refusal, apply
 from magis.fission.ftree import Analysis, FTree, Node
 from magis.fission.mutate import mutations
@@ -180,7 +180,7 @@ class Search:
     def _whole(self, state: State) -> Frame:
         level = self._frame(state)
         if isinstance(level, Refusal):
-            raise UsageError(level.reason)
+            raise VerifyError(level.reason)
         return level
 
     def _children(self, state: State) -> Iterator[State]:

@@ -1,0 +1,156 @@
+"""The published search (magis.search.published) beside the figures of the paper, on simulated devices.
+
+    python benchmarks/published.py [name or glob ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000]
+        [--preset paper] [--device sim:rtx3090] [--output benchmarks/results/published_rtx3090.txt] [--note FILE]
+
+A row per model and limit: what the paper reached, what our implementation of its search reaches, and the difference.
+Peak ratios are to eager's simulated peak, latencies to eager's simulated latency. The budget is a number of simulated
+states; the seconds depend on the machine. The text of --note is put below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib import metadata
+from pathlib import Path
+
+import magis
+from magis.api.bench import Bench
+from magis.api.subject import Subject
+from magis.ir import Graph
+from magis.models import PRESETS, resolve
+from magis.results import Case
+from magis.rewrite.untangle import untangle
+from magis.search.judge import Goal
+from magis.search.published import STATES, Published, published
+
+PAPER_LATENCY = {
+    "1.1": {"resnet50": 0.51, "bert": 0.47, "vit": 0.37, "unet": 0.26, "unetpp": 0.13, "gpt_neo": 0.42, "btlm": 0.26},
+    "1.05": {"resnet50": 0.64, "bert": 0.70, "vit": 0.61, "unet": 0.50, "unetpp": 0.26, "gpt_neo": 0.64, "btlm": 0.43},
+}
+"""Peak ratio of the paper at a latency limit (RTX 3090, read off its charts, +-0.01)."""
+PAPER_MEMORY = {
+    "0.8": {"resnet50": 0.03, "bert": 0.02, "vit": 0.045, "unet": 0.02, "unetpp": 0.02, "gpt_neo": 0.05, "btlm": 0.03},
+    "0.4": {"resnet50": 0.13, "bert": 0.15, "vit": 0.10, "unet": 0.06, "unetpp": 0.04, "gpt_neo": 0.10, "btlm": 0.08},
+}
+"""Latency overhead of the paper at a memory limit."""
+CLOSE = 0.08
+HEAD = (
+    f"{'model':14} {'limit':>9} {'paper':>6} {'ours':>6} {'diff':>6} {'peak':>6} {'latency':>7} {'start':>6} {'states':>6}"
+    f" {'made':>7} {'popped':>6} {'secs':>6}  loops (operators / parts)"
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search."""
+
+    model: str
+    limit: str
+    memory: bool
+    found: Published
+    peak: float
+    latency: float
+    start: float
+    met: bool
+    seconds: float
+
+    @property
+    def paper(self) -> float | None:
+        table = PAPER_MEMORY if self.memory else PAPER_LATENCY
+        return table.get(self.limit, {}).get(self.model.removeprefix("seed-"))
+
+    @property
+    def ours(self) -> float:
+        """In the unit of the paper's column: latency overhead under a memory limit, else peak ratio."""
+        return self.latency - 1 if self.memory else self.peak
+
+    def text(self) -> str:
+        paper, limit = self.paper, ("mem " if self.memory else "lat ") + self.limit
+        known = f"{paper:6.3f}" if paper is not None else f"{'-':>6}"
+        diff = f"{self.ours - paper:+6.3f}" if paper is not None and self.met else f"{'-':>6}"
+        ours = f"{self.ours:6.3f}" if self.met else "missed"
+        found = self.found
+        loops = ", ".join(f"{len(node.positions)} / {node.parts}" for node in found.loops) or "none"
+        return (
+            f"{self.model:14} {limit:>9} {known} {ours} {diff} {self.peak:6.3f} {self.latency:7.3f} {self.start:6.3f}"
+            f" {found.states:6} {found.generated:7} {found.expanded:6} {self.seconds:6.0f}  {loops}"
+        )
+
+
+def searched(subject: Subject, graph: Graph, limit: str, memory: bool, states: int) -> Row:
+    """One cell of the table."""
+    original_ns = subject.latency_ns(subject.captured.graph)
+    original = subject.original.peak_bytes
+    ratio = Fraction(limit)
+    goal = Goal(memory_limit=int(ratio * original)) if memory else Goal(latency_limit_ns=int(ratio * original_ns))
+    started = time.perf_counter()
+    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states)
+    return Row(
+        model=subject.source.name,
+        limit=limit,
+        memory=memory,
+        found=found,
+        peak=found.figures.peak / original,
+        latency=found.figures.latency_ns / original_ns,
+        start=found.start.peak / original,
+        met=goal.met(found.figures.peak, found.figures.latency_ns),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """How many are close to the paper, per limit; and what that counts."""
+    lines = []
+    for memory, limit in dict.fromkeys((row.memory, row.limit) for row in rows):
+        column = [row for row in rows if (row.memory, row.limit) == (memory, limit) and row.paper is not None]
+        near = [row for row in column if row.met and abs(row.ours - (row.paper or 0.0)) <= CLOSE]
+        better = [row for row in column if row.met and row.ours <= (row.paper or 0.0)]
+        name = f"{'memory' if memory else 'latency'} limit {limit}"
+        lines.append(f"{name}: {len(near)} of {len(column)} within {CLOSE} of the paper, {len(better)} at or below it")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["seed"])
+    parser.add_argument("--latency", nargs="*", default=["1.1", "1.05"])
+    parser.add_argument("--memory", nargs="*", default=["0.8", "0.4"])
+    parser.add_argument("--states", type=int, default=STATES)
+    parser.add_argument("--preset", default="paper", choices=PRESETS)
+    parser.add_argument("--device", default="sim:rtx3090")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--note", type=Path)
+    arguments = parser.parse_args()
+    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
+    head = [
+        f"# {datetime.date.today()}, {versions}, Python {platform.python_version()}",
+        f"# python benchmarks/published.py, device {arguments.device}, preset {arguments.preset}, {arguments.states} states",
+        "# paper, ours: peak ratio at a latency limit, latency overhead at a memory limit; start: peak ratio of the step",
+        "# as it is; made: children generated; popped: states expanded",
+        HEAD,
+    ]
+    print("\n".join(head), flush=True)
+    rows: list[Row] = []
+    wanted = [(limit, False) for limit in arguments.latency] + [(limit, True) for limit in arguments.memory]
+    for name in resolve(arguments.names):
+        subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+        graph = untangle(subject.normal)
+        for limit, memory in wanted:
+            rows.append(searched(subject, graph, limit, memory, arguments.states))
+            print(rows[-1].text(), flush=True)
+            if arguments.output is not None:
+                note = [arguments.note.read_text(encoding="utf-8")] if arguments.note is not None else []
+                ordered = sorted(rows, key=lambda row: (row.memory, -float(row.limit)))
+                text = [*head, *(row.text() for row in ordered), "", *summary(rows), "", *note]
+                arguments.output.write_text("\n".join(text), encoding="utf-8")
+    print("\n".join(["", *summary(rows)]))
+
+
+if __name__ == "__main__":
+    main()
