@@ -1,7 +1,7 @@
 """The published search (magis.search.published) beside the figures of the paper, on simulated devices.
 
     python benchmarks/published.py [name or glob ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000]
-        [--preset paper] [--device sim:rtx3090] [--output benchmarks/results/published_rtx3090.txt] [--note FILE]
+        [--most 100] [--preset paper] [--device sim:rtx3090] [--output FILE] [--note FILE]
 
 A row per model and limit: what the paper reached, what our implementation of its search reaches, and the difference.
 Peak ratios are to eager's simulated peak, latencies to eager's simulated latency. The budget is a number of simulated
@@ -11,7 +11,7 @@ states; the seconds depend on the machine. The text of --note is put below the t
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import platform
 import time
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ PAPER_MEMORY = {
 """Latency overhead of the paper at a memory limit."""
 CLOSE = 0.08
 HEAD = (
-    f"{'model':14} {'limit':>9} {'paper':>6} {'ours':>6} {'diff':>6} {'peak':>6} {'latency':>7} {'start':>6} {'states':>6}"
-    f" {'made':>7} {'popped':>6} {'secs':>6}  loops (operators / parts)"
+    f"{'model':14} {'limit':>9} {'paper':>6} {'ours':>6} {'diff':>6} {'peak':>6} {'latency':>7} {'start':>6}"
+    f" {'states':>6} {'made':>7} {'popped':>6} {'secs':>6}  loops (operators / parts)"
 )
 
 
@@ -83,14 +83,14 @@ class Row:
         )
 
 
-def searched(subject: Subject, graph: Graph, limit: str, memory: bool, states: int) -> Row:
+def searched(subject: Subject, graph: Graph, limit: str, states: int, most: int | None, *, memory: bool) -> Row:
     """One cell of the table."""
     original_ns = subject.latency_ns(subject.captured.graph)
     original = subject.original.peak_bytes
     ratio = Fraction(limit)
     goal = Goal(memory_limit=int(ratio * original)) if memory else Goal(latency_limit_ns=int(ratio * original_ns))
     started = time.perf_counter()
-    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states)
+    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states, most=most)
     return Row(
         model=subject.source.name,
         limit=limit,
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--latency", nargs="*", default=["1.1", "1.05"])
     parser.add_argument("--memory", nargs="*", default=["0.8", "0.4"])
     parser.add_argument("--states", type=int, default=STATES)
+    parser.add_argument("--most", type=int, help="tensors tried per expanded state; all hot-spots if left out")
     parser.add_argument("--preset", default="paper", choices=PRESETS)
     parser.add_argument("--device", default="sim:rtx3090")
     parser.add_argument("--output", type=Path)
@@ -129,10 +130,11 @@ def main() -> None:
     arguments = parser.parse_args()
     versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
     head = [
-        f"# {datetime.date.today()}, {versions}, Python {platform.python_version()}",
-        f"# python benchmarks/published.py, device {arguments.device}, preset {arguments.preset}, {arguments.states} states",
-        "# paper, ours: peak ratio at a latency limit, latency overhead at a memory limit; start: peak ratio of the step",
-        "# as it is; made: children generated; popped: states expanded",
+        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
+        f"# python benchmarks/published.py, device {arguments.device}, {arguments.preset}, {arguments.states} states",
+        f"# tensors tried per expanded state: {'all hot-spots' if arguments.most is None else arguments.most}",
+        "# paper, ours: peak ratio at a latency limit, latency overhead at a memory limit; start: peak ratio of the",
+        "# step as it is; made: children generated; popped: states expanded",
         HEAD,
     ]
     print("\n".join(head), flush=True)
@@ -142,7 +144,7 @@ def main() -> None:
         subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
         graph = untangle(subject.normal)
         for limit, memory in wanted:
-            rows.append(searched(subject, graph, limit, memory, arguments.states))
+            rows.append(searched(subject, graph, limit, arguments.states, arguments.most, memory=memory))
             print(rows[-1].text(), flush=True)
             if arguments.output is not None:
                 note = [arguments.note.read_text(encoding="utf-8")] if arguments.note is not None else []

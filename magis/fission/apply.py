@@ -94,9 +94,7 @@ def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside:
     filled = _loops(replace(body, ops=tuple(named)), original, tree, index)
     if isinstance(filled, Refusal):
         return filled
-    return replace(
-        looped, ops=(*looped.ops[:at], replace(op, body=Loop(op.body.parts, filled)), *looped.ops[at + 1 :])
-    )
+    return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(op.body.parts, filled)), *looped.ops[at + 1 :]))
 
 
 def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split] | Refusal:

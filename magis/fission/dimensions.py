@@ -89,6 +89,6 @@ def components(graph: Graph) -> tuple[Component, ...]:
         for vertex in (sources or targets)[:1]:
             ways[owner[number_of[vertex]]].setdefault(position, []).append(split)
     return tuple(
-        Component(frozenset(links[node] for node in group), {p: found[0] for p, found in own.items() if len(found) == 1})
+        Component(frozenset(links[node] for node in group), {p: each[0] for p, each in own.items() if len(each) == 1})
         for group, own in zip(groups, ways, strict=True)
     )

@@ -1,7 +1,7 @@
 """The F-Tree (PAPER, Algorithm 1): candidates for fission, from the hot-spots of a schedule; the graph stays as it is.
 
-A node is a sub-graph with a cut of each operator (S, D) and a number of parts n: 1 for a candidate, more for a node that
-is *enabled*. What hangs below a node is a subset of it.
+A node is a sub-graph with a cut of each operator (S, D) and a number of parts n: 1 for a candidate, more for a node
+that is *enabled*. What hangs below a node is a subset of it.
 
 Where we depart from the paper, or it is silent: candidates of different axes may overlap without one holding the other.
 Each hangs below the smallest node that holds it, so siblings may overlap, but of two enabled nodes one is always an
@@ -190,8 +190,8 @@ def describe(tree: FTree, graph: Graph) -> str:
         state = f"n = {node.parts}" if node.enabled else "candidate"
         first, last = graph.ops[node.positions[0]], graph.ops[node.positions[-1]]
         lines.append(
-            f"{'  ' * depth}{index}: axis {node.component}, extent {node.extent}, {state}: {len(node.positions)} operators"
-            f" {_runs(node.positions)}, {first.target} to {last.target}"
+            f"{'  ' * depth}{index}: axis {node.component}, extent {node.extent}, {state}: {len(node.positions)}"
+            f" operators {_runs(node.positions)}, {first.target} to {last.target}"
         )
         for child in tree.children(index):
             add(child, depth + 1)

@@ -6,8 +6,8 @@
     mutate   the parts of an enabled node to the next larger number that divides the dimension
 
 Leaves and parents are meant along one axis: a candidate of another axis that happens to lie inside would else keep a
-node from being enabled, and to lift would change the axis. The paper does not say how many parts a node starts with: the
-least that is legal, or, lifted, as many as the node that goes if they divide the parent's dimension.
+node from being enabled, and to lift would change the axis. The paper does not say how many parts a node starts with:
+the least that is legal, or, lifted, as many as the node that goes if they divide the parent's dimension.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Mutation:
 
 
 def enable(tree: FTree) -> Iterator[Mutation]:
+    """Trees with one more enabled node."""
     parents = {tree.parent_along(index) for index in _tops(tree)}
     inner = {tree.parent_along(index) for index in range(len(tree.nodes))}
     for index, node in enumerate(tree.nodes):
@@ -35,6 +36,7 @@ def enable(tree: FTree) -> Iterator[Mutation]:
 
 
 def lift(tree: FTree) -> Iterator[Mutation]:
+    """Trees with a larger region instead of one of the outermost."""
     for index in _tops(tree):
         parent = tree.parent_along(index)
         if parent < 0:
@@ -49,12 +51,14 @@ def lift(tree: FTree) -> Iterator[Mutation]:
 
 
 def disable(tree: FTree) -> Iterator[Mutation]:
+    """Trees with one enabled node less."""
     for index in tree.enabled():
         if not any(tree.nodes[other].enabled for other in tree.descendants(index)):
             yield from _if_sound(f"disable {index}", tree, {index: 1})
 
 
 def mutate(tree: FTree) -> Iterator[Mutation]:
+    """Trees with one node in more parts."""
     for index in tree.enabled():
         yield from _first(f"mutate {index}", tree, index, above=tree.nodes[index].parts)
 
@@ -66,6 +70,7 @@ def mutations(tree: FTree) -> Iterator[Mutation]:
 
 
 def sound(tree: FTree) -> bool:
+    """Whether what is enabled may be enabled together."""
     return not any(parts_problems(tree))
 
 

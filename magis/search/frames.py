@@ -9,7 +9,7 @@ known by ``Op.origin``. What a loop hands out is never recomputed from outside, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -59,6 +59,8 @@ class Move:
     storage: int
     flag: int
     inside: bool
+    rank: int = field(default=0, compare=False)
+    """Among those of its kind and level, most bytes per nanosecond first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +86,14 @@ def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: in
     for place, name in enumerate(names):
         if name >= 0:
             places[name] = (*places.get(name, ()), place)
-    loops = {node: group[0].body for node, group in enumerate(compiled.nodes) if group[0].body is not None}
-    inner = tuple(
-        (node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True))
-        for node, body in loops.items()
-        if body is not None
-    )
-    handed = np.isin(problem.producer, np.array(list(loops), dtype=np.int64))
+    inner: list[tuple[int, Frame]] = []
+    for node, group in enumerate(compiled.nodes):
+        body = group[0].body
+        if body is not None:
+            inner.append((node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True)))
+    handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
     evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
-    return Frame(compiled, evaluator, names, places, handed, inner, parts)
+    return Frame(compiled, evaluator, names, places, handed, tuple(inner), parts)
 
 
 def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
@@ -154,17 +155,17 @@ def look(level: Frame, decisions: Decisions, order: Int32s | None = None, *, ins
             below = look(other, decisions, inside=True)
             found = {**below.hot, **found}
             moves += below.moves
-    return View(figures, evaluator, found, tuple(dict.fromkeys(moves)))
+    return View(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
 
 
 def _moves(level: Frame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
     swaps = evaluator.problem.xfer_ns_per_byte > 0.0
-    for storage, flag in saving(evaluator, flags, len(flags) * 2, allow_swap=swaps):
+    for rank, (storage, flag) in enumerate(saving(evaluator, flags, len(flags) * 2, allow_swap=swaps)):
         if level.names[storage] >= 0 and (flag == SWAP or not level.handed[storage]):
-            yield Move(level.names[storage], flag, inside)
-    for storage in giving_back(evaluator, flags):
+            yield Move(level.names[storage], flag, inside, rank)
+    for rank, storage in enumerate(giving_back(evaluator, flags)):
         if level.names[storage] >= 0 and alive[storage]:
-            yield Move(level.names[storage], KEEP, inside)
+            yield Move(level.names[storage], KEEP, inside, rank)
 
 
 def realized(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Graph:

@@ -10,7 +10,8 @@ order around the peak. Not there: TASO rules. No minimum cuts, no annealing, no 
 We depart from the paper where it is wrong (its list there: order constraints, exact bytes, verified graphs) and here:
 the budget counts simulated states (about 1000 a minute in the paper) instead of time; a tensor has one recomputed copy
 for all users behind its longest gap, not one for each user; a swap that the link cannot hide is none, where the paper's
-simulator would stall; windows are tried for states that lead only.
+simulator would stall; windows are tried for states that lead only. ``most`` limits the tensors that an expanded state
+tries, most bytes per nanosecond first: the paper's search simulated about 100 children of each state (924 of nine).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 from magis.errors import UsageError, VerifyError
 from magis.fission.apply import Refusal, apply
-from magis.fission.ftree import Analysis, FTree, Node
+from magis.fission.ftree import LEVELS, Analysis, FTree, Node
 from magis.fission.mutate import mutations
 from magis.ir import Graph
 from magis.schedule.window import window_orders
@@ -92,24 +93,41 @@ class Published:
 
 
 def published(
-    graph: Graph, costs: Costs, goal: Goal, *, reuse: bool = True, states: int = STATES, levels: int = 4
+    graph: Graph,
+    costs: Costs,
+    goal: Goal,
+    *,
+    reuse: bool = True,
+    states: int = STATES,
+    levels: int = LEVELS,
+    most: int | None = None,
 ) -> Published:
     """Search from the step as it is; ``graph`` must be in functional form and untangled (``rewrite.untangle``)."""
     if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if states < 1:
         raise UsageError(f"a search needs a budget of at least 1 state, not {states}")
-    search = Search(Analysis(graph), costs, goal, reuse=reuse, states=states, levels=levels)
+    search = Search(Analysis(graph), costs, goal, Settings(reuse, states, levels, most))
     search.run()
     return search.result()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one search, as ``published`` takes them."""
+
+    reuse: bool
+    states: int
+    levels: int
+    most: int | None
 
 
 class Search:
     """The queue and its books."""
 
-    def __init__(self, analysis: Analysis, costs: Costs, goal: Goal, *, reuse: bool, states: int, levels: int) -> None:
-        self.analysis, self.costs, self.goal = analysis, costs, goal
-        self.reuse, self.budget, self.levels = reuse, states, levels
+    def __init__(self, analysis: Analysis, costs: Costs, goal: Goal, settings: Settings) -> None:
+        self.analysis, self.costs, self.goal, self.settings = analysis, costs, goal, settings
+        self.budget = settings.states
         self.frames: OrderedDict[Loops, Frame | Refusal] = OrderedDict()
         self.queue: list[tuple[tuple[int, int], int, State]] = []
         self.states = self.generated = self.filtered = self.expanded = self.refused = 0
@@ -175,7 +193,7 @@ class Search:
         return found
 
     def _compiled(self, graph: Graph) -> Frame:
-        return frame(graph, self.analysis.graph, self.costs, reuse=self.reuse)
+        return frame(graph, self.analysis.graph, self.costs, reuse=self.settings.reuse)
 
     def _whole(self, state: State) -> Frame:
         level = self._frame(state)
@@ -189,11 +207,11 @@ class Search:
         tree = state.tree
         if state.stale:
             kept = [node for node in tree.nodes if node.enabled]
-            tree = self.analysis.tree(view.hot, levels=self.levels, kept=kept)
+            tree = self.analysis.tree(view.hot, levels=self.settings.levels, kept=kept)
         for mutation in mutations(tree):
             yield State(mutation.tree, state.decided, None, stale=False)
         decided = dict(state.decided)
-        for move in view.moves:
+        for move in view.moves[: self.settings.most]:
             yield replace(
                 state,
                 tree=tree,

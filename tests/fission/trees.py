@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable, Mapping
 
+from magis.aten.splits import splits
 from magis.fission.dimensions import Vertex, vertices_of
-from magis.aten.splits import Split, splits
-from magis.ir import Graph, Op, Ref, Storage, Value, parse, verify
+from magis.ir import Arg, Graph, Op, Ref, Storage, Value, parse, verify
 
 HEAD = "magis graph 1"
 
@@ -51,73 +52,70 @@ def learner() -> Graph:
 
 
 def random_graph(seed: int, count: int = 12) -> Graph:
-    """Products, transpositions, sums and pointwise operators on square and other matrices, one input, one weight."""
-    chosen = random.Random(seed)
-    storages: dict[int, Storage] = {}
-    values: dict[int, Value] = {}
-    ops: list[Op] = []
-
-    def fresh(shape: tuple[int, ...], kind: str, name: str = "") -> int:
-        key = len(values)
-        stride = (shape[1], 1) if len(shape) == 2 else (1,) * len(shape)
-        size = 1
-        for each in shape:
-            size *= each
-        storages[key] = Storage(key, 8 * size, kind)
-        values[key] = Value(key, shape, stride, "float64", key, 0, name)
-        return key
-
-    fresh((4, 6), "batch", "input:0")
-    fresh((6, 4), "parameter", "parameter:w")
-    inputs = (0, 1)
+    """Products, transpositions, sums and pointwise operators on matrices of all sizes; one input, one weight."""
+    drawn = _Drawn(random.Random(seed))
+    drawn.fresh((4, 6), "batch", "input:0")
+    drawn.fresh((6, 4), "parameter", "parameter:w")
     for _ in range(count):
-        pool = list(values)
-        first = chosen.choice(pool[-5:] if chosen.random() < 0.7 else pool)
-        looks = values[first]
-        kind = chosen.choice(("mm", "mm", "t", "add", "exp", "sum"))
-        partners = [key for key in pool if key != first]
-        target, args, reads = "", (Ref(first),), {looks.storage}
-        shape: tuple[int, ...] = looks.shape
-        if kind == "mm":
-            fits = [k for k in pool if len(looks.shape) == 2 == len(values[k].shape) and values[k].shape[0] == looks.shape[1]]
-            if not fits:
-                continue
-            other = chosen.choice(fits)
-            target, args = "aten.mm.default", (Ref(first), Ref(other))
-            shape = (looks.shape[0], values[other].shape[1])
-            reads.add(values[other].storage)
-        elif kind == "t":
-            if len(looks.shape) != 2:
-                continue
-            key = len(values)
-            rows, columns = looks.shape
-            values[key] = Value(key, (columns, rows), looks.stride[::-1], "float64", looks.storage)
-            ops.append(Op(len(ops), "aten.t.default", (Ref(first),), (), (key,)))
-            storages.setdefault(key, Storage(key, 0, "temporary"))
-            continue
-        elif kind == "add":
-            fits = [key for key in partners if values[key].shape == looks.shape]
-            if not fits:
-                continue
-            other = chosen.choice(fits)
-            target, args = "aten.add.Tensor", (Ref(first), Ref(other))
-            reads.add(values[other].storage)
-        elif kind == "exp":
-            target = "aten.sin.default"
-        else:
-            if len(looks.shape) != 2:
-                continue
-            target, args, shape = "aten.sum.dim_IntList", (Ref(first), (chosen.randrange(2),)), ()
-            dim = args[1][0]
-            shape = (looks.shape[1 - dim],)
-        made = fresh(shape, "temporary")
-        met = tuple(sorted((storage, 0) for storage in reads))
-        ops.append(Op(len(ops), target, args, (), (made,), reads=met))
-    used = {value.storage for value in values.values()}
-    storages = {key: storage for key, storage in storages.items() if key in used}
-    graph = Graph(storages, values, tuple(ops), inputs, tuple(v for op in ops[-2:] for v in op.made()))
+        drawn.add()
+    graph = Graph(
+        drawn.storages, drawn.values, tuple(drawn.ops), (0, 1), tuple(v for op in drawn.ops[-2:] for v in op.made())
+    )
     verify(graph)
     return graph
+
+
+class _Drawn:
+    """A graph while it is drawn."""
+
+    def __init__(self, chosen: random.Random) -> None:
+        self.chosen = chosen
+        self.storages: dict[int, Storage] = {}
+        self.values: dict[int, Value] = {}
+        self.ops: list[Op] = []
+
+    def fresh(self, shape: tuple[int, ...], kind: str, name: str = "") -> int:
+        key = len(self.values)
+        size = math.prod(shape)
+        self.storages[key] = Storage(key, 8 * size, kind)
+        self.values[key] = Value(key, shape, (shape[1], 1) if len(shape) == 2 else (1,), "float64", key, 0, name)
+        return key
+
+    def add(self) -> None:
+        """One more operator, most often on what was made last."""
+        pool = list(self.values)
+        first = self.values[self.chosen.choice(pool[-5:] if self.chosen.random() < 0.7 else pool)]
+        kind = self.chosen.choice(("mm", "mm", "t", "add", "sin", "sum"))
+        if kind == "sin":
+            self._emit("aten.sin.default", (first,), first.shape)
+        elif kind == "add":
+            self._with(first, "aten.add.Tensor", [v for v in self.values.values() if v.shape == first.shape])
+        elif len(first.shape) < 2:
+            return
+        elif kind == "mm":
+            fits = [v for v in self.values.values() if len(v.shape) == 2 and v.shape[0] == first.shape[1]]
+            self._with(first, "aten.mm.default", fits)
+        elif kind == "sum":
+            dim = self.chosen.randrange(2)
+            self._emit("aten.sum.dim_IntList", (first,), (first.shape[1 - dim],), ((dim,),))
+        else:
+            key = len(self.values)
+            self.values[key] = Value(key, first.shape[::-1], first.stride[::-1], "float64", first.storage)
+            self.ops.append(Op(len(self.ops), "aten.t.default", (Ref(first.id),), (), (key,)))
+
+    def _with(self, first: Value, target: str, partners: list[Value]) -> None:
+        if partners:
+            other = self.chosen.choice(partners)
+            shape = (first.shape[0], other.shape[1]) if target == "aten.mm.default" else first.shape
+            self._emit(target, (first, other), shape)
+
+    def _emit(
+        self, target: str, taken: tuple[Value, ...], shape: tuple[int, ...], literals: tuple[Arg, ...] = ()
+    ) -> None:
+        made = self.fresh(shape, "temporary")
+        reads = tuple(sorted({(value.storage, 0) for value in taken}))
+        args = (*(Ref(value.id) for value in taken), *literals)
+        self.ops.append(Op(len(self.ops), target, args, (), (made,), reads=reads))
 
 
 # --- brute force ------------------------------------------------------------------------------------------------------
@@ -166,9 +164,3 @@ def score(graph: Graph, below: Iterable[int], hot: Mapping[int, int], reachable:
     cold = [s for s in taken - set(hot) if graph.storages[s].kind == "temporary" and maker.get(s) not in inside]
     assert inside <= set(reachable)
     return warm - 2 * sum(graph.storages[storage].nbytes for storage in cold)
-
-
-def by_hand(graph: Graph, position: int, output: int | str) -> Split:
-    """The one split of an operator whose first output is joined or combined so."""
-    (split,) = (each for each in splits(graph.ops[position], graph.values) if each.outputs[0] == output)
-    return split
