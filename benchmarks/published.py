@@ -140,16 +140,18 @@ def main() -> None:
     print("\n".join(head), flush=True)
     rows: list[Row] = []
     wanted = [(limit, False) for limit in arguments.latency] + [(limit, True) for limit in arguments.memory]
-    for name in resolve(arguments.names):
-        subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
-        graph = untangle(subject.normal)
-        for limit, memory in wanted:
+    subjects: dict[str, tuple[Subject, Graph]] = {}
+    for limit, memory in wanted:  # one column after another: the first is of use by itself
+        for name in resolve(arguments.names):
+            if name not in subjects:
+                subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+                subjects[name] = subject, untangle(subject.normal)
+            subject, graph = subjects[name]
             rows.append(searched(subject, graph, limit, arguments.states, arguments.most, memory=memory))
             print(rows[-1].text(), flush=True)
             if arguments.output is not None:
                 note = [arguments.note.read_text(encoding="utf-8")] if arguments.note is not None else []
-                ordered = sorted(rows, key=lambda row: (row.memory, -float(row.limit)))
-                text = [*head, *(row.text() for row in ordered), "", *summary(rows), "", *note]
+                text = [*head, *(row.text() for row in rows), "", *summary(rows), "", *note]
                 arguments.output.write_text("\n".join(text), encoding="utf-8")
     print("\n".join(["", *summary(rows)]))
 

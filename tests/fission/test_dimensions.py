@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from magis.fission.dimensions import Vertex, components
+from magis.aten.splits import Split
+from magis.fission.dimensions import Vertex, components, vertices_of
 from magis.fission.dominators import depends_on_inputs, dominators, flow, heat, scores
 from tests.fission.trees import axes, learner, random_graph, reached, score, sound, strictly_dominated
 
@@ -59,6 +60,12 @@ def test_an_operator_with_two_ways_along_one_axis_is_no_part_of_it() -> None:
     (axis,) = components(graph)
     assert axis.cuts == {}
     assert len(axis.vertices) == 8
+
+
+def test_what_every_part_gives_whole_is_no_reduction() -> None:
+    graph = learner()
+    found = [vertices_of(graph, 0, 0, Split((0, None), (how,)))[1] for how in ("same", "sum", "max", 1)]
+    assert found == [[], [Vertex("axis", 0, 0)], [Vertex("axis", 0, 0)], [Vertex("dim", 4, 1)]]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

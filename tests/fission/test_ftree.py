@@ -167,6 +167,14 @@ def test_which_nodes_the_rules_take() -> None:
     assert names(enable(nested)) == []  # 6 rows are used up; node 1 is no leaf and its child has an enabled ancestor
 
 
+def test_a_lifted_node_starts_anew_where_its_parts_do_not_divide_the_parent() -> None:
+    """4 parts of a dimension of 8 inside of one of 6: two parts, and the child is off."""
+    _, tree = three_levels()
+    inner = replace(tree.nodes[1], extent=8, parts=4)
+    (found,) = lift(FTree((tree.nodes[0], inner), (-1, 0)))
+    assert [node.parts for node in found.tree.nodes] == [2, 1]
+
+
 def test_enabled_siblings_do_not_overlap() -> None:
     """Two candidates that share an operator: with one enabled the other is not offered."""
     graph = learner()

@@ -7,6 +7,7 @@ import itertools
 import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from magis.fission.proof import verify_fission
 from magis.ir import Graph, verify
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
-from magis.search.frames import Frame, frame, judge, look, realized
+from magis.search.frames import Frame, flags_of, frame, judge, look, realized
 from magis.search.judge import Goal
 from magis.search.published import Published, published
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
@@ -120,6 +121,19 @@ def test_a_nested_loop_runs_as_often_as_both_say() -> None:
     level = framed(nested)
     made = realized(level, {})
     assert judge(level, {}).latency_ns == sum(costs().nanoseconds(op, made.values) for op in made.ops)
+
+
+def test_what_a_loop_hands_out_is_not_recomputed_from_outside() -> None:
+    """But it may be swapped; and its part, within the loop, follows the decision."""
+    _, analysis = step()
+    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    level = framed(tree.with_parts({0: 2}))
+    handed = [level.names[place] for place in np.flatnonzero(level.handed).tolist()]
+    assert handed
+    assert set(flags_of(level, dict.fromkeys(handed, RECOMPUTE)).tolist()) == {KEEP}
+    assert flags_of(level, dict.fromkeys(handed, SWAP)).tolist().count(SWAP) == len(handed)
+    ((_, body),) = level.inner
+    assert RECOMPUTE in flags_of(body, dict.fromkeys(handed, RECOMPUTE)).tolist()
 
 
 def test_moves_are_about_hot_spots() -> None:
