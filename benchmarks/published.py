@@ -2,10 +2,12 @@
 
     python benchmarks/published.py [name or glob ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000]
         [--most 100] [--preset paper] [--device sim:rtx3090] [--output FILE] [--note FILE]
+    python benchmarks/published.py [name or glob ...] --split [--preset paper] [--device sim:rtx3090]
 
 A row per model and limit: what the paper reached, what our implementation of its search reaches, and the difference.
 Peak ratios are to eager's simulated peak, latencies to eager's simulated latency. The budget is a number of simulated
-states; the seconds depend on the machine. The text of --note is put below the table.
+states; the seconds depend on the machine. The text of --note is put below the table. With --split there is no search:
+the largest candidate of each model's F-Tree alone, in 2, 4, ... parts.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from pathlib import Path
 import magis
 from magis.api.bench import Bench
 from magis.api.subject import Subject
+from magis.fission.apply import Refusal, apply
+from magis.fission.ftree import Analysis
 from magis.ir import Graph
 from magis.models import PRESETS, resolve
 from magis.results import Case
 from magis.rewrite.untangle import untangle
+from magis.search.frames import frame, judge, look
 from magis.search.judge import Goal
 from magis.search.published import STATES, Published, published
 
@@ -40,6 +45,7 @@ PAPER_MEMORY = {
 }
 """Latency overhead of the paper at a memory limit."""
 CLOSE = 0.08
+SPLITS = (2, 4, 8, 16, 32)
 HEAD = (
     f"{'model':14} {'limit':>9} {'paper':>6} {'ours':>6} {'diff':>6} {'peak':>6} {'latency':>7} {'start':>6}"
     f" {'states':>6} {'made':>7} {'popped':>6} {'secs':>6}  loops (operators / parts)"
@@ -104,6 +110,26 @@ def searched(subject: Subject, graph: Graph, limit: str, states: int, most: int 
     )
 
 
+def split_alone(subject: Subject, graph: Graph) -> str:
+    """Peak and latency ratio with the largest candidate as the only loop, for several numbers of parts."""
+    original, original_ns = subject.original.peak_bytes, subject.latency_ns(subject.captured.graph)
+    costs, reuse = subject.roofline, subject.source.reuse
+    tree = Analysis(graph).tree(look(frame(graph, graph, costs, reuse=reuse), {}).hot)
+    if not tree.nodes:
+        return f"{subject.source.name:14} no candidate"
+    cells = []
+    for parts in (n for n in SPLITS if tree.nodes[0].extent % n == 0):
+        looped = apply(graph, tree.with_parts({0: parts}))
+        if isinstance(looped, Refusal):
+            cells.append(f"n={parts}: refused")
+            continue
+        found = judge(frame(looped, graph, costs, reuse=reuse), {})
+        cells.append(f"n={parts}: {found.peak / original:.3f} at {found.latency_ns / original_ns:.3f}")
+    persistent = graph.persistent_bytes() / original
+    size = f"{len(tree.nodes[0].positions)} of {len(graph.ops)} operators"
+    return f"{subject.source.name:14} persistent {persistent:.3f}, {size}: {', '.join(cells)}"
+
+
 def summary(rows: list[Row]) -> list[str]:
     """How many are close to the paper, per limit; and what that counts."""
     lines = []
@@ -125,9 +151,15 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="tensors tried per expanded state; all hot-spots if left out")
     parser.add_argument("--preset", default="paper", choices=PRESETS)
     parser.add_argument("--device", default="sim:rtx3090")
+    parser.add_argument("--split", action="store_true", help="no search: the largest candidate alone")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--note", type=Path)
     arguments = parser.parse_args()
+    if arguments.split:
+        for name in resolve(arguments.names):
+            subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+            print(split_alone(subject, untangle(subject.normal)), flush=True)
+        return
     versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
     head = [
         f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
