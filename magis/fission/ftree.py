@@ -1,0 +1,212 @@
+"""The F-Tree (PAPER, Algorithm 1): candidates for fission, from the hot-spots of a schedule; the graph stays as it is.
+
+A node is a sub-graph with a cut of each operator (S, D) and a number of parts n: 1 for a candidate, more for a node
+that is *enabled*. What hangs below a node is a subset of it.
+
+Where we depart from the paper, or it is silent: candidates of different axes may overlap without one holding the other.
+Each hangs below the smallest node that holds it, so siblings may overlap, but of two enabled nodes one is always an
+ancestor of the other or they share no operator (``problems``); a mutation that would break this is not offered. Nested
+enabled nodes along one axis divide it together. Legality of candidates is what ``region_problems`` says, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from magis.aten.splits import Split
+from magis.fission.dimensions import Component, components
+from magis.fission.dominators import Dominators, depends_on_inputs, dominators, scores
+from magis.fission.grow import most_parts
+from magis.fission.region import Region, region_problems
+from magis.ir import Graph
+
+LEVELS = 4
+"""Of heat (PAPER: L = 4 is best)."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A candidate (parts == 1) or an enabled region (more), along the axis number ``component`` of the step."""
+
+    component: int
+    positions: tuple[int, ...]
+    """Of the operators, ascending."""
+    parts: int
+    extent: int = field(compare=False)
+    """What the number of parts must divide, whatever is nested along the same axis included."""
+    cuts: Mapping[int, Split] = field(compare=False, repr=False)
+
+    @property
+    def enabled(self) -> bool:
+        return self.parts > 1
+
+
+@dataclass(frozen=True)
+class FTree:
+    """Nodes, each behind its parent; ``parents[i]`` is the index of node i's, -1 at the top."""
+
+    nodes: tuple[Node, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def children(self, index: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == index]
+
+    def ancestors(self, index: int) -> Iterator[int]:
+        """From the parent up."""
+        while (index := self.parents[index]) >= 0:
+            yield index
+
+    def descendants(self, index: int) -> list[int]:
+        return [other for other in range(len(self.nodes)) if index in self.ancestors(other)]
+
+    def enabled(self) -> list[int]:
+        return [index for index, node in enumerate(self.nodes) if node.enabled]
+
+    def parent_along(self, index: int) -> int:
+        """The closest ancestor along the node's own axis; -1: there is none."""
+        own = self.nodes[index].component
+        return next((other for other in self.ancestors(index) if self.nodes[other].component == own), -1)
+
+    def with_parts(self, parts: Mapping[int, int]) -> FTree:
+        """The same tree with other numbers of parts at some nodes."""
+        nodes = tuple(replace(n, parts=parts[i]) if i in parts else n for i, n in enumerate(self.nodes))
+        return replace(self, nodes=nodes)
+
+
+def problems(tree: FTree) -> Iterator[str]:
+    """Every broken rule as one line."""
+    for index, parent in enumerate(tree.parents):
+        if not -1 <= parent < index:
+            yield f"node {index} stands before its parent {parent}"
+            return
+        if parent >= 0 and not set(tree.nodes[index].positions) <= set(tree.nodes[parent].positions):
+            yield f"node {index} is no subset of its parent {parent}"
+    yield from parts_problems(tree)
+
+
+def parts_problems(tree: FTree) -> Iterator[str]:
+    """Broken rules of what is enabled; the shape of the tree is taken for granted."""
+    on = tree.enabled()
+    sets = {index: frozenset(tree.nodes[index].positions) for index in on}
+    for index in on:
+        above = set(tree.ancestors(index))
+        for other in on:
+            if other < index and other not in above and not sets[index].isdisjoint(sets[other]):
+                yield f"nodes {other} and {index} are enabled and overlap"
+        if tree.nodes[index].extent % parts_along(tree, index):
+            yield f"node {index}: {parts_along(tree, index)} parts do not divide {tree.nodes[index].extent}"
+
+
+def parts_along(tree: FTree, index: int) -> int:
+    """Parts of a node, together with those of enabled ancestors along the same axis."""
+    count = tree.nodes[index].parts
+    for other in tree.ancestors(index):
+        if tree.nodes[other].component == tree.nodes[index].component:
+            count *= tree.nodes[other].parts
+    return count
+
+
+def arranged(nodes: Sequence[Node]) -> FTree:
+    """The tree of these nodes: each below the smallest one that holds it, the first of several; doubles once, enabled
+    if one of them is."""
+    known: dict[tuple[int, tuple[int, ...]], Node] = {}
+    for node in nodes:
+        key = (node.component, node.positions)
+        if key not in known or node.enabled:
+            known[key] = node
+    ordered = sorted(known.values(), key=lambda node: (-len(node.positions), node.component, node.positions))
+    sets = [frozenset(node.positions) for node in ordered]
+    parents = [
+        max((o for o in range(i) if own <= sets[o]), key=lambda o: (-len(sets[o]), o), default=-1)
+        for i, own in enumerate(sets)
+    ]
+    return FTree(tuple(ordered), tuple(parents))
+
+
+class Analysis:
+    """Algorithm 1 on one graph, for any hot-spots: what does not depend on them is worked out once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.components: tuple[Component, ...] = components(graph)
+        fed = depends_on_inputs(graph)
+        self.trees: tuple[Dominators, ...] = tuple(dominators(graph, each.cuts, fed) for each in self.components)
+        self._known: dict[tuple[int, int], Node | None] = {}
+
+    def tree(self, hot: Mapping[int, int], *, levels: int = LEVELS, kept: Sequence[Node] = ()) -> FTree:
+        """The F-Tree for hot-spots (temporary storage -> bytes in memory at the peak); ``kept`` nodes stay in it."""
+        found = list(kept)
+        for component, tree in enumerate(self.trees):
+            for node in chosen(self.graph, tree, hot, levels):
+                candidate = self.candidate(component, node)
+                if candidate is not None:
+                    found.append(candidate)
+        return arranged(found)
+
+    def candidate(self, component: int, node: int) -> Node | None:
+        """What a node of an axis' dominator tree dominates, as a node of the F-Tree; None if that is not legal."""
+        key = (component, node)
+        if key not in self._known:
+            self._known[key] = self._legal(component, self.trees[component].below(node))
+        return self._known[key]
+
+    def _legal(self, component: int, positions: tuple[int, ...]) -> Node | None:
+        cuts = {position: self.components[component].cuts[position] for position in positions}
+        extent = most_parts(cuts)
+        parts = least_divisor(extent)
+        if parts < 2 or any(region_problems(self.graph, Region(cuts, parts))):
+            return None
+        return Node(component, positions, 1, extent, cuts)
+
+
+def chosen(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) -> list[int]:
+    """Nodes of a dominator tree that Algorithm 1 takes: per level of normalized score those with none of it below."""
+    score = scores(graph, tree, hot)
+    most = int(score.max(initial=0))
+    if most <= 0:
+        return []
+    found: list[int] = []
+    for level in range(1, levels + 1):
+        within = (score * levels >= level * most) & (score * levels < (level + 1) * most)
+        deepest = within & ~(tree.above & within[:, None]).any(axis=0)
+        found += np.flatnonzero(deepest).tolist()
+    return found
+
+
+def least_divisor(extent: int, above: int = 1) -> int:
+    """The smallest divisor of ``extent`` larger than ``above``; 1 if there is none."""
+    return next((n for n in range(above + 1, extent + 1) if extent % n == 0), 1)
+
+
+def describe(tree: FTree, graph: Graph) -> str:
+    """The tree as text: one line per node with its operators, what it may be divided by, and n; children indented."""
+    lines: list[str] = []
+
+    def add(index: int, depth: int) -> None:
+        node = tree.nodes[index]
+        state = f"n = {node.parts}" if node.enabled else "candidate"
+        first, last = graph.ops[node.positions[0]], graph.ops[node.positions[-1]]
+        lines.append(
+            f"{'  ' * depth}{index}: axis {node.component}, extent {node.extent}, {state}: {len(node.positions)}"
+            f" operators {_runs(node.positions)}, {first.target} to {last.target}"
+        )
+        for child in tree.children(index):
+            add(child, depth + 1)
+
+    for top in tree.children(-1):
+        add(top, 0)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _runs(positions: Sequence[int]) -> str:
+    """1 2 3 7  ->  1-3 7"""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1] = [runs[-1][0], position]
+        else:
+            runs.append([position])
+    return " ".join("-".join(map(str, run)) for run in runs)

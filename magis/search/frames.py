@@ -1,0 +1,189 @@
+"""A step with any loops, side by side and nested, compiled level by level and judged with one set of decisions.
+
+Every body is a step of its own at the size of a part; to the step around it a loop is one node, whose time is that of
+its body times the number of parts and whose workspace is the body's peak. A decision (storage of the original step ->
+flag of ``simulate.events``) holds wherever the tensor is made: outside of loops, or in a body as a part of it, which is
+known by ``Op.origin``. What a loop hands out is never recomputed from outside, which would run the whole loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.ir import Graph, Loop
+from magis.rewrite.realize import realize
+from magis.search.moves import giving_back, hot, saving
+from magis.simulate.compile import Compiled, Costs, compile_problem
+from magis.simulate.evaluator import Evaluator, expand
+from magis.simulate.events import KEEP, SWAP
+from magis.simulate.problem import Bools, Int8s, Int32s
+
+Decisions = Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A compiled graph and the frames of the loops in it."""
+
+    compiled: Compiled
+    evaluator: Evaluator
+    """On program order, with the figures of loops as they were compiled: without any decision."""
+    names: tuple[int, ...]
+    """[s] the storage of the original step that each storage is, or is a part of; -1: of none."""
+    places: Mapping[int, tuple[int, ...]]
+    """The way back."""
+    handed: Bools
+    """[s] made by a loop."""
+    inner: tuple[tuple[int, Frame], ...]
+    """Loops by node."""
+    parts: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Peak bytes of a level (persistent ones included), the same without workspace, nanoseconds of one part."""
+
+    peak: int
+    tensor_peak: int
+    latency_ns: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor of the original step gets another flag; ``inside``: in a loop's body."""
+
+    storage: int
+    flag: int
+    inside: bool
+    rank: int = field(default=0, compare=False)
+    """Among those of its kind and level, most bytes per nanosecond first."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What is to be seen at the peak of a judged step."""
+
+    figures: Figures
+    evaluator: Evaluator
+    """Of the outermost level."""
+    hot: Mapping[int, int]
+    """Memory hot-spots: storage of the original step -> bytes in memory at the peak."""
+    moves: tuple[Move, ...]
+    """Rematerializations, swaps and their inverses on hot-spots."""
+
+
+def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False) -> Frame:
+    """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``fission.apply``)."""
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    problem = compiled.problem
+    known = _body_names(graph, original) if inside else {storage: storage for storage in original.storages}
+    names = tuple(known.get(storage, -1) for storage in compiled.storages)
+    places: dict[int, tuple[int, ...]] = {}
+    for place, name in enumerate(names):
+        if name >= 0:
+            places[name] = (*places.get(name, ()), place)
+    inner: list[tuple[int, Frame]] = []
+    for node, group in enumerate(compiled.nodes):
+        body = group[0].body
+        if body is not None:
+            inner.append((node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True)))
+    handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
+    evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    return Frame(compiled, evaluator, names, places, handed, tuple(inner), parts)
+
+
+def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
+    """Storage of a body -> storage of the original step that it is a part of."""
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.origin is None or op.target.startswith("magis."):
+            continue
+        for mine, theirs in zip(op.outputs, original.ops[op.origin].outputs, strict=True):
+            if mine is not None and theirs is not None:
+                found.setdefault(graph.values[mine].storage, original.values[theirs].storage)
+    return found
+
+
+def flags_of(level: Frame, decisions: Decisions) -> Int8s:
+    """The flags of one level; tensors without a decision stay until nobody needs them."""
+    flags = np.full(len(level.names), KEEP, dtype=np.int8)
+    for storage, flag in decisions.items():
+        for place in level.places.get(storage, ()):
+            if flag == SWAP or not level.handed[place]:
+                flags[place] = flag
+    return flags
+
+
+def judge(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Figures:
+    """What a level costs; ``order`` is that of its nodes, program order if None."""
+    return _judged(level, decisions, order)[0]
+
+
+def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
+    evaluator = level.evaluator
+    if level.inner:
+        inner = [(node, other.parts, judge(other, decisions)) for node, other in level.inner]
+        step = evaluator.step
+        ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
+        for node, parts, figures in inner:
+            ns[:, node] = parts * figures.latency_ns
+            ws[:, node] = figures.peak
+            tensor[:, node] = figures.tensor_peak
+        step = step._replace(ns=ns, ws=ws, tensor=tensor)
+        evaluator = Evaluator(evaluator.problem, evaluator.order if order is None else order, step)
+    elif order is not None:
+        evaluator = Evaluator(evaluator.problem, order, evaluator.step)
+    found = evaluator.evaluate(flags_of(level, decisions))
+    return Figures(found.peak, found.tensor_peak, found.latency_ns), evaluator
+
+
+def look(level: Frame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> View:
+    """Judge a level and look around at its peak; a loop that runs there is looked into."""
+    figures, evaluator = _judged(level, decisions, order)
+    flags = flags_of(level, decisions)
+    alive = hot(evaluator)
+    nbytes = evaluator.problem.nbytes
+    found = {level.names[s]: int(nbytes[s]) for s in np.flatnonzero(alive).tolist() if level.names[s] >= 0}
+    moves = list(_moves(level, evaluator, flags, alive, inside=inside))
+    at = int(evaluator.runs[evaluator.peak_run]) >> 1
+    for node, other in level.inner:
+        if node == at:
+            below = look(other, decisions, inside=True)
+            found = {**below.hot, **found}
+            moves += below.moves
+    return View(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
+
+
+def _moves(level: Frame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
+    swaps = evaluator.problem.xfer_ns_per_byte > 0.0
+    for rank, (storage, flag) in enumerate(saving(evaluator, flags, len(flags) * 2, allow_swap=swaps)):
+        if level.names[storage] >= 0 and (flag == SWAP or not level.handed[storage]):
+            yield Move(level.names[storage], flag, inside, rank)
+    for rank, storage in enumerate(giving_back(evaluator, flags)):
+        if level.names[storage] >= 0 and alive[storage]:
+            yield Move(level.names[storage], KEEP, inside, rank)
+
+
+def realized(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Graph:
+    """The graph of a level with its decisions carried out, everything inside included."""
+    compiled, problem = level.compiled, level.compiled.problem
+    ops, nodes = list(compiled.graph.ops), list(compiled.nodes)
+    ns, ws, tensor = problem.node_ns.copy(), problem.node_ws.copy(), problem.node_tensor.copy()
+    for node, other in level.inner:
+        figures = judge(other, decisions)
+        ns[node], ws[node], tensor[node] = other.parts * figures.latency_ns, figures.peak, figures.tensor_peak
+        (op,) = nodes[node]
+        if op.body is None:
+            raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
+        new = replace(op, body=Loop(op.body.parts, realized(other, decisions)))
+        nodes[node] = (new,)
+        ops[ops.index(op)] = new
+    problem = replace(problem, node_ns=ns, node_ws=ws, node_tensor=tensor, redo_ns=problem.redo_ns.copy())
+    graph = replace(compiled.graph, ops=tuple(ops))
+    order = level.evaluator.order if order is None else order
+    events = expand(problem, order, flags_of(level, decisions))
+    return realize(Compiled(graph, problem, tuple(nodes), compiled.storages, compiled.blocks), events)

@@ -1,0 +1,256 @@
+"""The F-Tree: built of legal candidates, changed by four rules, turned into loops that compute the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from magis.analysis.liveness import lifetimes
+from magis.fission.apply import Refusal, apply
+from magis.fission.dominators import scores
+from magis.fission.ftree import Analysis, FTree, Node, arranged, chosen, describe, least_divisor, problems
+from magis.fission.mutate import Mutation, disable, enable, lift, mutate, mutations
+from magis.fission.proof import verify_fission
+from magis.fission.region import Region, region_problems
+from magis.ir import Graph, every_op, verify
+from magis.simulate.replay import replay
+from tests.fission.cutout import differences, draw, leaving, loops, measured, outcome, simulated, stand_alone
+from tests.fission.draws import NETWORKS, normal
+from tests.fission.trees import learner, random_graph
+from tests.golden.golden import check_golden
+
+HOT = {4: 384, 5: 384}
+"""Both activations of the learner."""
+
+
+def hot_spots(graph: Graph) -> dict[int, int]:
+    """Bytes of the temporary storages alive at the peak, in program order and without workspaces."""
+    profile = replay(graph, lambda op, values: 0)
+    lives = lifetimes(graph)
+    at = profile.peak_position
+    return {
+        storage: graph.storages[storage].nbytes
+        for storage, born in lives.born.items()
+        if graph.storages[storage].kind == "temporary" and born <= at <= lives.dies[storage]
+    }
+
+
+def looped(graph: Graph, tree: FTree) -> Graph:
+    found = apply(graph, tree)
+    assert isinstance(found, Graph), found
+    return found
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_of_a_learner() -> None:
+    """All rows of the step, and below it what the first product dominates, at half the heat; nothing along the hidden
+    units, since the second product ends them."""
+    graph = learner()
+    tree = Analysis(graph).tree(HOT)
+    assert [node.positions for node in tree.nodes] == [(0, 1, 2, 4, 5, 6, 7), (1, 2, 4, 5)]
+    assert tree.parents == (-1, 0)
+    assert [node.extent for node in tree.nodes] == [6, 6]
+    check_golden("ftree_learner.txt", describe(tree, graph))
+
+
+def test_no_heat_no_candidate() -> None:
+    assert Analysis(learner()).tree({}) == FTree()
+
+
+def test_levels_of_heat() -> None:
+    """With one level only what is hottest."""
+    analysis = Analysis(learner())
+    assert [len(node.positions) for node in analysis.tree(HOT, levels=1).nodes] == [7]
+    (rows,) = (i for i, each in enumerate(analysis.components) if len(analysis.trees[i].positions) == 7)
+    assert chosen(analysis.graph, analysis.trees[rows], HOT, 4) == [1, 0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_levels_by_definition(seed: int) -> None:
+    """Per level the nodes with a score in its range of which no descendant is one."""
+    graph = random_graph(seed)
+    analysis = Analysis(graph)
+    hot = hot_spots(graph)
+    for tree in analysis.trees:
+        score = scores(graph, tree, hot).tolist()
+        most = max(score)
+        expected = []
+        for level in range(1, 5) if most > 0 else ():
+            within = [n for n, mine in enumerate(score) if level / 4 <= mine / most < (level + 1) / 4]
+            below = {n: {tree.positions.index(p) + 1 for p in tree.below(n)} for n in within}
+            expected += [n for n in within if not below[n] & set(within)]
+        assert chosen(graph, tree, hot, 4) == expected
+
+
+def test_kept_nodes_stay_and_are_enabled_once() -> None:
+    analysis = Analysis(learner())
+    tree = analysis.tree(HOT)
+    on = tree.with_parts({1: 3})
+    again = analysis.tree(HOT, kept=[node for node in on.nodes if node.enabled])
+    assert again == on
+    assert arranged([*tree.nodes, *on.nodes]) == on
+
+
+@functools.cache
+def network(name: str) -> tuple[Analysis, FTree]:
+    """The forward and backward pass of a network, and its F-Tree."""
+    graph, _ = normal(name)
+    kept = [position for position, op in enumerate(graph.ops) if op.phase != "update"]
+    alone = stand_alone(graph, kept, leaving(graph, kept))
+    analysis = Analysis(alone)
+    return analysis, analysis.tree(hot_spots(alone))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_node_of_a_network_is_legal(name: str) -> None:
+    analysis, tree = network(name)
+    assert tree.nodes
+    assert list(problems(tree)) == []
+    for node in tree.nodes:
+        for parts in {least_divisor(node.extent), node.extent}:
+            assert list(region_problems(analysis.graph, Region(node.cuts, parts))) == []
+
+
+# --- mutations --------------------------------------------------------------------------------------------------------
+
+
+def three_levels() -> tuple[Graph, FTree]:
+    """The learner's tree with a further candidate inside."""
+    graph = learner()
+    tree = Analysis(graph).tree(HOT)
+    inner = tree.nodes[1]
+    cuts = {position: inner.cuts[position] for position in (2, 4)}
+    return graph, arranged([*tree.nodes, replace(inner, positions=(2, 4), cuts=cuts)])
+
+
+RULES: dict[str, tuple[Callable[[FTree], Iterator[Mutation]], dict[int, int]]] = {
+    "enable": (enable, {1: 2}),
+    "lift": (lift, {2: 3}),
+    "disable": (disable, {0: 2, 1: 3}),
+    "mutate": (mutate, {1: 2}),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_mutation_as_a_reader_sees_it(name: str) -> None:
+    graph, tree = three_levels()
+    rule, parts = RULES[name]
+    before = tree.with_parts(parts)
+    assert list(problems(before)) == []
+    text = [f"# before\n{describe(before, graph)}"]
+    text += [f"# {found.name}\n{describe(found.tree, graph)}" for found in rule(before)]
+    check_golden(f"ftree_{name}.txt", "\n".join(text))
+
+
+def names(found: Iterator[Mutation]) -> list[str]:
+    return [each.name for each in found]
+
+
+def test_which_nodes_the_rules_take() -> None:
+    _, tree = three_levels()
+    assert names(enable(tree)) == ["enable 2: n = 2"]  # the leaf alone
+    middle = tree.with_parts({1: 2})
+    assert names(enable(middle)) == ["enable 0: n = 3", "enable 2: n = 3"]  # 2 is in force: 6 leaves 3
+    assert names(lift(middle)) == ["lift 1 to 0"]
+    assert names(disable(middle)) == ["disable 1"]
+    assert names(mutate(middle)) == ["mutate 1: n = 3"]
+    assert names(mutate(tree.with_parts({1: 3}))) == ["mutate 1: n = 6"]
+    assert names(mutate(tree.with_parts({1: 6}))) == []
+    nested = tree.with_parts({0: 2, 2: 3})
+    assert names(lift(nested)) == []  # the one without enabled ancestors has no parent
+    assert names(disable(nested)) == ["disable 2"]
+    assert names(enable(nested)) == []  # 6 rows are used up; node 1 is no leaf and its child has an enabled ancestor
+
+
+def test_a_lifted_node_starts_anew_where_its_parts_do_not_divide_the_parent() -> None:
+    """4 parts of a dimension of 8 inside of one of 6: two parts, and the child is off."""
+    _, tree = three_levels()
+    inner = replace(tree.nodes[1], extent=8, parts=4)
+    (found,) = lift(FTree((tree.nodes[0], inner), (-1, 0)))
+    assert [node.parts for node in found.tree.nodes] == [2, 1]
+
+
+def test_enabled_siblings_do_not_overlap() -> None:
+    """Two candidates that share an operator: with one enabled the other is not offered."""
+    graph = learner()
+    tree = Analysis(graph).tree(HOT)
+
+    def some(*positions: int) -> Node:
+        return replace(tree.nodes[0], positions=positions, cuts={p: tree.nodes[0].cuts[p] for p in positions})
+
+    both = arranged([tree.nodes[0], some(0, 1), some(1, 2)])
+    assert both.parents == (-1, 0, 0)
+    assert names(enable(both)) == ["enable 1: n = 2", "enable 2: n = 2"]
+    assert names(enable(both.with_parts({1: 2}))) == ["enable 0: n = 3"]
+    assert list(problems(both.with_parts({1: 2, 2: 2}))) == ["nodes 1 and 2 are enabled and overlap"]
+
+
+def back(tree: FTree) -> FTree:
+    """With everything disabled, one node after another."""
+    return back(next(disable(tree)).tree) if tree.enabled() else tree
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_mutations_keep_the_rules_and_can_be_taken_back(seed: int) -> None:
+    """Whatever is reached by mutations is a tree, and disabling leads back to the first one."""
+    graph = random_graph(seed)
+    first = Analysis(graph).tree(hot_spots(graph))
+    layer = [first]
+    for _ in range(3):
+        layer = [found.tree for tree in layer for found in mutations(tree)][:40]
+        for tree in layer:
+            assert list(problems(tree)) == []
+            assert tree.parents == first.parents
+            assert back(tree) == first
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+def check(graph: Graph, tree: FTree, count: int) -> None:
+    """The loops are sound, proven, compute the same, and take the bytes that are said."""
+    found = looped(graph, tree)
+    verify(found)
+    verify_fission(found, graph)
+    assert len(loops(found)) == count == len(tree.enabled())
+    memory = draw(graph, 0)
+    assert differences(outcome(graph, memory), outcome(found, memory), graph) == []
+    assert simulated(found) == measured(found, memory)
+
+
+@pytest.mark.parametrize("parts", [{0: 2}, {1: 3}, {2: 6}, {0: 2, 1: 3}, {0: 3, 2: 2}, {1: 2, 2: 3}])
+def test_enabled_trees_compute_the_same(parts: dict[int, int]) -> None:
+    graph, tree = three_levels()
+    check(graph, tree.with_parts(parts), len(parts))
+
+
+def test_bodies_name_the_operators_of_the_step() -> None:
+    graph, tree = three_levels()
+    found = looped(graph, tree.with_parts({0: 2, 2: 3}))
+    inside = [op for op, _ in every_op(found) if op.origin is not None]
+    assert sorted(op.origin for op in inside if op.origin is not None) == [0, 1, 2, 4, 5, 6, 7]
+    assert all(op.target == graph.ops[op.origin].target for op in inside if op.origin is not None)
+
+
+def test_two_regions_that_wait_for_each_other() -> None:
+    """{0, 3} and {1, 2} of 0 -> 1, 2 -> 3 cannot both be loops, though neither overlaps the other: the rules say so."""
+    graph, tree = three_levels()
+    node = tree.nodes[0]
+    apart = replace(node, positions=(0, 1, 5, 7), cuts={p: node.cuts[p] for p in (0, 1, 5, 7)}, parts=2)
+    between = replace(node, positions=(2, 4), cuts={p: node.cuts[p] for p in (2, 4)}, parts=2)
+    found = apply(graph, arranged([apart, between]))
+    assert isinstance(found, Refusal)
+    assert "depends on an operator that needs the region's result" in found.reason
+
+
+@pytest.mark.parametrize("name", ["seed-vit", "seed-unetpp", "gpt_neo"])
+def test_enabled_trees_of_networks_compute_the_same(name: str) -> None:
+    """The leaf in two parts; and, where it has a parent along the same axis, both nested."""
+    analysis, tree = network(name)
+    leaf = max((i for i in range(len(tree.nodes)) if not tree.children(i)), key=lambda i: len(tree.nodes[i].positions))
+    check(analysis.graph, tree.with_parts({leaf: least_divisor(tree.nodes[leaf].extent)}), 1)

@@ -1,0 +1,224 @@
+"""The published search on a small step: what it promises is what the realized graph takes, and computes the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+from magis.aten.optimizers import scalars
+from magis.backend.codegen import compile_step
+from magis.cost.model import RooflineCosts, device_model
+from magis.errors import UsageError
+from magis.fission.apply import apply
+from magis.fission.ftree import Analysis, FTree
+from magis.fission.mutate import mutations
+from magis.fission.proof import verify_fission
+from magis.ir import Graph, verify
+from magis.rewrite.normalize import functionalize
+from magis.rewrite.untangle import untangle
+from magis.search.frames import Frame, flags_of, frame, judge, look, realized
+from magis.search.judge import Goal
+from magis.search.published import Published, published
+from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
+from magis.simulate.replay import replay
+from tests.fission.cutout import Outcome, differences, draw, in_float64, tensors_of
+from tests.nets import Net, rows
+from tests.oracles import captured
+
+LAYERS = Net(
+    lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh()),
+    rows(96, 8),
+    loss_fn=lambda output: output.pow(2).sum(),
+)
+STATES = 200
+
+
+@functools.cache
+def step() -> tuple[Graph, Analysis]:
+    """Forward, backward and updates, in double precision."""
+    graph = in_float64(untangle(functionalize(captured(LAYERS.build()).graph)))
+    return graph, Analysis(graph)
+
+
+@functools.cache
+def costs() -> RooflineCosts:
+    return device_model("sim:rtx3090")
+
+
+def framed(tree: FTree) -> Frame:
+    graph, _ = step()
+    looped = apply(graph, tree)
+    assert isinstance(looped, Graph)
+    return frame(looped, graph, costs(), reuse=True)
+
+
+def start() -> tuple[int, int]:
+    figures = judge(framed(FTree()), {})
+    return figures.peak, figures.latency_ns
+
+
+@functools.cache
+def found(memory: str = "", latency: str = "", states: int = STATES) -> Published:
+    graph, _ = step()
+    peak, latency_ns = start()
+    limit = int(Fraction(memory) * peak) if memory else None
+    goal = Goal(limit, int(Fraction(latency) * latency_ns) if latency else None)
+    return published(graph, costs(), goal, states=states)
+
+
+def check(tree: FTree, decisions: dict[int, int]) -> None:
+    """The realized graph is sound, computes the same, and takes the bytes that the search was promised."""
+    graph, _ = step()
+    level = framed(tree)
+    made = realized(level, decisions)
+    verify(made)
+    verify_fission(level.compiled.graph, graph)
+    profile = replay(made, costs().workspace, rounding=costs().rounding)
+    figures = judge(level, decisions)
+    assert (profile.peak_bytes, profile.tensor_bytes) == (figures.peak, figures.tensor_peak)
+    memory = draw(graph, 0)
+    assert differences(ran(graph, memory, graph.outputs), ran(made, memory, graph.outputs), graph) == []
+
+
+def ran(graph: Graph, memory: dict[int, Tensor], outputs: tuple[int, ...]) -> Outcome:
+    """What a run on a copy of the memory leaves; results under the ids of the step as it was."""
+    copied = {storage: tensor.clone() for storage, tensor in memory.items()}
+    results = compile_step(graph)(tensors_of(graph, copied), scalars(LAYERS.rule, 1))
+    return Outcome(dict(zip(outputs, results, strict=True)), copied)
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_promised_bytes_are_those_of_the_realized_graph(seed: int) -> None:
+    """Random mutations of the F-Tree, and random decisions."""
+    graph, analysis = step()
+    chosen = random.Random(seed)
+    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    assert tree.nodes
+    for _ in range(seed % 5):
+        tree = chosen.choice([each.tree for each in mutations(tree)])
+    temporary = [storage.id for storage in graph.storages.values() if storage.kind == "temporary"]
+    flags = (KEEP, RECOMPUTE, DROP, SWAP)
+    decisions = {storage: chosen.choice(flags) for storage in temporary if chosen.random() < 0.3 * (seed % 3)}
+    check(tree, decisions)
+
+
+def test_a_nested_loop_runs_as_often_as_both_say() -> None:
+    """Latency of a realized graph is what the cost model says of it."""
+    _, analysis = step()
+    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    inner = max(range(len(tree.nodes)), key=lambda index: len(list(tree.ancestors(index))))
+    (outer,) = {list(tree.ancestors(inner))[-1]}
+    nested = tree.with_parts({outer: 2, inner: 4})
+    level = framed(nested)
+    made = realized(level, {})
+    assert judge(level, {}).latency_ns == sum(costs().nanoseconds(op, made.values) for op in made.ops)
+
+
+def test_what_a_loop_hands_out_is_not_recomputed_from_outside() -> None:
+    """But it may be swapped; and its part, within the loop, follows the decision."""
+    _, analysis = step()
+    tree = analysis.tree(look(framed(FTree()), {}).hot)
+    level = framed(tree.with_parts({0: 2}))
+    handed = [level.names[place] for place in np.flatnonzero(level.handed).tolist()]
+    assert handed
+    assert set(flags_of(level, dict.fromkeys(handed, RECOMPUTE)).tolist()) == {KEEP}
+    assert flags_of(level, dict.fromkeys(handed, SWAP)).tolist().count(SWAP) == len(handed)
+    ((_, body),) = level.inner
+    assert RECOMPUTE in flags_of(body, dict.fromkeys(handed, RECOMPUTE)).tolist()
+
+
+def test_moves_are_about_hot_spots() -> None:
+    graph, analysis = step()
+    whole = framed(FTree())
+    view = look(whole, {})
+    assert view.moves
+    assert {move.storage for move in view.moves} <= set(view.hot)
+    assert sum(view.hot.values()) <= view.figures.peak - graph.persistent_bytes()
+    tree = analysis.tree(view.hot)
+    looped = look(framed(tree.with_parts({0: 8})), {})
+    assert any(move.inside for move in looped.moves) or looped.figures.peak < view.figures.peak
+    decided = {move.storage: move.flag for move in view.moves if move.flag != SWAP}
+    back = look(whole, decided)
+    assert all(decided[move.storage] != KEEP for move in back.moves if move.flag == KEEP)
+
+
+# --- search -----------------------------------------------------------------------------------------------------------
+
+LIMITS = [{"memory": "0.8"}, {"memory": "0.5"}, {"latency": "1.05"}, {"latency": "2"}, {"latency": "6"}]
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
+    result = found(**limit)
+    assert result.states <= STATES
+    assert result.states + result.filtered + result.refused == result.generated + 1
+    check(result.best.tree, dict(result.best.decided))
+    level = framed(result.best.tree)
+    assert judge(level, dict(result.best.decided), None) == result.figures or result.best.order is not None
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
+    result = found(**limit)
+    peak, latency_ns = start()
+    goal = Goal(
+        int(Fraction(limit["memory"]) * peak) if "memory" in limit else None,
+        int(Fraction(limit["latency"]) * latency_ns) if "latency" in limit else None,
+    )
+    keys = [goal.key(point.figures.peak, point.figures.latency_ns) for point in result.curve]
+    assert keys == sorted(set(keys), reverse=True)
+    assert [point.states for point in result.curve] == sorted({point.states for point in result.curve})
+    assert result.curve[0].figures == result.start
+    assert result.curve[-1].figures == result.figures
+
+
+def test_a_loose_latency_limit_brings_loops() -> None:
+    result = found(latency="6")
+    assert result.loops
+    assert result.figures.peak < found(latency="1.05").figures.peak
+
+
+def test_the_same_again_and_no_worse_with_more_states() -> None:
+    first, again = found(latency="2"), published(*_arguments("2"), states=STATES)
+    assert (first.figures, first.best.mark, first.curve) == (again.figures, again.best.mark, again.curve)
+    fewer = published(*_arguments("2"), states=STATES // 4)
+    assert fewer.curve == first.curve[: len(fewer.curve)]
+
+
+def _arguments(latency: str) -> tuple[Graph, RooflineCosts, Goal]:
+    graph, _ = step()
+    return graph, costs(), Goal(None, int(Fraction(latency) * start()[1]))
+
+
+def test_one_recomputation_by_brute_force() -> None:
+    """From the step itself without fission, a single move: the best of the first generation is the best of all."""
+    whole = framed(FTree())
+    view = look(whole, {})
+    goal = Goal(memory_limit=1)
+    moves = [{move.storage: move.flag} for move in view.moves]
+    best = min(goal.key(f.peak, f.latency_ns) for f in (judge(whole, each) for each in moves))
+    graph, _ = step()
+    every = [
+        {storage.id: flag}
+        for storage, flag in itertools.product(graph.storages.values(), (RECOMPUTE, SWAP))
+        if storage.kind == "temporary"
+    ]
+    assert best == min(goal.key(f.peak, f.latency_ns) for f in (judge(whole, each) for each in every))
+
+
+@pytest.mark.parametrize(
+    ("goal", "states"), [(Goal(), 10), (Goal(1, 1), 10), (Goal(memory_limit=1), 0)], ids=["none", "both", "no states"]
+)
+def test_what_cannot_be_searched(goal: Goal, states: int) -> None:
+    graph, _ = step()
+    with pytest.raises(UsageError):
+        published(graph, costs(), goal, states=states)
