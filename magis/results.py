@@ -93,6 +93,10 @@ class SearchStats:
     swapped_bytes: int = 0
     estimated_share: float = 0.0
     """Share of the simulated latency whose operator costs are roofline estimates (0..1)."""
+    fission: str = ""
+    """What runs in parts, in words; empty: nothing does."""
+    unsplit: str = ""
+    """Why nothing runs in parts although the search tried, in words."""
 
 
 @dataclass(frozen=True)

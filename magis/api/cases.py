@@ -185,6 +185,8 @@ class CaseRun:
             feasible=found.feasible,
             recomputed_ops=found.recomputed_ops,
             swapped_bytes=found.swapped_bytes,
+            fission=found.fission,
+            unsplit=found.unsplit,
             estimated_share=self._subject.estimated_share,
         )
 

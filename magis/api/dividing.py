@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from magis.api.plans import Plan, Scratch, approached, searched
+from magis.api.plans import Plan, Scratch, approached, realized, searched
 from magis.api.subject import Subject
+from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
 from magis.ir import Graph
 from magis.search.divided import Divided, divide, replan
+from magis.search.driver import search
 from magis.search.judge import Goal
 from magis.search.levels import realize_level, repeats
+from magis.search.relief import Relieved, relieve
+from magis.simulate.compile import compile_problem
 
 FREE = 1.01
 """Latency, as a multiple of the original's, up to which a plan without fission is good enough."""
 GAIN = 0.01
 """Share of the original's latency (or of the peak, under a latency limit) that fission must win to be chosen."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a search for plans with fission."""
+
+    subject: Subject
+    scratch: Scratch
+    goal: Goal
+    budget: int
+    seed: int
 
 
 def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
@@ -25,23 +41,56 @@ def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
     return plain.latency_ns > FREE * subject.latency_ns(subject.captured.graph)
 
 
-def divided(subject: Subject, scratch: Scratch, goal: Goal, plain: Plan, *, budget: int, seed: int) -> Plan:
+def divided(request: Request, plain: Plan) -> Plan:
     """The best plan with fission, or the one without if that is as good.
 
-    Where the step is cut is decided by estimated workspaces, which are the same everywhere; the decision is then
-    planned with those that are known.
+    What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
+    with those that are known.
     """
-    reuse = subject.source.reuse
+    subject, goal = request.subject, request.goal
+    graph, reuse = subject.untangled, subject.source.reuse
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    graph = subject.untangled
+    seed, budget = request.seed, request.budget
     found = divide(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, known=known)
-    if found is None:
-        return plain
+    attempt, states = None, 0
+    if found is not None:
+        attempt, states = _of_divided(request, found), found.states
+    elif goal.memory_limit is None or not plain.feasible:
+        eased = relieve(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget)
+        if eased is not None:
+            attempt, states = _of_relieved(request, eased), eased.states
+    if attempt is None:
+        return replace(plain, unsplit=blocked(graph) or "no cut is worth its time")
+    best = approached(goal, attempt)
+    verify_fission(best.graph)
+    if _better(goal, best, plain, subject.latency_ns(subject.captured.graph)):
+        chosen = best
+    else:
+        chosen = replace(plain, unsplit="no cut is worth its time")
+    return replace(
+        chosen,
+        states=plain.states + states + best.states,
+        workspaces={**plain.workspaces, **best.workspaces},
+        stopped_by_seconds=plain.stopped_by_seconds,
+    )
+
+
+def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
+    if ours.feasible != plain.feasible:
+        return ours.feasible
+    if goal.memory_limit is None or not ours.feasible:
+        return ours.planned.peak_bytes < (1 - GAIN) * plain.planned.peak_bytes
+    return ours.latency_ns < plain.latency_ns - GAIN * original_ns
+
+
+def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
+    """Plans of a step cut along its batch."""
+    subject, scratch = request.subject, request.scratch
     around = searched(found.level.compiled.graph)
     costs = subject.costs(scratch.known((subject.captured.graph, *around)))
 
     def attempt(aim: Goal) -> Plan:
-        again = replan(found, costs, aim, reuse=reuse, seed=seed, budget=budget)
+        again = replan(found, costs, aim, reuse=subject.source.reuse, seed=request.seed, budget=request.budget)
         looped = realize_level(again.level, again.solution)
         memory, relied = scratch.judged(looped, around)
         recomputed, swapped = repeats(again.solution)
@@ -56,30 +105,39 @@ def divided(subject: Subject, scratch: Scratch, goal: Goal, plain: Plan, *, budg
             recomputed_ops=recomputed,
             swapped_bytes=swapped,
             workspaces=relied,
-            fission=described(graph, again),
+            fission=_described(subject.untangled, again),
         )
 
-    best = approached(goal, attempt)
-    verify_fission(best.graph)
-    chosen = best if _better(goal, best, plain, subject.latency_ns(subject.captured.graph)) else plain
-    return replace(
-        chosen,
-        states=plain.states + found.states + best.states,
-        workspaces={**plain.workspaces, **best.workspaces},
-        stopped_by_seconds=plain.stopped_by_seconds,
-    )
+    return attempt
 
 
-def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
-    if ours.feasible != plain.feasible:
-        return ours.feasible
-    if goal.memory_limit is None or not ours.feasible:
-        return ours.planned.peak_bytes < (1 - GAIN) * plain.planned.peak_bytes
-    return ours.latency_ns < plain.latency_ns - GAIN * original_ns
+def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
+    """Plans of a step with loops around single operators."""
+    subject, scratch = request.subject, request.scratch
+    around = searched(found.graph)
+    costs = subject.costs(scratch.known((subject.captured.graph, *around)))
+    compiled = compile_problem(found.graph, costs, reuse=subject.source.reuse)
+
+    def attempt(aim: Goal) -> Plan:
+        result = search(
+            compiled.problem,
+            memory_limit=aim.memory_limit,
+            latency_limit_ns=aim.latency_limit_ns,
+            budget=request.budget,
+            seed=request.seed,
+        )
+        return replace(realized(scratch, compiled, result, around), fission=_listed(found))
+
+    return attempt
 
 
-def described(graph: Graph, found: Divided) -> str:
+def _described(graph: Graph, found: Divided) -> str:
     """What runs in parts, in words."""
     cut = found.cuts[0]
     place = graph.ops[cut.at].module or "its beginning"
     return f"from {place} to the loss and back in {cut.parts} parts"
+
+
+def _listed(found: Relieved) -> str:
+    first, *others = found.loops
+    return f"{first}, and {len(others)} more" if others else first

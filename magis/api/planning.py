@@ -6,17 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from magis.api.dividing import divided, worth_dividing
-from magis.api.plans import Plan, Scratch, approached, searched
+from magis.api.dividing import Request, divided, worth_dividing
+from magis.api.plans import Plan, Scratch, approached, realized, searched
 from magis.api.subject import Subject
-from magis.rewrite.realize import realize
 from magis.search.driver import DEFAULT_BUDGET, search
 from magis.search.judge import Goal
 from magis.simulate.compile import compile_problem
-from magis.simulate.evaluator import expand
-from magis.simulate.events import REDO, STORE
 
 __all__ = ["Plan", "plan", "planning_workspaces"]
 
@@ -54,7 +49,7 @@ def plan(
         if seconds is not None and time.perf_counter() - started >= seconds:
             best = replace(best, stopped_by_seconds=True)
         else:
-            best = divided(subject, scratch, goal, best, budget=budget, seed=seed)
+            best = divided(Request(subject, scratch, goal, budget, seed), best)
     return replace(best, seconds=time.perf_counter() - started)
 
 
@@ -65,32 +60,16 @@ def _whole(
     around = searched(subject.normal)
     known = scratch.known((subject.captured.graph, *around))
     compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
-    problem = compiled.problem
 
     def attempt(aim: Goal) -> Plan:
         result = search(
-            problem,
+            compiled.problem,
             memory_limit=aim.memory_limit,
             latency_limit_ns=aim.latency_limit_ns,
             budget=budget,
             seconds=left(),
-            allow_swap=problem.xfer_ns_per_byte > 0,
             seed=seed,
         )
-        events = expand(problem, result.order, result.flags)
-        graph = realize(compiled, events)
-        memory, relied = scratch.judged(graph, around)
-        return Plan(
-            graph=graph,
-            planned=memory,
-            latency_ns=result.latency_ns,
-            states=result.states,
-            seconds=0.0,
-            stopped_by_seconds=result.stopped_by_seconds,
-            feasible=result.feasible,
-            recomputed_ops=int(np.count_nonzero(events.kind == REDO)),
-            swapped_bytes=int(problem.nbytes[events.arg[events.kind == STORE]].sum()),
-            workspaces=relied,
-        )
+        return realized(scratch, compiled, result, around)
 
     return approached(goal, attempt)

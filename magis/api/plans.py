@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from magis.api.subject import Subject, redo_graph, signatures
 from magis.ir import Graph, verify
 from magis.results import Memory
+from magis.rewrite.realize import realize
+from magis.search.driver import SearchResult
 from magis.search.judge import Goal
+from magis.simulate.compile import Compiled
+from magis.simulate.evaluator import expand
+from magis.simulate.events import REDO, STORE
 from magis.simulate.replay import replay
 
 ATTEMPTS = 3
@@ -34,7 +41,9 @@ class Plan:
     workspaces: Mapping[str, int]
     """Non-zero workspaces that planning relied on, by signature."""
     fission: str = ""
-    """What runs in parts, in words."""
+    """What runs in parts, in words; empty: nothing does."""
+    unsplit: str = ""
+    """Why nothing runs in parts although that was tried, in words."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,26 @@ class Scratch:
 def searched(graph: Graph) -> tuple[Graph, Graph]:
     """A graph as a search sees it: every operator as it stands, and as it is recomputed."""
     return graph, redo_graph(graph)
+
+
+def realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
+    """The plan that a search found."""
+    problem = compiled.problem
+    events = expand(problem, result.order, result.flags)
+    graph = realize(compiled, events)
+    memory, relied = scratch.judged(graph, around)
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=result.latency_ns,
+        states=result.states,
+        seconds=0.0,
+        stopped_by_seconds=result.stopped_by_seconds,
+        feasible=result.feasible,
+        recomputed_ops=int(np.count_nonzero(events.kind == REDO)),
+        swapped_bytes=int(problem.nbytes[events.arg[events.kind == STORE]].sum()),
+        workspaces=relied,
+    )
 
 
 def approached(goal: Goal, attempt: Callable[[Goal], Plan]) -> Plan:

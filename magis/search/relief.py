@@ -66,7 +66,13 @@ class _State:
 
 
 def relieve(
-    graph: Graph, costs: Costs, goal: Goal, *, reuse: bool, seed: int, budget: int = DEFAULT_BUDGET
+    graph: Graph,
+    costs: Costs,
+    goal: Goal,
+    *,
+    reuse: bool,
+    seed: int,
+    budget: int = DEFAULT_BUDGET,
 ) -> Relieved | None:
     """The best plan found with loops around operators at the peak; None if no loop helps.
 

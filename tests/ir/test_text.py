@@ -81,7 +81,7 @@ def test_the_digest_sees_every_change(graph: Graph, data: st.DataObject) -> None
     ops = [*graph.ops, data.draw(written_ops())]
     base = replace(graph, ops=tuple(ops))
     at = data.draw(st.integers(0, len(ops) - 1))
-    field = data.draw(st.sampled_from([field.name for field in fields(Op)]))
+    field = data.draw(st.sampled_from([field.name for field in fields(Op) if field.init]))
     donor = data.draw(written_ops())
     changed = replace(base, ops=(*ops[:at], replace(ops[at], **{field: getattr(donor, field)}), *ops[at + 1 :]))
     assert (digest(changed) == digest(base)) == (changed == base)

@@ -26,7 +26,7 @@ def measured() -> CaseResult:
         numbers="bit-identical",
         graph_digest="abc",
         note="a note",
-        search=SearchStats(1.5, 321, False, True, 12, 0, 0.25),
+        search=SearchStats(1.5, 321, False, True, 12, 0, 0.25, "from layers.1 to the loss and back in 4 parts"),
         planning_workspaces={"aten::mm": 512},
     )
 

@@ -67,6 +67,7 @@ def test_a_measured_row(measured):
         "feasible": True,
         "recomputed operators": 12,
         "swapped bytes": 0,
+        "fission": "from layers.1 to the loss and back in 4 parts",
         "estimated latency share": 0.25,
         "numbers": "bit-identical",
         "verdict": "pass",

@@ -27,7 +27,7 @@ from magis.aten.splits.labels import Call, Labels, Rules, derive
 from magis.aten.splits.types import COMBINATIONS, Path, Split, part
 from magis.ir.types import Op, Value
 
-__all__ = ["COMBINATIONS", "Path", "Split", "has_rule", "part", "splits", "why_opaque"]
+__all__ = ["COMBINATIONS", "Path", "Split", "has_rule", "part", "splits", "why_not", "why_opaque"]
 
 RULES: Rules = {
     **opaque.RULES, **pointwise.RULES, **views.RULES, **matmul.RULES, **reductions.RULES, **norms.RULES,
@@ -57,6 +57,16 @@ def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
     if all(size <= 1 for value in tensors for size in value.shape):
         return "no dimension is larger than 1"
     return found.reason or "no dimension can be cut into equal parts"
+
+
+def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
+    """Why the call cannot be cut along dimension `dim` of its input number `taken`, in a few words; "" where it can."""
+    if any(split.inputs[taken] == dim for split in splits(op, values)):
+        return ""
+    found = _labels(op, values)
+    if isinstance(found, str):
+        return found
+    return found.reason or "not along this dimension"
 
 
 def has_rule(target: str) -> bool:
