@@ -118,7 +118,7 @@ class CaseResult:
     device_memory_bytes: int
     """Memory of the device (its limit), bytes."""
     lower_bound_bytes: int
-    """Persistent bytes + largest working set of one operator: no plan without fission gets below it."""
+    """Persistent bytes + the most that one operator needs whole, however it is cut: no plan gets below it."""
     numbers: str = "not run"
     """ "bit-identical", "within tolerance", "differs: <what>" or "not run"."""
     graph_digest: str = ""

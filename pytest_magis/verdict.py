@@ -260,6 +260,8 @@ def _notes(
 ) -> Iterator[str]:
     if result.note:
         yield " ".join(result.note.split())
+    if result.search.unsplit:
+        yield f"nothing runs in parts: {result.search.unsplit}"
     if result.search.stopped_by_seconds:
         yield "stopped by the cap in seconds: the optimized step is not gated"
     if not result.search.feasible:

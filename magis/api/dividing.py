@@ -87,10 +87,16 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
     """Plans of a step cut along its batch."""
     subject, scratch = request.subject, request.scratch
     around = searched(found.level.compiled.graph)
-    costs = subject.costs(scratch.known((subject.captured.graph, *around)))
+    known = scratch.known((subject.captured.graph, *around))
+
+    def planned(aim: Goal) -> Divided:
+        if not known and aim == request.goal:
+            return replace(found, states=0)  # planned with the same costs already
+        costs, reuse = subject.costs(known), subject.source.reuse
+        return replan(found, costs, aim, reuse=reuse, seed=request.seed, budget=request.budget)
 
     def attempt(aim: Goal) -> Plan:
-        again = replan(found, costs, aim, reuse=subject.source.reuse, seed=request.seed, budget=request.budget)
+        again = planned(aim)
         looped = realize_level(again.level, again.solution)
         memory, relied = scratch.judged(looped, around)
         recomputed, swapped = repeats(again.solution)

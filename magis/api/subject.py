@@ -19,13 +19,13 @@ from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.signature import signature
+from magis.fission.floor import lower_bound
 from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.models.names import is_factory
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
-from magis.simulate.compile import compile_problem, redo_form
-from magis.simulate.evaluator import lower_bound
+from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
 
 ROUNDS_ALONE = 5
@@ -235,9 +235,10 @@ class Subject:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Bytes below which no plan without fission gets: persistent ones and one operator's working set."""
+        """Bytes below which no plan gets: persistent ones and what one operator needs whole (``fission.floor``)."""
         known = self.base_workspaces if self.kind == "cpu" and self.runs else {}
-        return lower_bound(compile_problem(self.normal, self.costs(known), reuse=self.source.reuse).problem)
+        costs = self.costs(known)
+        return lower_bound(self.untangled, costs.workspace, costs.rounding)
 
     @cached_property
     def predicted_bytes(self) -> int:

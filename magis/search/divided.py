@@ -28,7 +28,7 @@ SCREENING = 10
 FINALISTS = 3
 COARSE = 30
 """Under a latency limit peaks are compared to this share of them, while many configurations are tried."""
-SQUEEZES = 8
+SQUEEZES = 5
 """Attempts to get below the peak of a finalist, by ever smaller steps."""
 UNLIMITED = 1 << 62
 
