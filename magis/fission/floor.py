@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from magis.analysis.hazards import is_pure_view
 from magis.aten.facts import IN_PLACE_FORM, OUT_FORM
 from magis.aten.splits import splits
 from magis.ir import Graph, Op
@@ -19,7 +20,7 @@ def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
 
 
 def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> int:
-    if op.phase == "update" or op.target.startswith("magis."):
+    if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
         return 0
     ways = splits(op, graph.values)
     whole = {graph.values[value].storage for value in op.inputs()}
