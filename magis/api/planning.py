@@ -13,7 +13,7 @@ from magis.search.driver import DEFAULT_BUDGET, search
 from magis.search.judge import Goal
 from magis.simulate.compile import compile_problem
 
-__all__ = ["Plan", "plan", "planning_workspaces"]
+__all__ = ["Plan", "plan", "plan_whole", "planning_workspaces"]
 
 
 def planning_workspaces(
@@ -44,7 +44,7 @@ def plan(
     def left() -> float | None:
         return None if seconds is None else max(seconds - (time.perf_counter() - started), seconds / 10)
 
-    best = _whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
+    best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if worth_dividing(subject, goal, best):
         if seconds is not None and time.perf_counter() - started >= seconds:
             best = replace(best, stopped_by_seconds=True)
@@ -53,10 +53,16 @@ def plan(
     return replace(best, seconds=time.perf_counter() - started)
 
 
-def _whole(
-    subject: Subject, scratch: Scratch, goal: Goal, *, budget: int, seed: int, left: Callable[[], float | None]
+def plan_whole(
+    subject: Subject,
+    scratch: Scratch,
+    goal: Goal,
+    *,
+    budget: int = DEFAULT_BUDGET,
+    seed: int = 0,
+    left: Callable[[], float | None] = lambda: None,
 ) -> Plan:
-    """The best plan without fission."""
+    """The best plan without fission; ``left`` says how many seconds the search may still take."""
     around = searched(subject.normal)
     known = scratch.known((subject.captured.graph, *around))
     compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)

@@ -1,0 +1,114 @@
+"""What fission gains: the lowest peak at a latency limit, without and with it.
+
+    python benchmarks/fission_gain.py [name or glob ...] [--device cpu] [--preset small] [--limit 1.1]
+                                      [--plans 1.05 1.1 1.15] [--rounds 8]
+
+Columns: peak ratio and latency ratio, both to eager, of the leanest plan within the limit, without and with fission; and
+what runs in parts. On a CPU both figures are measured: one plan is made for each simulated latency ratio of --plans, and
+of those measured within the limit (the median of steps that take turns) the leanest counts. On simulated devices the plan
+for the limit itself counts, and both figures are simulated. Numbers are compared with eager's on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from magis.quiet import before_torch
+
+before_torch()
+
+from magis.api.bench import Bench  # noqa: E402
+from magis.api.cases import once_in_turns  # noqa: E402
+from magis.api.numbers import compare, compare_rounding  # noqa: E402
+from magis.api.planning import Plan, plan, plan_whole  # noqa: E402
+from magis.api.plans import Scratch  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
+from magis.backend.timing import Patience, in_turns, ratio_interval  # noqa: E402
+from magis.models import resolve  # noqa: E402
+from magis.results import Case  # noqa: E402
+from magis.search.judge import Goal  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan: ratios to eager."""
+
+    peak: float
+    latency: float
+    text: str
+
+
+def plans(subject: Subject, ratio: float) -> tuple[Plan, Plan]:
+    """The plans for a simulated latency ratio without and with fission."""
+    limit = int(ratio * subject.latency_ns(subject.captured.graph))
+    without = plan_whole(subject, Scratch(subject, None), Goal(latency_limit_ns=limit))
+    with_it = plan(subject, memory_limit=None, latency_limit_ns=limit, budget=None, seconds=None, seed=0, stored=None)
+    return without, with_it
+
+
+def simulated(subject: Subject, found: Plan) -> Point:
+    """What the simulator says."""
+    original = subject.latency_ns(subject.captured.graph)
+    return Point(found.planned.peak_bytes / subject.original.peak_bytes, found.latency_ns / original, found.fission)
+
+
+def measured(subject: Subject, found: Plan, rounds: int) -> Point:
+    """What the machine says; SystemExit if numbers or bytes are not as they should be."""
+    eager, step = subject.eager(), subject.generated(found.graph)
+    numbers = compare_rounding(subject, found.graph, 0) if found.fission else compare(eager, step, 0)
+    memory = subject.measure(step)
+    if numbers.startswith("differs") or memory != subject.simulate_graph(found.graph):
+        raise SystemExit(f"{subject.source.name}: numbers {numbers}; {memory}, {subject.simulate_graph(found.graph)}")
+    eager.prepare()
+    eager.run()
+    timing = in_turns(once_in_turns(eager), once_in_turns(step), Patience(rounds, seconds=10.0))
+    return Point(memory.peak_bytes / subject.original_measured.peak_bytes, ratio_interval(timing).ratio, found.fission)
+
+
+def leanest(points: Sequence[Point], limit: float) -> Point | None:
+    """The lowest peak within the limit."""
+    return min((point for point in points if point.latency <= limit), key=lambda point: point.peak, default=None)
+
+
+def line(name: str, pairs: Sequence[tuple[Point, Point]], limit: float) -> Iterator[str]:
+    """One row, and below it every plan that was tried."""
+    without, with_it = (leanest([pair[index] for pair in pairs], limit) for index in (0, 1))
+    cells = [f"{p.peak:9.4f} {p.latency:8.3f}" if p else f"{'-':>9} {'-':>8}" for p in (without, with_it)]
+    gain = f"{without.peak - with_it.peak:+8.4f}" if without and with_it else f"{'-':>8}"
+    yield f"{name:14} {cells[0]}  {cells[1]} {gain}  {with_it.text if with_it else ''}"
+    if len(pairs) > 1:
+        for one, other in pairs:
+            yield f"{'':14} {one.peak:9.4f} {one.latency:8.3f}  {other.peak:9.4f} {other.latency:8.3f}"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["all"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--limit", type=float, default=1.1)
+    parser.add_argument("--plans", type=float, nargs="+", default=[1.05, 1.1, 1.15])
+    parser.add_argument("--rounds", type=int, default=8)
+    arguments = parser.parse_args()
+    print(f"{'':14} {'without fission':>18}  {'with fission':>18}")
+    print(f"{'model':14} {'peak':>9} {'latency':>8}  {'peak':>9} {'latency':>8} {'gain':>8}  in parts")
+    for name in resolve(arguments.names):
+        case = Case(name, "magis", arguments.device, arguments.preset, latency_ratio=arguments.limit)
+        subject = Bench().subject(case)
+        if subject.simulated_only:
+            one, other = plans(subject, arguments.limit)
+            pairs = [(simulated(subject, one), simulated(subject, other))]
+        else:
+            pairs = []
+            for ratio in arguments.plans:
+                one, other = plans(subject, ratio)
+                pairs.append((measured(subject, one, arguments.rounds), measured(subject, other, arguments.rounds)))
+        for text in line(name, pairs, arguments.limit):
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()
