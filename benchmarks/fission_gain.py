@@ -3,10 +3,10 @@
     python benchmarks/fission_gain.py [name or glob ...] [--device cpu] [--preset small] [--limit 1.1]
                                       [--plans 1.05 1.1 1.15] [--rounds 8]
 
-Columns: peak ratio and latency ratio, both to eager, of the leanest plan within the limit, without and with fission; and
-what runs in parts. On a CPU both figures are measured: one plan is made for each simulated latency ratio of --plans, and
-of those measured within the limit (the median of steps that take turns) the leanest counts. On simulated devices the plan
-for the limit itself counts, and both figures are simulated. Numbers are compared with eager's on the way.
+Columns: peak ratio and latency ratio, both to eager, of the leanest plan within the limit, without and with fission;
+and what runs in parts. On a CPU both figures are measured: one plan is made for each simulated latency ratio of
+--plans, and of those measured within the limit (the median of steps that take turns) the leanest counts. On simulated
+devices the plan for the limit itself counts, and both figures are simulated. Numbers are compared with eager's.
 """
 
 from __future__ import annotations
