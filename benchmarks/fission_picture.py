@@ -1,0 +1,125 @@
+"""Draws docs/fission.svg: memory over time of one training step, whole and in parts.
+
+    python benchmarks/fission_picture.py [model] [parts] [--out docs/fission.svg]
+
+Bytes are those of the exact simulator, times those of the roofline: nothing is run, nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from magis.api.bench import Bench
+from magis.api.subject import Subject
+from magis.fission.expand import expand
+from magis.fission.grow import connected
+from magis.fission.region import Region
+from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
+from magis.ir import Graph
+from magis.results import Case
+from magis.search.judge import Goal
+from magis.search.levels import level, realize_level, solve
+from magis.simulate.replay import replay
+from magis.units import format_bytes
+
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 320, 90, 46, 52
+COLOURS = {"whole": "#b03a2e", "in parts": "#1f618d", "grid": "#cccccc", "text": "#333333"}
+
+Curve = list[tuple[float, float]]
+
+
+def curve(subject: Subject, graph: Graph) -> Curve:
+    """(milliseconds, bytes) at the end of every operator; a loop's body once per part."""
+    points: Curve = [(0.0, float(graph.persistent_bytes()))]
+    for ms, level_bytes in _levels(subject, graph, 0.0):
+        points.append((points[-1][0] + ms, level_bytes))
+    return points
+
+
+def _levels(subject: Subject, graph: Graph, base: float) -> Iterator[tuple[float, float]]:
+    costs = subject.roofline
+    for position, op in enumerate(graph.ops):
+        tensors = _tensors(graph)[position]
+        if op.body is None:
+            yield costs.nanoseconds(op, graph.values) / 1e6, base + tensors
+            continue
+        around = base + tensors - max(_tensors(op.body.graph), default=0)
+        for _ in range(op.body.parts):
+            yield from _levels(subject, op.body.graph, around)
+
+
+_CACHE: dict[int, tuple[int, ...]] = {}
+
+
+def _tensors(graph: Graph) -> tuple[int, ...]:
+    if id(graph) not in _CACHE:
+        _CACHE[id(graph)] = replay(graph, lambda _op, _values: 0).tensors
+    return _CACHE[id(graph)]
+
+
+def planned(subject: Subject, graph: Graph) -> Graph:
+    """The step in its best order, with nothing recomputed."""
+    here = level(graph, subject.roofline, reuse=True)
+    return realize_level(here, solve(here, Goal(memory_limit=1 << 62), 200, brief=True))
+
+
+def in_parts(subject: Subject, parts: int) -> Graph:
+    """The whole step, from its inputs to the loss and back, in so many parts."""
+    graph = subject.untangled
+    axis = batch_axis(graph, batch_inputs(graph))
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 1)[0]).cuts, 1)[0].cuts
+    return planned(subject, expand(graph, Region(cuts, parts), in_place=True))
+
+
+def svg(title: str, curves: dict[str, Curve]) -> str:
+    """The picture."""
+    longest = max(points[-1][0] for points in curves.values())
+    highest = max(bytes_ for points in curves.values() for _, bytes_ in points) * 1.05
+
+    def place(ms: float, nbytes: float) -> str:
+        x = LEFT + ms / longest * (WIDTH - LEFT - 20)
+        return f"{x:.1f},{HEIGHT - BOTTOM - nbytes / highest * (HEIGHT - BOTTOM - TOP):.1f}"
+
+    text = f'font-family="sans-serif" font-size="12" fill="{COLOURS["text"]}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        f'<text x="{LEFT}" y="20" {text}>{title}</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        nbytes = share * highest / 1.05
+        x, y = place(0.0, nbytes).split(",")
+        lines.append(f'<line x1="{x}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="{COLOURS["grid"]}"/>')
+        lines.append(f'<text x="8" y="{float(y) + 4:.1f}" {text}>{format_bytes(int(nbytes))}</text>')
+    for index, (name, points) in enumerate(curves.items()):
+        path = " ".join(place(ms, nbytes) for ms, nbytes in points)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.5"/>')
+        peak = format_bytes(int(max(nbytes for _, nbytes in points)))
+        label = f"{name}: at most {peak}, {points[-1][0]:.0f} ms"
+        x = LEFT + 320 * index
+        lines.append(f'<rect x="{x}" y="{HEIGHT - 24}" width="14" height="4" fill="{COLOURS[name]}"/>')
+        lines.append(f'<text x="{x + 20}" y="{HEIGHT - 18}" {text}>{label}</text>')
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Write the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="gpt_neo")
+    parser.add_argument("parts", nargs="?", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("docs/fission.svg"))
+    arguments = parser.parse_args()
+    subject = Bench().subject(Case(arguments.model, "magis", "cpu", "small", memory_ratio=0.5))
+    curves = {
+        "whole": curve(subject, planned(subject, subject.untangled)),
+        "in parts": curve(subject, in_parts(subject, arguments.parts)),
+    }
+    title = f"Tensors in memory during one training step of {arguments.model} (small), {arguments.parts} parts"
+    arguments.out.write_text(svg(title, curves), encoding="utf-8")
+    print(f"{arguments.out}: " + ", ".join(f"{n} {max(b for _, b in c):,.0f} bytes" for n, c in curves.items()))
+
+
+if __name__ == "__main__":
+    main()
