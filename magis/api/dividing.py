@@ -33,6 +33,8 @@ class Request:
     goal: Goal
     budget: int
     seed: int
+    over: Callable[[], bool] = lambda: False
+    """Whether the time that the search may take is over."""
 
 
 def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
@@ -53,16 +55,18 @@ def divided(request: Request, plain: Plan) -> Plan:
     graph, reuse = subject.untangled, subject.source.reuse
     known = (plain.planned.peak_bytes, plain.latency_ns)
     seed, budget = request.seed, request.budget
-    found = divide(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, known=known)
+    over = request.over
+    found = divide(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, known=known, over=over)
     attempt, states = None, 0
     if found is not None:
         attempt, states = _of_divided(request, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
-        eased = relieve(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget)
+        eased = relieve(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, over=over)
         if eased is not None:
             attempt, states = _of_relieved(request, eased), eased.states
     if attempt is None:
-        return replace(plain, unsplit=blocked(graph) or "no cut is worth its time")
+        stopped = plain.stopped_by_seconds or over()
+        return replace(plain, unsplit=blocked(graph) or "no cut is worth its time", stopped_by_seconds=stopped)
     best = approached(goal, attempt)
     verify_fission(best.graph)
     if _better(goal, best, plain, subject.latency_ns(subject.captured.graph)):
@@ -73,7 +77,7 @@ def divided(request: Request, plain: Plan) -> Plan:
         chosen,
         states=plain.states + states + best.states,
         workspaces={**plain.workspaces, **best.workspaces},
-        stopped_by_seconds=plain.stopped_by_seconds,
+        stopped_by_seconds=plain.stopped_by_seconds or over(),
     )
 
 
@@ -95,7 +99,8 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
         if not known and aim == request.goal:
             return replace(found, states=0)  # planned with the same costs already
         costs, reuse = subject.costs(known), subject.source.reuse
-        return replan(found, costs, aim, reuse=reuse, seed=request.seed, budget=request.budget)
+        seed, budget, over = request.seed, request.budget, request.over
+        return replan(found, costs, aim, reuse=reuse, seed=seed, budget=budget, over=over)
 
     def attempt(aim: Goal) -> Plan:
         again = planned(aim)

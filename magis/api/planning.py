@@ -44,12 +44,13 @@ def plan(
     def left() -> float | None:
         return None if seconds is None else max(seconds - (time.perf_counter() - started), seconds / 10)
 
+    def over() -> bool:
+        return seconds is not None and time.perf_counter() - started >= seconds
+
+    request = Request(subject, scratch, goal, budget, seed, over)
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if worth_dividing(subject, goal, best):
-        if seconds is not None and time.perf_counter() - started >= seconds:
-            best = replace(best, stopped_by_seconds=True)
-        else:
-            best = divided(Request(subject, scratch, goal, budget, seed), best)
+        best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
     return replace(best, seconds=time.perf_counter() - started)
 
 

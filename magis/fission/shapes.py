@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +44,7 @@ def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:
 def _describe(text: str) -> tuple[Made | None, ...]:
     """By signature: equal layers ask once."""
     op, values = parse(text)
-    with FakeTensorMode(), torch.no_grad():
+    with _unlogged(), FakeTensorMode(), torch.no_grad():
         tensors = {number: _fake(value) for number, value in values.items()}
         try:
             results = call(op, tensors, {"$": 1.0})
@@ -53,6 +55,17 @@ def _describe(text: str) -> tuple[Made | None, ...]:
         largest = max((values[number].nbytes for number in op.inputs()), default=0)
         least = largest if op.target in KEEPS_INPUT_SIZE else 0
         return tuple(_made(tensor, owners, least) for tensor in as_made(op, results))
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Sizes that do not fit are an answer here: torch would log them with a traceback each."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _fake(value: Value) -> torch.Tensor:

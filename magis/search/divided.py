@@ -6,7 +6,7 @@ back runs as a loop (``magis.fission.suffix``), later places as loops within the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from magis.errors import VerifyError
@@ -60,24 +60,34 @@ def divide(
     seed: int,
     budget: int = DEFAULT_BUDGET,
     known: tuple[int, int] | None = None,
+    over: Callable[[], bool] = lambda: False,
 ) -> Divided | None:
     """The best divided step under the goal; None if nothing can be cut, or only into steps that are no better than
     the ``known`` plan (its peak in bytes and its latency in ns).
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). ``budget`` is the
     number of states that the search of a step without loops looks at; configurations together get a few times as many.
+    Nothing further is tried once ``over`` says so.
     """
-    search = _Search(graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=known)
+    search = _Search(graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=known, over=over)
     search.screen()
     return search.finish()
 
 
 def replan(
-    found: Divided, costs: Costs, goal: Goal, *, reuse: bool, seed: int, budget: int = DEFAULT_BUDGET
+    found: Divided,
+    costs: Costs,
+    goal: Goal,
+    *,
+    reuse: bool,
+    seed: int,
+    budget: int = DEFAULT_BUDGET,
+    over: Callable[[], bool] = lambda: False,
 ) -> Divided:
     """The same configuration planned with other costs, or under another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
-    search = _Search(found.level.compiled.graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=None)
+    graph = found.level.compiled.graph
+    search = _Search(graph, costs, goal, reuse=reuse, seed=seed, budget=budget, known=None, over=over)
     start = replace(found, level=here)
     if goal.memory_limit is None:
         start = replace(start, solution=search.quickly(here))
@@ -97,9 +107,10 @@ class _Search:
         seed: int,
         budget: int,
         known: tuple[int, int] | None,
+        over: Callable[[], bool],
     ) -> None:
         self.graph, self.costs, self.goal, self.reuse, self.seed = graph, costs, goal, reuse, seed
-        self.known = known
+        self.known, self.over = known, over
         self.screening = SCREENING * budget
         self.thorough = max(1, budget // 4)
         self.found: list[Divided] = []
@@ -132,7 +143,7 @@ class _Search:
                 return  # a kernel refuses the size of a part
             here = level(looped, self.costs, reuse=self.reuse, known=known)
             known = here.compiled
-            if self._hopeless(here) or self.states > self.screening:
+            if self._hopeless(here) or self.states > self.screening or self.over():
                 return
             solution = self.quickly(here)
             yield Divided((Cut(at, parts),), here, solution)
@@ -167,7 +178,7 @@ class _Search:
         if known < high:  # no use unless it can beat what there is
             best = self._closer(here, best, known)
             high = best.peak if best.peak <= known else low
-        while high - low > high // COARSE:
+        while high - low > high // COARSE and not self.over():
             limit = (low + high) // 2
             tried = self._closer(here, best, limit)
             if tried.peak <= limit:
@@ -182,7 +193,7 @@ class _Search:
             return self._within(divided.level, self.goal, self.thorough)
         best = divided.solution
         step = best.peak // COARSE
-        for _ in range(SQUEEZES):
+        for _ in range(0 if self.over() else SQUEEZES):
             tried = self._closer(divided.level, best, best.peak - step, self.thorough)
             step = step if tried.peak < best.peak else step // 2
             best = tried
@@ -209,7 +220,7 @@ class _Search:
     def finish(self) -> Divided | None:
         """The best configurations again, thoroughly."""
         finalists = sorted(self.found, key=self._key)[: FINALISTS if self.goal.memory_limit is not None else 1]
-        for divided in finalists:
+        for divided in finalists if not self.over() else ():
             solution = self.thoroughly(divided)
             self.found.append(replace(divided, solution=solution))
         best = min(self.found, key=self._key, default=None)

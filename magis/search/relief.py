@@ -8,7 +8,7 @@ turns room into time (or the other way round), which moves the peak.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -73,10 +73,12 @@ def relieve(
     reuse: bool,
     seed: int,
     budget: int = DEFAULT_BUDGET,
+    over: Callable[[], bool] = lambda: False,
 ) -> Relieved | None:
     """The best plan found with loops around operators at the peak; None if no loop helps.
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``).
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). No
+    further round begins once ``over`` says so.
     """
     compiled = compile_problem(graph, costs, reuse=reuse)
     result = _planned(compiled, goal, budget, seed, brief=False)
@@ -84,6 +86,8 @@ def relieve(
     best: Relieved | None = None
     loops: tuple[str, ...] = ()
     for _ in range(ROUNDS):
+        if over():
+            break
         start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
         tried = []
         for state, made in _chain(start, costs, reuse):
