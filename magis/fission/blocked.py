@@ -20,6 +20,8 @@ def blocked(graph: Graph) -> str:
     sizes = sorted({graph.values[value].shape[0] for value in start if graph.values[value].shape})
     if not sizes:
         return "no input has a batch dimension"
+    if sizes == [1]:
+        return "a batch of 1 has no parts"
     axis = batch_axis(graph, start)
     found = Counter(
         (op.target.split(".")[1], reason)

@@ -45,9 +45,11 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
 
 
 def _merged_at(graph: Graph, region: Region, leaving: Leaving, over: Mapping[int, int]) -> int:
-    """Position behind which the part of what leaves goes into the whole: its memory is then no longer read."""
-    victim = over.get(graph.values[leaving.value].storage)
-    return leaving.maker if victim is None else max(leaving.maker, last_reader(graph, region, victim))
+    """Position behind which the part of what leaves goes into the whole: it is finished, its memory no longer read."""
+    storage = graph.values[leaving.value].storage
+    finished = max([leaving.maker, *(p for p in region.cuts if storage in dict(graph.ops[p].writes))])
+    victim = over.get(storage)
+    return finished if victim is None else max(finished, last_reader(graph, region, victim))
 
 
 @dataclass
@@ -239,7 +241,10 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
         storages[value.storage] = replace(storages[value.storage], nbytes=bytes_of(value.shape, value.dtype))
     views = [p for p in inside if is_pure_view(graph, graph.ops[p])]
     order = _order(graph, set(inside) - set(_needed_views(graph, region, views)), set(inside), loop)
-    moved = {ours: (theirs, met.get(theirs, 0) + 1) for ours, theirs in body.over.items()}
+    # What the region writes again and again, the loop makes once.
+    made = {graph.values[value].storage for value in loop.made()}
+    moved = {storage: (storage, -after.get(storage, 0)) for storage in made}
+    moved |= {ours: (theirs, met.get(theirs, 0) + 1) for ours, theirs in body.over.items()}
     ops = tuple(_moved(replace(op, id=number), moved) for number, op in enumerate(order))
     values = {
         key: replace(value, storage=moved[value.storage][0]) if value.storage in moved else value
@@ -249,7 +254,7 @@ def _spliced(graph: Graph, region: Region, body: _Body, left: list[Leaving]) -> 
 
 
 def _moved(op: Op, moved: Mapping[int, tuple[int, int]]) -> Op:
-    """The operator meeting storages that have moved: to another one, whose versions go on from a higher number."""
+    """The operator meeting storages that have moved: to another one, or to other version numbers."""
     if not moved or not any(storage in moved for storage, _ in (*op.reads, *op.writes)):
         return op
 

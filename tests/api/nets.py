@@ -57,3 +57,10 @@ def branches() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], objec
             return self.linear(x) if x.sum() > 0 else x
 
     return Branch(), (torch.randn(2, 4),), (torch.randn(2, 4),), F.mse_loss
+
+
+def normed() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A perceptron with norms over the batch."""
+    norms = (nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU())
+    body = nn.Sequential(*norms, nn.Linear(64, 3))
+    return body.train(), (torch.randn(64, 8),), (torch.randint(3, (64,)),), F.cross_entropy

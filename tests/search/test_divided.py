@@ -1,0 +1,108 @@
+"""Divided steps: plans keep their limits, and are what the realized graph needs, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from magis.fission.floor import lower_bound
+from magis.fission.proof import verify_fission
+from magis.ir import Graph, dump, verify
+from magis.search.divided import Divided, divide, replan
+from magis.search.judge import Goal
+from magis.search.levels import fastest_ns, realize_level, repeats
+from magis.simulate.replay import replay
+from tests.search.subjects import BUDGET, Step, step
+
+
+def divided(given: Step, goal: Goal, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
+    return divide(given.graph, given.costs, goal, reuse=True, seed=seed, budget=BUDGET, known=known)
+
+
+def realized(given: Step, found: Divided) -> Graph:
+    """The plan as a graph: sound, the same step, and as large as was said."""
+    graph = realize_level(found.level, found.solution)
+    verify(graph)
+    verify_fission(graph)
+    verify_fission(found.level.compiled.graph, given.graph)
+    assert replay(graph, given.costs.workspace, rounding=given.costs.rounding).peak_bytes == found.solution.peak
+    assert found.solution.latency_ns >= fastest_ns(found.level)
+    parts = [op.body.parts for op in graph.ops if op.body is not None]
+    assert parts == [cut.parts for cut in found.cuts] == [found.level.parts]
+    assert repeats(found.solution)[1] == 0
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "met"), [("blocks", 0.75, True), ("blocks", 0.5, True), ("seed-unet", 0.5, False)]
+)
+def test_a_memory_limit_is_kept_by_what_the_plan_becomes(name: str, ratio: float, met: bool) -> None:
+    given = step(name)
+    limit = int(ratio * given.peak)
+    found = divided(given, Goal(memory_limit=limit))
+    assert found is not None
+    assert found.states > 0
+    graph = realized(given, found)
+    floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding)
+    assert floor <= found.solution.peak
+    assert (found.solution.peak <= limit) == met
+    assert dump(graph).count("magis.loop") == 1
+
+
+def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
+    given = step("seed-unet")
+    goal = Goal(latency_limit_ns=int(1.1 * given.latency_ns))
+    whole = given.whole(goal)
+    found = divided(given, goal, known=(whole.peak, whole.latency_ns))
+    assert found is not None
+    realized(given, found)
+    assert goal.latency_limit_ns is not None
+    assert found.solution.latency_ns <= goal.latency_limit_ns
+    assert found.solution.peak < whole.peak
+    second = replan(found, given.costs, goal, reuse=True, seed=0, budget=BUDGET)
+    assert second.cuts == found.cuts
+    realized(given, second)
+    assert second.solution.latency_ns <= goal.latency_limit_ns
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    given = step("seed-unet")
+    goal = Goal(memory_limit=int(0.6 * given.peak))
+    first, second = divided(given, goal), divided(given, goal)
+    assert first is not None
+    assert second is not None
+    assert (first.cuts, first.states) == (second.cuts, second.states)
+    assert dump(realized(given, first)) == dump(realized(given, second))
+
+
+def test_nothing_is_returned_that_is_no_better_than_what_is_known() -> None:
+    given = step("seed-unet")
+    goal = Goal(memory_limit=int(0.6 * given.peak))
+    assert divided(given, goal, known=(1, 1)) is None
+    assert divided(given, Goal(latency_limit_ns=given.latency_ns), known=(1, 1)) is None
+    found = divided(given, goal)
+    assert found is not None
+    reached = (found.solution.peak, found.solution.latency_ns)
+    again = divided(given, goal, known=reached)
+    if again is not None:  # what is known guides the search: it may find something better, never anything else
+        assert goal.key(again.solution.peak, again.solution.latency_ns) < goal.key(*reached)
+
+
+@pytest.mark.parametrize("name", ["one row", "convolution"])
+def test_a_step_whose_batch_cannot_be_cut_is_not_divided(name: str) -> None:
+    given = step(name)
+    found = divided(given, Goal(memory_limit=given.peak // 2), known=(given.peak, given.latency_ns))
+    assert found is None
+
+
+def test_planned_again_for_another_limit() -> None:
+    """The cut stays, the plan is another one."""
+    given = step("seed-unet")
+    first = divided(given, Goal(memory_limit=int(0.75 * given.peak)))
+    assert first is not None
+    tighter = Goal(memory_limit=first.solution.peak - 100_000)
+    second = replan(first, given.costs, tighter, reuse=True, seed=0, budget=BUDGET)
+    assert second.cuts == first.cuts
+    realized(given, second)
+    assert tighter.memory_limit is not None
+    assert second.solution.peak <= tighter.memory_limit
+    assert second.solution.latency_ns >= first.solution.latency_ns
