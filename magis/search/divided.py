@@ -94,6 +94,12 @@ def replan(
     return replace(start, solution=search.thoroughly(start), states=search.states)
 
 
+def numbers_of_parts(most: int) -> list[int]:
+    """Divisors of ``most`` to try, from few to many: powers of two, or others where there are few of these."""
+    even = [parts for parts in PARTS if most % parts == 0]
+    return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
+
+
 class _Search:
     """Every configuration quickly, the best of them thoroughly."""
 
@@ -134,9 +140,7 @@ class _Search:
         cuts = connected(self.graph, cuts, 1)[0].cuts
         most = most_parts(cuts)
         known: Compiled | None = None
-        for parts in PARTS:
-            if most % parts:
-                continue
+        for parts in numbers_of_parts(most):
             try:
                 looped = expand(self.graph, Region(cuts, parts), in_place=True)
             except VerifyError:

@@ -20,6 +20,7 @@ from magis.fission.grow import most_parts
 from magis.fission.near import regions_around
 from magis.fission.region import Region
 from magis.ir import Graph
+from magis.search.divided import numbers_of_parts
 from magis.search.driver import DEFAULT_BUDGET, SearchResult, search
 from magis.search.judge import Goal
 from magis.simulate.compile import Compiled, Costs, compile_problem
@@ -29,7 +30,7 @@ from magis.simulate.problem import Int8s
 
 CANDIDATES = 8
 QUICK = 2000
-PARTS = (2, 4, 8)
+MOST_PARTS = 8
 LOOPS = 8
 """At most, between two searches."""
 ROUNDS = 3
@@ -141,9 +142,8 @@ def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State
     if op.body is not None or op.random:
         return
     for cuts in regions_around(state.graph, state.at, most=CANDIDATES):
-        most = most_parts(cuts)
-        for parts in PARTS:
-            if most % parts:
+        for parts in numbers_of_parts(most_parts(cuts)):
+            if parts > MOST_PARTS:
                 break
             try:
                 graph = expand(state.graph, Region(cuts, parts), in_place=True)

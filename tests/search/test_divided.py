@@ -7,7 +7,7 @@ import pytest
 from magis.fission.floor import lower_bound
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, dump, verify
-from magis.search.divided import Divided, divide, replan
+from magis.search.divided import Divided, divide, numbers_of_parts, replan
 from magis.search.judge import Goal
 from magis.search.levels import fastest_ns, realize_level, repeats
 from magis.simulate.replay import replay
@@ -106,3 +106,11 @@ def test_planned_again_for_another_limit() -> None:
     assert tighter.memory_limit is not None
     assert second.solution.peak <= tighter.memory_limit
     assert second.solution.latency_ns >= first.solution.latency_ns
+
+
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [(32, [2, 4, 8, 16, 32]), (12, [2, 4]), (7, [7]), (15, [3, 5, 15]), (6, [2, 3, 6]), (1, []), (37, [])],
+)
+def test_numbers_of_parts_divide_every_size(most: int, tried: list[int]) -> None:
+    assert numbers_of_parts(most) == tried
