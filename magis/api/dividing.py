@@ -9,7 +9,7 @@ from magis.api.plans import Plan, Scratch, approached, realized, searched
 from magis.api.subject import Subject
 from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
-from magis.ir import Graph
+from magis.ir import Op
 from magis.search.divided import Divided, divide, replan
 from magis.search.driver import search
 from magis.search.judge import Goal
@@ -59,26 +59,34 @@ def divided(request: Request, plain: Plan) -> Plan:
     found = divide(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, known=known, over=over)
     attempt, states = None, 0
     if found is not None:
+        verify_fission(found.level.compiled.graph, graph)
         attempt, states = _of_divided(request, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
         eased = relieve(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, over=over)
         if eased is not None:
+            verify_fission(eased.graph, graph)
             attempt, states = _of_relieved(request, eased), eased.states
     if attempt is None:
-        stopped = plain.stopped_by_seconds or over()
-        return replace(plain, unsplit=blocked(graph) or "no cut is worth its time", stopped_by_seconds=stopped)
+        return _without(request, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
     if _better(goal, best, plain, subject.latency_ns(subject.captured.graph)):
         chosen = best
     else:
-        chosen = replace(plain, unsplit="no cut is worth its time")
+        chosen = _without(request, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,
         workspaces={**plain.workspaces, **best.workspaces},
         stopped_by_seconds=plain.stopped_by_seconds or over(),
     )
+
+
+def _without(request: Request, plain: Plan) -> Plan:
+    """The plan without fission, with the reason."""
+    if request.over():
+        return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
+    return replace(plain, unsplit=blocked(request.subject.untangled) or "no cut is worth its time")
 
 
 def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
@@ -118,7 +126,7 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
             recomputed_ops=recomputed,
             swapped_bytes=swapped,
             workspaces=relied,
-            fission=_described(subject.untangled, again),
+            fission=described(next(op for op in looped.ops if op.body is not None)),
         )
 
     return attempt
@@ -144,11 +152,17 @@ def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
     return attempt
 
 
-def _described(graph: Graph, found: Divided) -> str:
-    """What runs in parts, in words."""
-    cut = found.cuts[0]
-    place = graph.ops[cut.at].module or "its beginning"
-    return f"from {place} to the loss and back in {cut.parts} parts"
+def described(loop: Op) -> str:
+    """What a loop runs in parts, in words."""
+    if loop.body is None:
+        return ""
+    ops = loop.body.graph.ops
+    through = any("loss" in op.target for op in ops) and any(op.phase == "backward" for op in ops)
+    first = next((op.module for op in ops if op.module), "") or "its beginning"
+    if through:
+        return f"from {first} to the loss and back in {loop.body.parts} parts"
+    own = sum(not op.target.startswith("magis.") for op in ops)
+    return f"{own} operators from {first} on in {loop.body.parts} parts"
 
 
 def _listed(found: Relieved) -> str:

@@ -65,6 +65,9 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
     _ran(full, seed)
+    for position, (alone, shipped) in enumerate(zip(ours, full.results(), strict=False)):
+        if not torch.equal(alone, shipped):
+            yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     yield from _otherwise_updated(subject, dict(zip(names, ours[len(ours) - len(names) :], strict=True)), full)
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():

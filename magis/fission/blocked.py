@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 
 from magis.aten.splits import why_not
-from magis.fission.grow import most_parts
-from magis.fission.suffix import batch_axis, batch_inputs
+from magis.fission.grow import connected, most_parts
+from magis.fission.region import Region, region_problems
+from magis.fission.suffix import Axis, batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
 
+PLACES = 2
 NAMED = 3
 """Operators that are named, those first that stand in the way most often."""
 
@@ -34,7 +36,22 @@ def blocked(graph: Graph) -> str:
         return ", ".join(f"{name} ({calls[name]} calls: {reason})" for (name, reason), _ in _first(found))
     if axis.cuts and most_parts(axis.cuts) == 1:
         return f"a batch of {' or '.join(map(str, sizes))} has no equal parts with the other sizes of the step"
-    return ""
+    return _refused(graph, axis)
+
+
+def _refused(graph: Graph, axis: Axis) -> str:
+    """Why the first region that could be cut is no legal one; empty if one is."""
+    reason = ""
+    for at in places(graph, axis, PLACES):
+        cuts = suffix(graph, axis, at).cuts
+        if not cuts:
+            continue
+        piece = connected(graph, cuts, 1)[0].cuts
+        found = next(region_problems(graph, Region(piece, most_parts(piece))), "")
+        if not found:
+            return ""
+        reason = reason or found
+    return reason
 
 
 def _reasons(graph: Graph, position: int, dims: Mapping[int, int]) -> set[str]:

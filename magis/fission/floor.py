@@ -23,15 +23,17 @@ def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> int:
     if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
         return 0
     ways = splits(op, graph.values)
-    whole = {graph.values[value].storage for value in op.inputs()}
+    whole = set(op.inputs())
     if not ways and op.target not in (*IN_PLACE_FORM, *OUT_FORM):
-        whole |= {graph.values[value].storage for value in op.made()}
+        whole |= set(op.made())
     for way in ways:
-        whole -= {
-            graph.values[value].storage
-            for value, dim in zip(op.inputs(), way.inputs, strict=True)
-            if isinstance(dim, int)
-        }
-    kept = [graph.storages[storage] for storage in whole if graph.storages[storage].kind == "temporary"]
+        whole -= {value for value, dim in zip(op.inputs(), way.inputs, strict=True) if isinstance(dim, int)}
+    # Tensors, not storages: some operators leave room behind a small result, which they need not when cut.
+    needed: dict[int, int] = {}
+    for value in whole:
+        storage = graph.storages[graph.values[value].storage]
+        if storage.kind == "temporary":
+            nbytes = min(storage.nbytes, graph.values[value].nbytes)
+            needed[storage.id] = max(needed.get(storage.id, 0), nbytes)
     scratch = 0 if ways else workspace(op, graph.values)
-    return scratch + sum(rounded(storage.nbytes, rounding) for storage in kept)
+    return scratch + sum(rounded(nbytes, rounding) for nbytes in needed.values())

@@ -1,7 +1,7 @@
 """Fission in the search: where the step is cut into parts, into how many, and what is recomputed inside and outside.
 
-A configuration is a list of places of the forward pass with numbers of parts: everything from a place to the loss and
-back runs as a loop (``magis.fission.suffix``), later places as loops within the loops of earlier ones.
+A configuration is a place of the forward pass with a number of parts: everything from there to the loss and back, or as
+far as it can be cut, runs as a loop (``magis.fission.suffix``). Loops within loops are never tried.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Search:
             try:
                 looped = expand(self.graph, Region(cuts, parts), in_place=True)
             except VerifyError:
-                return  # a kernel refuses the size of a part
+                return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
             here = level(looped, self.costs, reuse=self.reuse, known=known)
             known = here.compiled
             if self._hopeless(here) or self.states > self.screening or self.over():

@@ -50,7 +50,8 @@ def stand_alone(graph: Graph, positions: Collection[int], shown: Collection[int]
         replace(op, reads=_rebased(op.reads, first), writes=_rebased(op.writes, first), id=number)
         for number, op in enumerate(ops)
     )
-    return Graph(storages, values, based, tuple(inputs), tuple(value for value in used if value in shown))
+    # By id: a loop gives its results in another order than the operators that it stands for.
+    return Graph(storages, values, based, tuple(inputs), tuple(sorted(set(used) & set(shown))))
 
 
 def _first_versions(ops: Sequence[Op]) -> dict[int, int]:
