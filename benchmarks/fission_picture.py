@@ -20,7 +20,7 @@ from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
 from magis.results import Case
 from magis.search.judge import Goal
-from magis.search.levels import level, realize_level, solve
+from magis.search.levels import UNLIMITED, level, realize_level, solve
 from magis.simulate.replay import replay
 from magis.units import format_bytes
 
@@ -40,29 +40,24 @@ def curve(subject: Subject, graph: Graph) -> Curve:
 
 def _levels(subject: Subject, graph: Graph, base: float) -> Iterator[tuple[float, float]]:
     costs = subject.roofline
-    for position, op in enumerate(graph.ops):
-        tensors = _tensors(graph)[position]
+    for op, tensors in zip(graph.ops, tensor_bytes(graph), strict=True):
         if op.body is None:
             yield costs.nanoseconds(op, graph.values) / 1e6, base + tensors
             continue
-        around = base + tensors - max(_tensors(op.body.graph), default=0)
+        around = base + tensors - max(tensor_bytes(op.body.graph), default=0)
         for _ in range(op.body.parts):
             yield from _levels(subject, op.body.graph, around)
 
 
-_CACHE: dict[int, tuple[int, ...]] = {}
-
-
-def _tensors(graph: Graph) -> tuple[int, ...]:
-    if id(graph) not in _CACHE:
-        _CACHE[id(graph)] = replay(graph, lambda _op, _values: 0).tensors
-    return _CACHE[id(graph)]
+def tensor_bytes(graph: Graph) -> tuple[int, ...]:
+    """Bytes of tensors while each operator runs."""
+    return replay(graph, lambda _op, _values: 0).tensors
 
 
 def planned(subject: Subject, graph: Graph) -> Graph:
     """The step in its best order, with nothing recomputed."""
     here = level(graph, subject.roofline, reuse=True)
-    return realize_level(here, solve(here, Goal(memory_limit=1 << 62), 200, brief=True))
+    return realize_level(here, solve(here, Goal(memory_limit=UNLIMITED), 200, brief=True))
 
 
 def in_parts(subject: Subject, parts: int) -> Graph:

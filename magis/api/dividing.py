@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from magis.api.plans import Plan, Scratch, approached, realized, searched
+from magis.api.plans import Plan, Scratch, approached, attempts, searched
 from magis.api.subject import Subject
 from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
 from magis.ir import Op
 from magis.search.divided import Divided, divide, replan
-from magis.search.driver import search
 from magis.search.judge import Goal
 from magis.search.levels import realize_level, repeats
 from magis.search.relief import Relieved, relieve
-from magis.simulate.compile import compile_problem
 
 FREE = 1.01
 """Latency, as a multiple of the original's, up to which a plan without fission is good enough."""
@@ -138,22 +136,8 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
 
 def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
     """Plans of a step with loops around single operators."""
-    subject, scratch = request.subject, request.scratch
-    around = searched(found.graph)
-    costs = subject.costs(scratch.known((subject.captured.graph, *around)))
-    compiled = compile_problem(found.graph, costs, reuse=subject.source.reuse)
-
-    def attempt(aim: Goal) -> Plan:
-        result = search(
-            compiled.problem,
-            memory_limit=aim.memory_limit,
-            latency_limit_ns=aim.latency_limit_ns,
-            budget=request.budget,
-            seed=request.seed,
-        )
-        return replace(realized(scratch, compiled, result, around), fission=_listed(found))
-
-    return attempt
+    plain = attempts(request.scratch, found.graph, budget=request.budget, seed=request.seed)
+    return lambda aim: replace(plain(aim), fission=_listed(found))
 
 
 def described(loop: Op) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from magis.api.dividing import Request, divided, worth_dividing
-from magis.api.plans import Plan, Scratch, approached, realized, searched
+from magis.api.plans import Plan, Scratch, approached, attempts
 from magis.api.subject import Subject
-from magis.search.driver import DEFAULT_BUDGET, search
+from magis.search.driver import DEFAULT_BUDGET
 from magis.search.judge import Goal
-from magis.simulate.compile import compile_problem
 
 __all__ = ["Plan", "plan", "plan_whole", "planning_workspaces"]
 
@@ -64,19 +63,4 @@ def plan_whole(
     left: Callable[[], float | None] = lambda: None,
 ) -> Plan:
     """The best plan without fission; ``left`` says how many seconds the search may still take."""
-    around = searched(subject.normal)
-    known = scratch.known((subject.captured.graph, *around))
-    compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
-
-    def attempt(aim: Goal) -> Plan:
-        result = search(
-            compiled.problem,
-            memory_limit=aim.memory_limit,
-            latency_limit_ns=aim.latency_limit_ns,
-            budget=budget,
-            seconds=left(),
-            seed=seed,
-        )
-        return realized(scratch, compiled, result, around)
-
-    return approached(goal, attempt)
+    return approached(goal, attempts(scratch, subject.normal, budget=budget, seed=seed, left=left))

@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from magis.api.subject import Subject, redo_graph, signatures
 from magis.ir import Graph, verify
 from magis.results import Memory
 from magis.rewrite.realize import realize
-from magis.search.driver import SearchResult
+from magis.search.driver import SearchResult, search
 from magis.search.judge import Goal
-from magis.simulate.compile import Compiled
+from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.events import REDO, STORE
 from magis.simulate.replay import replay
 
 ATTEMPTS = 3
@@ -87,11 +84,36 @@ def searched(graph: Graph) -> tuple[Graph, Graph]:
     return graph, redo_graph(graph)
 
 
-def realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
-    """The plan that a search found."""
-    problem = compiled.problem
-    events = expand(problem, result.order, result.flags)
+def attempts(
+    scratch: Scratch, graph: Graph, *, budget: int, seed: int, left: Callable[[], float | None] = lambda: None
+) -> Callable[[Goal], Plan]:
+    """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
+
+    ``left`` says how many seconds a search may still take.
+    """
+    subject = scratch.subject
+    around = searched(graph)
+    known = scratch.known((subject.captured.graph, *around))
+    compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
+
+    def attempt(aim: Goal) -> Plan:
+        result = search(
+            compiled.problem,
+            memory_limit=aim.memory_limit,
+            latency_limit_ns=aim.latency_limit_ns,
+            budget=budget,
+            seconds=left(),
+            seed=seed,
+        )
+        return _realized(scratch, compiled, result, around)
+
+    return attempt
+
+
+def _realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
+    events = expand(compiled.problem, result.order, result.flags)
     graph = realize(compiled, events)
+    recomputed, swapped = events.repeats(compiled.problem.nbytes)
     memory, relied = scratch.judged(graph, around)
     return Plan(
         graph=graph,
@@ -101,8 +123,8 @@ def realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around:
         seconds=0.0,
         stopped_by_seconds=result.stopped_by_seconds,
         feasible=result.feasible,
-        recomputed_ops=int(np.count_nonzero(events.kind == REDO)),
-        swapped_bytes=int(problem.nbytes[events.arg[events.kind == STORE]].sum()),
+        recomputed_ops=recomputed,
+        swapped_bytes=swapped,
         workspaces=relied,
     )
 

@@ -17,7 +17,7 @@ from magis.fission.suffix import Axis, batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
 from magis.search.driver import DEFAULT_BUDGET
 from magis.search.judge import Goal
-from magis.search.levels import Level, Solution, bound, fastest_ns, level, solve
+from magis.search.levels import UNLIMITED, Level, Solution, bound, fastest_ns, level, solve
 from magis.simulate.compile import Compiled, Costs
 
 PARTS = (2, 4, 8, 16, 32)
@@ -30,7 +30,6 @@ COARSE = 30
 """Under a latency limit peaks are compared to this share of them, while many configurations are tried."""
 SQUEEZES = 5
 """Attempts to get below the peak of a finalist, by ever smaller steps."""
-UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from magis.search.driver import SearchResult, search
 from magis.search.judge import Goal
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand, lower_bound
-from magis.simulate.events import REDO, STORE
 from magis.simulate.problem import Problem
 
 UNLIMITED = 1 << 62
@@ -195,8 +194,7 @@ def realize_level(level: Level, solution: Solution) -> Graph:
 def repeats(solution: Solution) -> tuple[int, int]:
     """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
     events = expand(solution.problem, solution.result.order, solution.result.flags)
-    recomputed = int(np.count_nonzero(events.kind == REDO))
-    swapped = int(solution.problem.nbytes[events.arg[events.kind == STORE]].sum())
+    recomputed, swapped = events.repeats(solution.problem.nbytes)
     if solution.inner is None:
         return recomputed, swapped
     within = repeats(solution.inner)

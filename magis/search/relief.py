@@ -7,11 +7,11 @@ turns room into time (or the other way round), which moves the peak.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph
 from magis.errors import VerifyError
@@ -180,17 +180,8 @@ def in_order(compiled: Compiled, result: SearchResult) -> Graph:
     for place, node in enumerate(result.order.tolist()):
         for op in compiled.nodes[node]:
             rank[op.id] = place
-    numbers = {op.id: position for position, op in enumerate(graph.ops)}
-    dag = dependency_graph(graph)
-    waiting = [len(dag.predecessor_indices(position)) for position in range(len(graph.ops))]
-    ready = [(rank.get(op.id, -1), numbers[op.id]) for op in graph.ops if waiting[numbers[op.id]] == 0]
-    heapq.heapify(ready)
-    ops = []
-    while ready:
-        _, position = heapq.heappop(ready)
-        ops.append(graph.ops[position])
-        for later in dag.successor_indices(position):
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                heapq.heappush(ready, (rank.get(graph.ops[later].id, -1), later))
+    order = rx.lexicographical_topological_sort(
+        dependency_graph(graph), key=lambda position: f"{rank.get(graph.ops[position].id, -1) + 1:09} {position:09}"
+    )
+    ops = [graph.ops[position] for position in order]
     return replace(graph, ops=tuple(replace(op, id=number) for number, op in enumerate(ops)))

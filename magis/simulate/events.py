@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magis.simulate.problem import Int8s, Int32s
+import numpy as np
+
+from magis.simulate.problem import Int8s, Int32s, Int64s
 
 __all__ = ["BLOCK", "DROP", "FIRST", "KEEP", "LOAD", "RECOMPUTE", "REDO", "STORE", "SWAP", "WAIT", "Events"]
 
@@ -44,6 +46,11 @@ class Events:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def repeats(self, nbytes: Int64s) -> tuple[int, int]:
+        """Nodes that run again, and bytes that are swapped; ``nbytes`` of each storage."""
+        swapped = self.arg[self.kind == STORE]
+        return int(np.count_nonzero(self.kind == REDO)), int(nbytes[swapped].sum())
 
     def renews(self, event: int) -> Int32s:
         return self.renew_idx[self.renew_ptr[event] : self.renew_ptr[event + 1]]
