@@ -15,54 +15,16 @@ from pathlib import Path
 import pytest
 
 from magis.errors import UsageError
+from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = ["Settings", "add_options", "is_active", "read_settings"]
+__all__ = ["Settings", "read_settings"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option: `name` with dashes, without "--magis-"; a list takes commas and repetitions."""
-
-    name: str
-    metavar: str
-    help: str
-    is_list: bool = False
-
-    @property
-    def flag(self) -> str:
-        return f"--magis-{self.name}"
-
-    @property
-    def key(self) -> str:
-        """Its name in the ini file and as an attribute of `config.option`."""
-        return f"magis_{self.name.replace('-', '_')}"
-
-
-OPTIONS = (
-    Option("models", "NAMES", "models to gate: all, seed, names, globs, package.module:factory", is_list=True),
-    Option("memory-ratios", "R,...", "memory limits as shares of the original's peak (default: 0.8,0.6)", is_list=True),
-    Option("latency-ratios", "R,...", "latency limits as multiples (>= 1) of the original's latency", is_list=True),
-    Option("strategies", "NAMES", "what to run each model under (default: eager,magis)", is_list=True),
-    Option("device", "NAME", "cpu, cuda or sim:<name> (default: cuda if there is one, else cpu)"),
-    Option("preset", "NAME", "sizes of the models: small or paper (default: small on cpu, else paper)"),
-    Option("dtype", "NAME", "float32, bfloat16 or float16 (default: each model's own)"),
-    Option("budget", "STATES", "work budget of the search, in states evaluated"),
-    Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
-    Option("seed", "N", "seed of models, batches and searches (default: 0)"),
-    Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
-    Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
-    Option("csv", "FILE", "where to write the results (default: results.csv)"),
-    Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
-    Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.04)"),
-)
-_BY_NAME = {option.name: option for option in OPTIONS}
 
 
 @dataclass(frozen=True)
@@ -82,25 +44,6 @@ class Settings:
     """Models were named on the command line: without paths, nothing but the gate is collected."""
     given: tuple[tuple[str, str], ...]
     """Options of this command line: flag and value."""
-
-
-def add_options(parser: pytest.Parser) -> None:
-    """Register every option, each with its ini twin."""
-    group = parser.getgroup("magis", "memory-regression gate (magis)")
-    for option in OPTIONS:
-        action = "append" if option.is_list else "store"
-        group.addoption(
-            option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
-        )
-        if option.is_list:
-            parser.addini(option.key, option.help, type="linelist", default=None)
-        else:
-            parser.addini(option.key, option.help, type="string", default=None)
-
-
-def is_active(config: pytest.Config) -> bool:
-    """Whether models were asked for, on the command line or in the ini file."""
-    return _on_command_line(config, "models") is not None or bool(_in_ini(config, "models"))
 
 
 def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]) -> Settings:
@@ -125,7 +68,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
     # an ini file must not make CI accept everything; a command line is somebody's decision
-    ignored = bool(updates) and _on_command_line(config, "update") is None and bool(os.environ.get("CI"))
+    ignored = bool(updates) and on_command_line(config, "update") is None and bool(os.environ.get("CI"))
     return Settings(
         models=_list(config, "models") or (),
         strategies=_list(config, "strategies") or STRATEGIES,
@@ -138,44 +81,32 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
             memory=_tolerance(config, "memory-tolerance", Tolerances.memory),
             latency=_tolerance(config, "latency-tolerance", Tolerances.latency),
         ),
-        only_gate=_on_command_line(config, "models") is not None,
+        only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
 
 
-def _on_command_line(config: pytest.Config, name: str) -> list[str] | None:
-    value = config.getoption(_BY_NAME[name].key)
-    return value if value is None or isinstance(value, list) else [str(value)]
-
-
-def _in_ini(config: pytest.Config, name: str) -> list[str] | None:
-    value = config.getini(_BY_NAME[name].key)
-    if value is None or value in ("", []):
-        return None
-    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
-
-
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
     """A list option's items, each once, in the order written; None if it was not given."""
-    given = _on_command_line(config, name)
-    given = _in_ini(config, name) if given is None else given
+    given = on_command_line(config, name)
+    given = in_ini(config, name) if given is None else given
     return None if given is None else _items(name, given)
 
 
 def _items(name: str, given: Sequence[str]) -> tuple[str, ...]:
     items = [item.strip() for text in given for item in text.split(",")]
     if not all(items):
-        raise UsageError(f"{_BY_NAME[name].flag}: empty item in {','.join(given)!r}")
+        raise UsageError(f"{BY_NAME[name].flag}: empty item in {','.join(given)!r}")
     return tuple(dict.fromkeys(items))
 
 
 def _scalar(config: pytest.Config, name: str) -> str | None:
-    given = _on_command_line(config, name)
-    given = _in_ini(config, name) if given is None else given
+    given = on_command_line(config, name)
+    given = in_ini(config, name) if given is None else given
     if given is None:
         return None
     if not given[0].strip():
-        raise UsageError(f"{_BY_NAME[name].flag} is empty")
+        raise UsageError(f"{BY_NAME[name].flag} is empty")
     return given[0].strip()
 
 
@@ -184,7 +115,7 @@ def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]
 
     Limits on the command line replace all those of the ini file, whichever kind they are.
     """
-    for source in (_on_command_line, _in_ini):
+    for source in (on_command_line, in_ini):
         memory, latency = source(config, "memory-ratios"), source(config, "latency-ratios")
         if memory is not None or latency is not None:
             return (
@@ -209,7 +140,7 @@ def _number(name: str, text: str | None, wanted: str, accept: Callable[[float], 
     except ValueError:
         number = math.nan
     if not math.isfinite(number) or not accept(number):
-        raise UsageError(f"{_BY_NAME[name].flag}: {text!r} is not {wanted}")
+        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is not {wanted}")
     return number
 
 
@@ -218,7 +149,7 @@ def _whole(name: str, text: str | None, *, least: int) -> int | None:
         return None
     # at most 18 digits: anything larger is a slip of the hand, and no machine word
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
-        raise UsageError(f"{_BY_NAME[name].flag}: {text!r} is not a whole number that is at least {least}")
+        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is not a whole number that is at least {least}")
     return int(text)
 
 
@@ -230,7 +161,7 @@ def _tolerance(config: pytest.Config, name: str, default: float) -> float:
 
 def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is not None and text not in known:
-        raise UsageError(f"{_BY_NAME[name].flag}: unknown {name} {text!r}", hint=f"choose from {', '.join(known)}")
+        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=f"choose from {', '.join(known)}")
     return text
 
 
@@ -250,7 +181,7 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
 def _directory(config: pytest.Config) -> Path:
     """The directory of the baselines; on the command line relative to where pytest was started, else to the rootdir."""
     given = _scalar(config, "baselines") or "baselines"
-    start = config.rootpath if _on_command_line(config, "baselines") is None else config.invocation_params.dir
+    start = config.rootpath if on_command_line(config, "baselines") is None else config.invocation_params.dir
     directory = start / given
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--magis-baselines: {directory} is not a directory")
@@ -259,6 +190,6 @@ def _directory(config: pytest.Config) -> Path:
 
 def _given(config: pytest.Config) -> Iterator[tuple[str, str]]:
     for option in OPTIONS:
-        given = _on_command_line(config, option.name)
+        given = on_command_line(config, option.name)
         if given is not None:
             yield option.flag, ",".join(given)

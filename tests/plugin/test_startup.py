@@ -10,6 +10,14 @@ def test_importing_the_plugin_loads_nothing_heavy(fresh_python):
     assert fresh_python(program).split() == []
 
 
+def test_an_idle_plugin_loads_none_of_the_gate(fresh_python):
+    program = "import sys, pytest_magis.plugin\nprint(*sorted(name for name in sys.modules if 'magis' in name))"
+    loaded = fresh_python(program).split()
+    assert [name for name in loaded if not name.startswith("__editable__")] == [
+        "pytest_magis", "pytest_magis.flags", "pytest_magis.hookspecs", "pytest_magis.plugin",
+    ]  # fmt: skip
+
+
 def test_planning_a_run_on_cpu_loads_nothing_heavy(gate):
     gate.accept("--magis-models=bert")
     check = f"import sys\ndef pytest_unconfigure(): sys.stderr.write(str([m for m in {HEAVY!r} if m in sys.modules]))\n"

@@ -1,0 +1,36 @@
+"""The plugin's own answers to its hooks; other plugins are asked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+
+from magis.results import Case, CaseResult
+from pytest_magis.measure import devices, run_with_magis
+from pytest_magis.strategies import BUILT_IN, Strategy
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_magis_strategies() -> Iterable[Strategy]:
+    """The strategies that come with the plugin."""
+    return BUILT_IN
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_magis_devices() -> tuple[str, ...]:
+    """The devices that magis finds here."""
+    return devices()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_magis_run_case(
+    case: Case,
+    config: pytest.Config,
+    planning_workspaces: Mapping[str, int] | None,
+    expected_graph: str | None,
+    latency_bounds: tuple[float, ...],
+    progress: Callable[[str], None] | None,
+) -> CaseResult:
+    """Run a case that no other plugin wanted to run."""
+    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds)

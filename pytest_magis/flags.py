@@ -1,0 +1,84 @@
+"""The gate's options as pytest knows them: names, help, ini twins.
+
+All that an idle plugin loads, hence small: what the values mean is read in `pytest_magis.options`, once models are
+asked for.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+__all__ = ["BY_NAME", "OPTIONS", "Option", "add_options", "in_ini", "is_active", "on_command_line"]
+
+
+class Option(NamedTuple):
+    """One option: `name` with dashes, without "--magis-"; a list takes commas and repetitions."""
+
+    name: str
+    metavar: str
+    help: str
+    is_list: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--magis-{self.name}"
+
+    @property
+    def key(self) -> str:
+        """Its name in the ini file and as an attribute of `config.option`."""
+        return f"magis_{self.name.replace('-', '_')}"
+
+
+OPTIONS = (
+    Option("models", "NAMES", "models to gate: all, seed, names, globs, package.module:factory", is_list=True),
+    Option("memory-ratios", "R,...", "memory limits as shares of the original's peak (default: 0.8,0.6)", is_list=True),
+    Option("latency-ratios", "R,...", "latency limits as multiples (>= 1) of the original's latency", is_list=True),
+    Option("strategies", "NAMES", "what to run each model under (default: eager,magis)", is_list=True),
+    Option("device", "NAME", "cpu, cuda or sim:<name> (default: cuda if there is one, else cpu)"),
+    Option("preset", "NAME", "sizes of the models: small or paper (default: small on cpu, else paper)"),
+    Option("dtype", "NAME", "float32, bfloat16 or float16 (default: each model's own)"),
+    Option("budget", "STATES", "work budget of the search, in states evaluated"),
+    Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
+    Option("seed", "N", "seed of models, batches and searches (default: 0)"),
+    Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
+    Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
+    Option("csv", "FILE", "where to write the results (default: results.csv)"),
+    Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
+    Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.04)"),
+)
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register every option, each with its ini twin."""
+    group = parser.getgroup("magis", "memory-regression gate (magis)")
+    for option in OPTIONS:
+        action = "append" if option.is_list else "store"
+        group.addoption(
+            option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
+        )
+        if option.is_list:
+            parser.addini(option.key, option.help, type="linelist", default=None)
+        else:
+            parser.addini(option.key, option.help, type="string", default=None)
+
+
+def is_active(config: pytest.Config) -> bool:
+    """Whether models were asked for, on the command line or in the ini file."""
+    return on_command_line(config, "models") is not None or bool(in_ini(config, "models"))
+
+
+def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
+    """What the command line gives for an option, repetitions in order; None if it gives nothing."""
+    value = config.getoption(BY_NAME[name].key)
+    return value if value is None or isinstance(value, list) else [str(value)]
+
+
+def in_ini(config: pytest.Config, name: str) -> list[str] | None:
+    """The same for the ini file."""
+    value = config.getini(BY_NAME[name].key)
+    if value is None or value in ("", []):
+        return None
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]

@@ -1,0 +1,97 @@
+"""A pytest session that gates models: the hooks that add, order, record and report its cases."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from magis.errors import MagisError
+from magis.quiet import before_torch
+from pytest_magis import builtin
+from pytest_magis.gate import Gate, prepare
+from pytest_magis.outputs.terminal import summary
+from pytest_magis.precheck import check_factories
+from pytest_magis.suite import Suite
+from pytest_magis.workers import group_by_model
+
+if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
+
+__all__ = ["GateSession", "start"]
+
+
+def start(config: pytest.Config) -> None:
+    """Check the options and register the hooks of a session that gates. Raises pytest.UsageError in one line."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
+    before_torch()
+    config.pluginmanager.register(builtin, "magis-builtin")
+    try:
+        gate = prepare(config)
+    except MagisError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.pluginmanager.register(GateSession(gate), "magis-gate")
+
+
+class GateSession:
+    """The hooks of one run: a plugin object, since not every hook is told which run it belongs to."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(
+        self,
+        collector: pytest.Collector,
+    ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+        """The gate's cases come after whatever the session's paths hold; that works in an empty directory too."""
+        report = yield
+        if isinstance(collector, pytest.Session) and report.passed:
+            report.result = [*report.result, Suite.build(collector, self.gate)]
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Refuse users' own models that no case could run; workers leave that to the process that has the terminal."""
+        option = session.config.option
+        # after errors of collection pytest runs nothing, unless told to
+        stops = session.testsfailed and not option.continue_on_collection_errors
+        if self.gate.is_worker or option.collectonly or stops:
+            return
+        check_factories(session.config, self.gate, [item.nodeid for item in session.items], keep=True)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        """The same under pytest-xdist, where the process that has the terminal learns here which cases were chosen.
+
+        Only once all workers are idle: ending one that still collects takes ten seconds.
+        """
+        self.gate.workers_ready += 1
+        if self.gate.workers_ready == node.workerinput["workercount"]:
+            check_factories(node.config, self.gate, ids, keep=False)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> object | None:
+        """Keep the cases of a model together."""
+        return group_by_model(config, log)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take a case's outcome, whichever process ran it."""
+        self.gate.record(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write results and baselines, in the process that has the terminal."""
+        if self.gate.is_worker:
+            return
+        interrupted = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+        if not self.gate.finish(interrupted=interrupted) and exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        """Show the table; whatever is wrong was decided before, so that JUnit and exit code agree with it."""
+        lines = list(summary(self.gate.ordered(), self.gate.settings.given, self.gate.lines))
+        if lines:
+            terminalreporter.write_sep("=", "magis")
+            for line in lines:
+                terminalreporter.write_line(line)
