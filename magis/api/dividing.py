@@ -11,7 +11,7 @@ from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
 from magis.ir import Op
 from magis.search.divided import Divided, divide, replan
-from magis.search.judge import Goal
+from magis.search.judge import Goal, Wanted
 from magis.search.levels import realize_level, repeats
 from magis.search.relief import Relieved, relieve
 
@@ -27,11 +27,7 @@ class Request:
 
     subject: Subject
     scratch: Scratch
-    goal: Goal
-    budget: int
-    seed: int
-    over: Callable[[], bool] = lambda: False
-    """Whether the time that the search may take is over."""
+    wanted: Wanted
 
 
 def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
@@ -53,18 +49,16 @@ def divided(request: Request, plain: Plan) -> Plan:
     What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
     with those that are known.
     """
-    subject, goal = request.subject, request.goal
-    graph, reuse = subject.untangled, subject.source.reuse
+    subject, wanted = request.subject, request.wanted
+    graph, reuse, goal = subject.untangled, subject.source.reuse, wanted.goal
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    seed, budget = request.seed, request.budget
-    over = request.over
-    found = divide(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, known=known, over=over)
+    found = divide(graph, subject.roofline, wanted, reuse=reuse, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)
         attempt, states = _of_divided(request, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
-        eased = relieve(graph, subject.roofline, goal, reuse=reuse, seed=seed, budget=budget, over=over)
+        eased = relieve(graph, subject.roofline, wanted, reuse=reuse)
         if eased is not None:
             verify_fission(eased.graph, graph)
             attempt, states = _of_relieved(request, eased), eased.states
@@ -80,13 +74,13 @@ def divided(request: Request, plain: Plan) -> Plan:
         chosen,
         states=plain.states + states + best.states,
         workspaces={**plain.workspaces, **best.workspaces},
-        stopped_by_seconds=plain.stopped_by_seconds or over(),
+        stopped_by_seconds=plain.stopped_by_seconds or wanted.over(),
     )
 
 
 def _without(request: Request, plain: Plan) -> Plan:
     """The plan without fission, with the reason."""
-    if request.over():
+    if request.wanted.over():
         return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
     return replace(plain, unsplit=blocked(request.subject.untangled) or "no cut is worth its time")
 
@@ -106,11 +100,9 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
     known = scratch.known((subject.captured.graph, *around))
 
     def planned(aim: Goal) -> Divided:
-        if not known and aim == request.goal:
+        if not known and aim == request.wanted.goal:
             return replace(found, states=0)  # planned with the same costs already
-        costs, reuse = subject.costs(known), subject.source.reuse
-        seed, budget, over = request.seed, request.budget, request.over
-        return replan(found, costs, aim, reuse=reuse, seed=seed, budget=budget, over=over)
+        return replan(found, subject.costs(known), replace(request.wanted, goal=aim), reuse=subject.source.reuse)
 
     def attempt(aim: Goal) -> Plan:
         again = planned(aim)
@@ -136,7 +128,7 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
 
 def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
     """Plans of a step with loops around single operators."""
-    plain = attempts(request.scratch, found.graph, budget=request.budget, seed=request.seed)
+    plain = attempts(request.scratch, found.graph, budget=request.wanted.budget, seed=request.wanted.seed)
     return lambda aim: replace(plain(aim), fission=_listed(found))
 
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 from magis.api.dividing import Request, divided, worth_dividing
 from magis.api.plans import Plan, Scratch, approached, attempts
 from magis.api.subject import Subject
-from magis.search.driver import DEFAULT_BUDGET
-from magis.search.judge import Goal
+from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
 
 __all__ = ["Plan", "plan", "plan_whole", "planning_workspaces"]
 
@@ -46,7 +45,7 @@ def plan(
     def over() -> bool:
         return seconds is not None and time.perf_counter() - started >= seconds
 
-    request = Request(subject, scratch, goal, budget, seed, over)
+    request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)

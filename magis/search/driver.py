@@ -14,27 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import UsageError
-from magis.schedule.window import window_orders
 from magis.search.anneal import anneal
 from magis.search.best_first import best_first
-from magis.search.judge import Goal, Judge, Plan, SearchOver
-from magis.search.moves import climb, relink
-from magis.search.prices import CutModel, checkpoints, follow_prices, turning_point
+from magis.search.judge import DEFAULT_BUDGET, Goal, Judge, Plan, SearchOver
+from magis.search.moves import climb, reordered
+from magis.search.propose import Proposer, distinct
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.events import DROP, KEEP, RECOMPUTE
-from magis.simulate.problem import Bools, Int8s, Int32s, Problem
+from magis.simulate.events import DROP
+from magis.simulate.problem import Int8s, Int32s, Problem
 
-__all__ = ["DEFAULT_BUDGET", "SearchResult", "search"]
+__all__ = ["SearchResult", "search"]
 
-DEFAULT_BUDGET = 30_000
-"""States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
-
-NO_SWAPS = -1.0
-LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth
-ROUNDS = 48  # of prices per series of proposals
-BRIEF_ROUNDS = 16
-SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False, False))
-"""Series of proposals, as ``follow_prices`` has them: tilt of the prices, whether to learn, sharp beginning."""
 BISECTIONS = 10
 APPROACHES = 3
 SQUEEZES = 4
@@ -110,6 +100,7 @@ class _Search:
         self.goal = judge.goal
         self.allow_swap = allow_swap
         self.seed = seed
+        self.make = Proposer(judge, allow_swap=allow_swap, brief=brief)
         self.untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
 
     def run(self) -> None:
@@ -119,19 +110,19 @@ class _Search:
         if goal.memory_limit is not None and base.met(goal):
             return  # nothing to pay for
         orders = [base.order]
-        base = self.reorder(base)
+        base = reordered(judge, base)
         if not np.array_equal(base.order, orders[0]):  # best without recomputation, not always with it
             orders.append(base.order)
         plans: list[Plan] = []
         for order in orders:
             if goal.memory_limit is not None:
-                plans += self.mix(self.propose(order, goal.memory_limit, thorough=not self.brief), goal)
+                plans += self.make.mix(self.make.propose(order, goal.memory_limit, thorough=not self.brief), goal)
                 plans += [] if self.brief else self.approach(order, goal.memory_limit)
             else:
                 judge.use(order)
-                plans += self.mix(self.bisect(judge.plan(self.untouched)), goal)
+                plans += self.make.mix(self.bisect(judge.plan(self.untouched)), goal)
                 plans += self.squeeze(order)
-        plans = _distinct(plans, goal)
+        plans = distinct(plans, goal)
         for polish in range(POLISHES):
             before = judge.states
             share = FIRST_POLISH << polish  # not a share of the budget: with more of it no search ends worse
@@ -152,71 +143,6 @@ class _Search:
             self.judge.use(best.order)
             climb(self.judge, self.goal, best, allow_swap=self.allow_swap)
 
-    def reorder(self, plan: Plan) -> Plan:
-        """Lower the peak of a plan by windows, as long as one does."""
-        judge = self.judge
-        better = True
-        while better:
-            better = False
-            judge.use(plan.order)
-            judge.look(plan.flags)
-            for order in list(window_orders(judge.evaluator)):
-                judge.use(order)
-                child = judge.plan(plan.flags)
-                if child.peak < plan.peak:
-                    plan, better = child, True
-                    break
-        judge.use(plan.order)
-        return plan
-
-    def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[Plan]:
-        """Plans for a memory limit on one order, distinct in what they cost, best first."""
-        judge = self.judge
-        judge.use(order)
-        model = CutModel(judge.evaluator)
-        sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
-        if not thorough:
-            sets = sets[:: max(1, len(sets) // 4)]
-        rounds = BRIEF_ROUNDS if self.brief else ROUNDS if thorough else ROUNDS // 2
-        plans: list[Plan] = []
-
-        def follow(kept: Bools | None, series: int, link_price: float) -> None:
-            tilt, learning, sharp = SERIES[series]
-            plans.extend(
-                follow_prices(
-                    judge,
-                    model,
-                    limit,
-                    rounds=rounds,
-                    link_price=link_price,
-                    kept=kept,
-                    learning=learning,
-                    tilt=tilt,
-                    sharp=sharp,
-                )
-            )
-
-        for kept in sets:
-            for series in range(1 if self.brief else len(SERIES) if thorough else 2):
-                follow(kept, series, NO_SWAPS)
-            if kept is not None:
-                plans.extend(judge.plan(flags) for flags in self.all_but(kept))
-        for price in LINK_PRICES if self.allow_swap else ():
-            for kept in sets[:: max(1, len(sets) // 2)]:
-                for series in range(2):
-                    follow(kept, series, price)
-        return _distinct(plans, Goal(memory_limit=limit))
-
-    def all_but(self, kept: Bools) -> list[Int8s]:
-        """Make everything again except checkpoints: for the way back alone, and wherever something lies idle."""
-        gaps, turn = self.judge.evaluator.gaps, turning_point(self.judge.evaluator)
-        plans = []
-        for idle in ((gaps.start < turn) & (turn < gaps.end), gaps.start >= 0):
-            flags = np.where(idle, RECOMPUTE, DROP).astype(np.int8)
-            flags[kept] = KEEP
-            plans.append(flags)
-        return plans
-
     def approach(self, order: Int32s, limit: int) -> list[Plan]:
         """Plans for limits between one that is not kept and the lowest peak reached.
 
@@ -228,7 +154,7 @@ class _Search:
             if best is None or best.peak <= limit:
                 break
             target = best.peak - (best.peak - limit) // 4
-            plans += self.mix(self.propose(order, target, thorough=True), self.goal)
+            plans += self.make.mix(self.make.propose(order, target, thorough=True), self.goal)
         return plans
 
     def bisect(self, base: Plan) -> list[Plan]:
@@ -240,7 +166,7 @@ class _Search:
             if high - low <= base.peak // 1000:
                 break
             limit = (low + high) // 2
-            found = self.propose(base.order, limit, thorough=False)
+            found = self.make.propose(base.order, limit, thorough=False)
             tight = Goal(memory_limit=limit)
             found = [climb(judge, tight, plan, allow_swap=self.allow_swap) for plan in found[:2]] + found[2:]
             plans += found
@@ -248,7 +174,7 @@ class _Search:
                 high = limit
             else:
                 low = limit
-        return _distinct(plans, goal)
+        return distinct(plans, goal)
 
     def squeeze(self, order: Int32s) -> list[Plan]:
         """Latency mode: memory limits just below the lowest peak, as long as they can be kept in time."""
@@ -258,29 +184,7 @@ class _Search:
             if best is None or not best.met(self.goal):
                 break
             limit = best.peak - max(1, (best.peak - self.judge.problem.persistent_bytes) // 100)
-            plans += self.mix(self.propose(order, limit, thorough=True), Goal(memory_limit=limit))
+            plans += self.make.mix(self.make.propose(order, limit, thorough=True), Goal(memory_limit=limit))
             if self.judge.best is best:
                 break
         return plans
-
-    def mix(self, plans: list[Plan], goal: Goal) -> list[Plan]:
-        """Climb from the best plans, all on one order; mix cheap ones above the limit with lean ones below."""
-        judge = self.judge
-        if not plans:
-            return []
-        judge.use(plans[0].order)
-        climbed = [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in plans[:6]]
-        best = min(plan.key(goal) for plan in climbed)
-        lean = [plan for plan in plans if plan.met(goal)][:8]
-        cheap = [plan for plan in plans if not plan.met(goal) and plan.key(goal)[1] < best[1]][:8]
-        mixed = [relink(judge, goal, over, under) for over in cheap for under in lean]
-        found = _distinct([*climbed, *(plan for plan in mixed if plan is not None)], goal)
-        return [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in found[:4]] + found[4:]
-
-
-def _distinct(plans: list[Plan], goal: Goal) -> list[Plan]:
-    """One plan per pair of costs, sorted by the goal's key."""
-    unique: dict[tuple[int, int], Plan] = {}
-    for plan in plans:
-        unique.setdefault((plan.peak, plan.latency_ns), plan)
-    return sorted(unique.values(), key=lambda plan: plan.key(goal))

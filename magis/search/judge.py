@@ -11,7 +11,10 @@ import numpy as np
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int8s, Int32s, Problem
 
-__all__ = ["Goal", "Judge", "Plan", "SearchOver"]
+__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Plan", "SearchOver", "Wanted"]
+
+DEFAULT_BUDGET = 30_000
+"""States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
 
 
 class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands; nothing went wrong)
@@ -36,6 +39,19 @@ class Goal:
         if self.memory_limit is not None:
             return peak <= self.memory_limit
         return latency_ns <= (self.latency_limit_ns or 0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A goal, and how much may be done for it: states of the search of a step without loops; ``over`` ends it early."""
+
+    goal: Goal
+    seed: int
+    budget: int = DEFAULT_BUDGET
+    over: Callable[[], bool] = lambda: False
+
+    def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
+        return self.goal.key(peak, latency_ns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +131,19 @@ class Judge:
         if self.states == before:
             self.evaluator.quick(flags)
         return found
+
+    def front(self) -> list[Plan]:
+        """Of all plans judged, those that no other one equals or beats in both costs, by rising peak."""
+        every = [
+            (*found, place, flags, evaluator.order)
+            for place, (evaluator, seen) in enumerate(self._orders.values())
+            for flags, found in seen.items()
+        ]
+        plans: list[Plan] = []
+        for peak, latency_ns, _, flags, order in sorted(every, key=lambda entry: entry[:4]):
+            if not plans or latency_ns < plans[-1].latency_ns:
+                plans.append(Plan(order, np.frombuffer(flags, dtype=np.int8).copy(), peak, latency_ns))
+        return plans
 
     def check_budget(self) -> None:
         """Raise SearchOver if nothing may be evaluated any more."""

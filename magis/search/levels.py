@@ -102,8 +102,14 @@ def fastest_ns(level: Level) -> int:
     return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
 
 
+def with_body(level: Level, inner: Solution) -> Problem:
+    """The level's problem with its loop planned."""
+    ns = level.parts * inner.latency_ns
+    return _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
+
+
 def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: int) -> Problem:
-    """The problem with a planned loop."""
+    """The problem with these figures of its loop."""
 
     def at_node(
         array: np.ndarray[tuple[int], np.dtype[np.int64]], value: int
@@ -135,8 +141,7 @@ def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool =
     inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief)
     states = 0
     for _ in range(SQUEEZES):
-        ns = level.parts * inner.latency_ns
-        problem = _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
+        problem = with_body(level, inner)
         found = _searched(level, problem, goal, budget, seed, inner, brief)
         states += found.states
         if best is None or goal.key(found.peak, found.latency_ns) < goal.key(best.peak, best.latency_ns):
@@ -166,6 +171,11 @@ def _searched(
         seed=seed,
         brief=brief,
     )
+    return solution(level, problem, result, inner)
+
+
+def solution(level: Level, problem: Problem, result: SearchResult, inner: Solution | None) -> Solution:
+    """A plan of a level's problem, its loop planned by ``inner``."""
     judge = Evaluator(problem, result.order)
     tensor_peak = judge.evaluate(result.flags).tensor_peak
     around = 0

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from magis.schedule.window import window_orders
 from magis.search.judge import Goal, Judge, Plan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Bools, Int8s, Int64s, Problem
 
-__all__ = ["alternatives", "climb", "giving_back", "hot", "relink", "saving"]
+__all__ = ["alternatives", "climb", "giving_back", "hot", "relink", "reordered", "saving"]
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
@@ -95,6 +96,23 @@ def climb(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool, most: int =
                 plan = Plan(judge.evaluator.order, flags.copy(), *found)
             else:
                 flags[storage] = before
+
+
+def reordered(judge: Judge, plan: Plan) -> Plan:
+    """Lower the peak of a plan by other orders of windows around it, as long as one does."""
+    better = True
+    while better:
+        better = False
+        judge.use(plan.order)
+        judge.look(plan.flags)
+        for order in list(window_orders(judge.evaluator)):
+            judge.use(order)
+            child = judge.plan(plan.flags)
+            if child.peak < plan.peak:
+                plan, better = child, True
+                break
+    judge.use(plan.order)
+    return plan
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:

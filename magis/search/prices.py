@@ -12,6 +12,7 @@ evaluator judges every proposal.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Bools, Int8s, Int32s, Int64s
 
-__all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position", "turning_point"]
+__all__ = ["CutModel", "checkpoints", "follow_prices", "levels_by_position", "slide_prices", "turning_point"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -158,6 +159,30 @@ def follow_prices(
         prices = np.where(over, (prices + NEW_PRICE * prices.max()) * (1.0 + step), prices * (1.0 - step / 4))
         step *= 0.97
     return plans
+
+
+def slide_prices(
+    judge: Judge, model: CutModel, limits: Sequence[int], *, rounds: int, link_price: float, kept: Bools | None
+) -> None:
+    """Follow the prices down falling memory limits (bytes), from each to the next; the judge keeps what it has seen.
+
+    A few rounds a limit are enough where prices need not rise from nothing.
+    """
+    judge.look(np.full(judge.problem.n_storages, DROP, dtype=np.int8))
+    model.forget()
+    over = levels_by_position(judge.evaluator) > limits[0]
+    prices = np.where(over, 1e-4 / max(1, int(over.sum())), 0.0)
+    for limit in limits:
+        step = 0.4
+        for _ in range(rounds):
+            flags = model.solve(prices, link_price, kept)
+            judge.look(flags)
+            over = levels_by_position(judge.evaluator) > limit
+            model.learn(flags)
+            if not over.any():
+                break
+            prices = np.where(over, (prices + NEW_PRICE * prices.max()) * (1.0 + step), prices * (1.0 - step / 4))
+            step *= 0.85
 
 
 def _needed_at(evaluator: Evaluator, wanted: Bools) -> Int32s:

@@ -7,7 +7,7 @@ turns room into time (or the other way round), which moves the peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,9 +20,9 @@ from magis.fission.grow import most_parts
 from magis.fission.near import regions_around
 from magis.fission.region import Region
 from magis.ir import Graph
-from magis.search.divided import numbers_of_parts
-from magis.search.driver import DEFAULT_BUDGET, SearchResult, search
-from magis.search.judge import Goal
+from magis.search.driver import SearchResult, search
+from magis.search.fronts import numbers_of_parts
+from magis.search.judge import Wanted
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import DROP
@@ -66,42 +66,33 @@ class _State:
     """Position in the graph of the operator at the peak."""
 
 
-def relieve(
-    graph: Graph,
-    costs: Costs,
-    goal: Goal,
-    *,
-    reuse: bool,
-    seed: int,
-    budget: int = DEFAULT_BUDGET,
-    over: Callable[[], bool] = lambda: False,
-) -> Relieved | None:
+def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relieved | None:
     """The best plan found with loops around operators at the peak; None if no loop helps.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). No
-    further round begins once ``over`` says so.
+    further round begins once ``wanted.over`` says so.
     """
     compiled = compile_problem(graph, costs, reuse=reuse)
-    result = _planned(compiled, goal, budget, seed, brief=False)
-    known, states = goal.key(result.peak, result.latency_ns), result.states
+    result = _planned(compiled, wanted, brief=False)
+    known, states = wanted.key(result.peak, result.latency_ns), result.states
     best: Relieved | None = None
     loops: tuple[str, ...] = ()
     for _ in range(ROUNDS):
-        if over():
+        if wanted.over():
             break
         start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
         tried = []
         for state, made in _chain(start, costs, reuse):
-            quick = _planned(state.compiled, goal, QUICK, seed, brief=True)
+            quick = _planned(state.compiled, replace(wanted, budget=QUICK), brief=True)
             states += quick.states
-            tried.append((goal.key(quick.peak, quick.latency_ns), len(made), state, made))
+            tried.append((wanted.key(quick.peak, quick.latency_ns), len(made), state, made))
         if not tried:
             break
         _, _, state, made = min(tried, key=lambda each: each[:2])
         compiled = state.compiled
-        result = _planned(compiled, goal, budget, seed, brief=False)
+        result = _planned(compiled, wanted, brief=False)
         states += result.states
-        key = goal.key(result.peak, result.latency_ns)
+        key = wanted.key(result.peak, result.latency_ns)
         if key >= known:
             break
         known, loops = key, (*loops, *made)
@@ -109,13 +100,13 @@ def relieve(
     return best
 
 
-def _planned(compiled: Compiled, goal: Goal, budget: int, seed: int, *, brief: bool) -> SearchResult:
+def _planned(compiled: Compiled, wanted: Wanted, *, brief: bool) -> SearchResult:
     return search(
         compiled.problem,
-        memory_limit=goal.memory_limit,
-        latency_limit_ns=goal.latency_limit_ns,
-        budget=budget,
-        seed=seed,
+        memory_limit=wanted.goal.memory_limit,
+        latency_limit_ns=wanted.goal.latency_limit_ns,
+        budget=wanted.budget,
+        seed=wanted.seed,
         brief=brief,
     )
 

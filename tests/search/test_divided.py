@@ -7,15 +7,16 @@ import pytest
 from magis.fission.floor import lower_bound
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, dump, verify
-from magis.search.divided import Divided, divide, numbers_of_parts, replan
-from magis.search.judge import Goal
+from magis.search.divided import Divided, divide, replan
+from magis.search.fronts import numbers_of_parts
+from magis.search.judge import Goal, Wanted
 from magis.search.levels import fastest_ns, realize_level, repeats
 from magis.simulate.replay import replay
 from tests.search.subjects import BUDGET, Step, step
 
 
 def divided(given: Step, goal: Goal, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
-    return divide(given.graph, given.costs, goal, reuse=True, seed=seed, budget=BUDGET, known=known)
+    return divide(given.graph, given.costs, Wanted(goal, seed, BUDGET), reuse=True, known=known)
 
 
 def realized(given: Step, found: Divided) -> Graph:
@@ -33,7 +34,8 @@ def realized(given: Step, found: Divided) -> Graph:
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio", "met"), [("blocks", 0.75, True), ("blocks", 0.5, True), ("seed-unet", 0.5, False)]
+    ("name", "ratio", "met"),
+    [("blocks", 0.75, True), ("blocks", 0.5, True), ("seed-unet", 0.5, True), ("seed-unet", 0.1, False)],
 )
 def test_a_memory_limit_is_kept_by_what_the_plan_becomes(name: str, ratio: float, met: bool) -> None:
     given = step(name)
@@ -58,7 +60,7 @@ def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
     assert goal.latency_limit_ns is not None
     assert found.solution.latency_ns <= goal.latency_limit_ns
     assert found.solution.peak < whole.peak
-    second = replan(found, given.costs, goal, reuse=True, seed=0, budget=BUDGET)
+    second = replan(found, given.costs, Wanted(goal, 0, BUDGET), reuse=True)
     assert second.cuts == found.cuts
     realized(given, second)
     assert second.solution.latency_ns <= goal.latency_limit_ns
@@ -100,7 +102,7 @@ def test_planned_again_for_another_limit() -> None:
     first = divided(given, Goal(memory_limit=int(0.75 * given.peak)))
     assert first is not None
     tighter = Goal(memory_limit=first.solution.peak - 100_000)
-    second = replan(first, given.costs, tighter, reuse=True, seed=0, budget=BUDGET)
+    second = replan(first, given.costs, Wanted(tighter, 0, BUDGET), reuse=True)
     assert second.cuts == first.cuts
     realized(given, second)
     assert tighter.memory_limit is not None

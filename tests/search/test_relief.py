@@ -12,7 +12,7 @@ from magis.ir import Graph, dump, verify
 from magis.rewrite.realize import realize
 from magis.search import relief
 from magis.search.driver import SearchResult, search
-from magis.search.judge import Goal
+from magis.search.judge import Goal, Wanted
 from magis.search.relief import Relieved, in_order, relieve
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import expand
@@ -34,7 +34,7 @@ def realized(given: Step, found: Relieved) -> Graph:
 
 
 def relieved(given: Step, goal: Goal) -> Relieved | None:
-    return relieve(given.graph, given.costs, goal, reuse=True, seed=0, budget=BUDGET)
+    return relieve(given.graph, given.costs, Wanted(goal, 0, BUDGET), reuse=True)
 
 
 @pytest.mark.parametrize("name", ["blocks", "seed-unet", "convolution"])

@@ -1,0 +1,150 @@
+"""Memory against latency: all plans of a step that no other one beats in both, from one sweep of memory limits.
+
+The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
+propose plans on the way (``magis.search.prices``); what room the best of them leave is given back, and neighbours on
+the front are mixed. Whatever was judged, for whichever limit, counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from magis.search.judge import Goal, Judge, Plan, SearchOver
+from magis.search.moves import climb, relink, reordered
+from magis.search.prices import CutModel, checkpoints, slide_prices
+from magis.search.propose import NO_SWAPS
+from magis.simulate.evaluator import lower_bound
+from magis.simulate.events import DROP
+from magis.simulate.problem import Bools, Problem
+
+__all__ = ["BRIEF", "FULL", "Effort", "Front", "pareto", "spread", "sweep"]
+
+MOST_STATES = 60_000
+"""Of one sweep: what it keeps in memory grows with them."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a sweep may try."""
+
+    levels: int = 16
+    """Memory limits."""
+    rounds: int = 6
+    """Of prices, per limit."""
+    sets: int = 5
+    """Sets of checkpoints."""
+    link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
+    """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
+    polished: int = 64
+    """Plans of the front whose neighbours and mixtures are judged."""
+
+
+MIXTURES = ((1, 4), (3, 4), (8, 8))
+"""How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
+FULL = Effort()
+BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=16)
+
+
+class Costed(Protocol):
+    """Something with a peak (bytes) and a latency (nanoseconds)."""
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def latency_ns(self) -> int: ...
+
+
+C = TypeVar("C", bound=Costed)
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Plans by rising peak and falling latency."""
+
+    plans: tuple[Plan, ...]
+    states: int
+
+
+def pareto(every: Iterable[C]) -> list[C]:
+    """Those that no other one equals or beats in peak and latency, by rising peak; of equal ones the first."""
+    found: list[C] = []
+    for each in sorted(every, key=lambda item: (item.peak, item.latency_ns)):
+        if not found or each.latency_ns < found[-1].latency_ns:
+            found.append(each)
+    return found
+
+
+def spread(front: Sequence[C], count: int) -> list[C]:
+    """At most so many of a front, evenly spread over its peaks, the first and the last among them."""
+    if len(front) <= count:
+        return list(front)
+    low, high = front[0].peak, front[-1].peak
+    chosen = {0, len(front) - 1}
+    for step in range(1, count - 1):
+        wanted = low + (high - low) * step // (count - 1)
+        chosen.add(min(range(len(front)), key=lambda index: (abs(front[index].peak - wanted), index)))
+    return [front[index] for index in sorted(chosen)]
+
+
+def sweep(problem: Problem, effort: Effort = FULL) -> Front:
+    """The front of one step; deterministic."""
+    floor = lower_bound(problem)
+    judge = Judge(problem, Goal(memory_limit=floor), MOST_STATES)
+    allow_swap = problem.xfer_ns_per_byte > 0.0
+    with contextlib.suppress(SearchOver):
+        for start in _orders(judge):
+            _slide(judge, start, floor, effort, allow_swap=allow_swap)
+        for plan in spread(judge.front(), effort.polished):
+            _climb(judge, plan, allow_swap=allow_swap)
+        _mix(judge, spread(judge.front(), effort.polished), allow_swap=allow_swap)
+    return Front(tuple(judge.front()), judge.states)
+
+
+def _orders(judge: Judge) -> list[Plan]:
+    """Without any recomputation, in program order and re-ordered around its peak."""
+    untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
+    base = judge.plan(untouched)
+    other = reordered(judge, base)
+    return [base] if np.array_equal(base.order, other.order) else [base, other]
+
+
+def _slide(judge: Judge, start: Plan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
+    """Proposals on one order, from the peak of ``start`` down to the floor."""
+    judge.use(start.order)
+    limits = [start.peak - (start.peak - floor) * level // effort.levels for level in range(1, effort.levels)]
+    if not limits:
+        return
+    model = CutModel(judge.evaluator)
+    sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
+    for kept in sets[:: max(1, len(sets) // effort.sets)]:
+        for link_price in (NO_SWAPS, *(effort.link_prices if allow_swap else ())):
+            slide_prices(judge, model, limits, rounds=effort.rounds, link_price=link_price, kept=kept)
+
+
+def _climb(judge: Judge, plan: Plan, *, allow_swap: bool) -> None:
+    """Neighbours of a plan that are faster at its peak, or leaner at its latency."""
+    judge.use(plan.order)
+    for goal in (Goal(memory_limit=plan.peak), Goal(latency_limit_ns=plan.latency_ns)):
+        climb(judge, goal, plan, allow_swap=allow_swap)
+
+
+def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
+    """Mixtures of plans that are some places apart on a front, for limits between their peaks."""
+    apart = front[-1].peak // 100 if front else 0
+    for first, lean in enumerate(front):
+        for distance, shares in MIXTURES:
+            cheap = front[min(len(front) - 1, first + distance)]
+            if cheap.peak - lean.peak < max(1, apart) or not np.array_equal(cheap.order, lean.order):
+                continue
+            judge.use(lean.order)
+            for share in range(1, shares):
+                goal = Goal(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
+                mixed = relink(judge, goal, cheap, lean)
+                if mixed is not None:
+                    climb(judge, goal, mixed, allow_swap=allow_swap)

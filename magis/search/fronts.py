@@ -1,0 +1,168 @@
+"""The front of a step with fission: every place to cut it at, into every number of parts, planned inside and outside.
+
+    for each place:  sweep the loop's body and the step around it once;
+                     judge what was found for every number of parts, each plan of the body with each plan around it
+
+Bodies cut into other numbers of parts differ in sizes and times alone, so plans of one are plans of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from magis.aten.splits import Split
+from magis.errors import VerifyError
+from magis.fission.expand import expand
+from magis.fission.grow import connected, most_parts
+from magis.fission.region import Region
+from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
+from magis.ir import Graph
+from magis.search.driver import SearchResult
+from magis.search.front import BRIEF, Front, pareto, spread, sweep
+from magis.search.judge import Goal, Judge, Plan, Wanted
+from magis.search.levels import Level, Solution, level, solution, with_body
+from magis.simulate.compile import Compiled, Costs, compile_problem
+from magis.simulate.problem import Problem
+
+PARTS = (2, 4, 8, 16, 32)
+PLACES = 8
+SCREENING = 100
+"""Times the budget, in states, after which no further place is tried."""
+BODIES = 8
+"""Plans of a loop's body that are tried in the step around it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """From which position of the forward pass on, and into how many parts."""
+
+    at: int
+    parts: int
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
+
+    level: Level
+    plan: Plan
+    cut: Cut | None = None
+    body: Solution | None = None
+
+    @property
+    def peak(self) -> int:
+        return self.plan.peak
+
+    @property
+    def latency_ns(self) -> int:
+        return self.plan.latency_ns
+
+    def solution(self) -> Solution:
+        """The plan with everything inside it, as it is realized."""
+        problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
+        return solution(self.level, problem, _result(self.plan), self.body)
+
+
+@dataclass(frozen=True, eq=False)
+class FissionFront:
+    """Points by rising peak and falling latency; states evaluated on the way."""
+
+    points: tuple[Point, ...]
+    states: int
+
+
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
+    """The front of a step of which nothing runs in parts."""
+    here = Level(compile_problem(graph, costs, reuse=reuse))
+    found = sweep(here.compiled.problem)
+    return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
+
+
+def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> FissionFront:
+    """The front of a step cut along its batch from some place on; without any points where nothing can be cut.
+
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
+    until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part.
+    """
+    points: list[Point] = []
+    spent = 0
+    axis = batch_axis(graph, batch_inputs(graph))
+    for at in places(graph, axis, PLACES):
+        if wanted.over() or spent > SCREENING * wanted.budget:
+            break
+        cuts = suffix(graph, axis, at).cuts
+        if cuts:
+            region = connected(graph, cuts, 1)[0].cuts
+            found = place_front(list(_levels(graph, at, region, costs, reuse=reuse)))
+            points = pareto([*points, *found.points])
+            spent += found.states
+    return FissionFront(tuple(points), spent)
+
+
+def _levels(
+    graph: Graph, at: int, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
+) -> Iterator[tuple[Cut, Level]]:
+    """The region as a loop, by rising numbers of parts."""
+    known: Compiled | None = None
+    for parts in numbers_of_parts(most_parts(cuts)):
+        try:
+            looped = expand(graph, Region(cuts, parts), in_place=True)
+        except VerifyError:
+            return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
+        here = level(looped, costs, reuse=reuse, known=known)
+        known = here.compiled
+        yield Cut(at, parts), here
+
+
+def numbers_of_parts(most: int) -> list[int]:
+    """Divisors of ``most`` to try, from few to many: powers of two, or others where there are few of these."""
+    even = [parts for parts in PARTS if most % parts == 0]
+    return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
+
+
+def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
+    """The front of one region, cut into the numbers of parts that are given.
+
+    The step around the loop is swept for the first and the last of these, with the leanest plan of the body.
+    """
+    inside: Sequence[Plan] = ()
+    around: list[Plan] = []
+    points: list[Point] = []
+    states = 0
+    for number, (cut, here) in enumerate(levels):
+        inner = here.inner
+        if inner is None:
+            raise VerifyError("a front of loops needs a loop")
+        if not inside:
+            swept = sweep(inner.compiled.problem, BRIEF)
+            inside, states = swept.plans, states + swept.states
+        bodies = _judged(inner.compiled.problem, inside)
+        states += bodies.states
+        for rank, plan in enumerate(spread(bodies.plans, BODIES)):
+            body = solution(inner, inner.compiled.problem, _result(plan), None)
+            outside = with_body(here, body)
+            if rank == 0 and number in (0, len(levels) - 1):
+                swept = sweep(outside, BRIEF)
+                around, states = [*around, *swept.plans], states + swept.states
+            found = _judged(outside, around)
+            states += found.states
+            points += [Point(here, plan, cut, body) for plan in found.plans]
+        points = pareto(points)
+    return FissionFront(tuple(points), states)
+
+
+def _judged(problem: Problem, plans: Sequence[Plan]) -> Front:
+    """The front of plans that were made for a problem of the same structure."""
+    judge = Judge(problem, Goal(memory_limit=0), len(plans))
+    for plan in plans:
+        judge.use(plan.order)
+        judge.plan(plan.flags)
+    return Front(tuple(judge.front()), judge.states)
+
+
+def _result(plan: Plan) -> SearchResult:
+    return SearchResult(
+        plan.order, plan.flags, plan.peak, plan.latency_ns, states=0, stopped_by_seconds=False, feasible=True,
+        lower_bound=0,
+    )  # fmt: skip
