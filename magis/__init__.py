@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, run_case
+    from magis.api import Bench, OptimizerSpec, Workload, pareto, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "VerifyError",
     "Workload",
     "__version__",
+    "pareto",
     "run_case",
 ]
 
@@ -39,6 +40,7 @@ _EXPORTS = {
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
+    "pareto": "magis.api",
     "run_case": "magis.api",
 }
 

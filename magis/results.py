@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Case", "CaseResult", "Memory", "RatioInterval", "SearchStats", "StepFigures"]
+__all__ = [
+    "Case",
+    "CaseResult",
+    "FrontPoint",
+    "Memory",
+    "ParetoFront",
+    "RatioInterval",
+    "SearchStats",
+    "StepFigures",
+]
 
 
 @dataclass(frozen=True)
@@ -146,3 +155,49 @@ class CaseResult:
         if self.ratio is not None:
             return self.ratio.ratio
         return self.optimized.simulated_ms / self.original.simulated_ms
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """One plan of a front, realized and judged by the exact simulator."""
+
+    peak_bytes: int
+    latency_ms: float
+    recomputed_ops: int
+    swapped_bytes: int
+    fission: str
+    """What runs in parts, in words; empty: nothing does."""
+
+
+@dataclass(frozen=True)
+class ParetoFront:
+    """Peak memory against latency of one model: plans that no other one found beats in both."""
+
+    model: str
+    device: str
+    preset: str
+    dtype: str
+    seed: int
+    original: FrontPoint
+    """Eager, simulated."""
+    lower_bound_bytes: int
+    """No plan gets below it (see CaseResult)."""
+    points: tuple[FrontPoint, ...]
+    """By rising peak and falling latency."""
+    states: int
+    """Plans judged; deterministic."""
+    seconds: float
+    """What the search took, capture left out."""
+
+    def best(self, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> FrontPoint | None:
+        """The fastest point within a share of the original's peak, or the leanest within a multiple of its latency;
+        None where no point keeps the limits that are given."""
+        within = [
+            point
+            for point in self.points
+            if (memory_ratio is None or point.peak_bytes <= memory_ratio * self.original.peak_bytes)
+            and (latency_ratio is None or point.latency_ms <= latency_ratio * self.original.latency_ms)
+        ]
+        if memory_ratio is not None:
+            return min(within, key=lambda point: point.latency_ms, default=None)
+        return min(within, key=lambda point: point.peak_bytes, default=None)

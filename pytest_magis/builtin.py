@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from magis.results import Case, CaseResult
-from pytest_magis.measure import devices, run_with_magis
+from magis.results import Case, CaseResult, ParetoFront
+from pytest_magis.measure import devices, front_with_magis, run_with_magis
 from pytest_magis.strategies import BUILT_IN, Strategy
 
 
@@ -34,3 +34,9 @@ def pytest_magis_run_case(
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
     return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront:
+    """Search a front that no other plugin wanted to search."""
+    return front_with_magis(case, config)

@@ -45,6 +45,7 @@ OPTIONS = (
     Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
+    Option("pareto", "DIR", "also write each model's front of memory against latency there, as .json and .svg"),
     Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
     Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.04)"),
 )

@@ -19,7 +19,16 @@ from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.outcome import PROPERTY, Outcome
 from pytest_magis.outputs.results import write_results
-from pytest_magis.plan import PREFIX, PlannedCase, choose, plan_cases, read_baselines, resolve_models
+from pytest_magis.plan import (
+    FRONT,
+    PREFIX,
+    PlannedCase,
+    choose,
+    plan_cases,
+    plan_fronts,
+    read_baselines,
+    resolve_models,
+)
 from pytest_magis.strategies import Strategy
 
 __all__ = ["Gate", "prepare"]
@@ -34,6 +43,7 @@ class Gate:
 
     settings: Settings
     cases: tuple[PlannedCase, ...]
+    fronts: tuple[PlannedCase, ...]
     baselines: Mapping[Path, ModelBaseline | None]
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
@@ -102,12 +112,23 @@ def prepare(config: pytest.Config) -> Gate:
     strategies: list[Strategy] = [
         item for given in reversed(hook.pytest_magis_strategies(config=config)) for item in given
     ]
-    cases = choose(plan_cases(settings, models, strategies), _take_node_ids(config, only_gate=settings.only_gate))
+    planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models))
+    chosen = choose(planned, _take_node_ids(config, only_gate=settings.only_gate))
+    cases = tuple(each for each in chosen if each.label != FRONT)
+    fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))
     baselines = read_baselines(settings.baselines, cases)
     if not is_worker:
         check_writable(settings.csv)
-    return Gate(settings, cases, baselines, columns, is_worker)
+        if settings.pareto is not None:
+            _check_directory(settings.pareto)
+    return Gate(settings, cases, fronts, baselines, columns, is_worker)
+
+
+def _check_directory(directory: Path) -> None:
+    """Raise UsageError unless files can be written there, once what is missing of the path is made."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    check_writable(there / "front.json")
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 if TYPE_CHECKING:
     from magis.report import Cell
-    from magis.results import Case, CaseResult
+    from magis.results import Case, CaseResult, ParetoFront
     from pytest_magis.strategies import Strategy
 
 
@@ -53,4 +53,12 @@ def pytest_magis_run_case(
     short line of text to show on a terminal; None where there is none. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.
+    """
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront | None:
+    """Search a model's front of memory against latency (`--magis-pareto`); the case has no limit.
+
+    The first answer counts; None leaves it to the next one, `magis.pareto` being the last.
     """

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING
 import pytest
 
 from magis.errors import MagisError
-from magis.results import Case, CaseResult
+from magis.results import Case, CaseResult, ParetoFront
 
 if TYPE_CHECKING:
     from magis.api import Bench
 
-__all__ = ["check_with_magis", "devices", "measure", "run_with_magis", "runs_every_case"]
+__all__ = [
+    "check_with_magis",
+    "devices",
+    "front_with_magis",
+    "measure",
+    "run_with_magis",
+    "runs_every_case",
+    "search_front",
+]
 
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
@@ -68,6 +76,31 @@ def run_with_magis(
         expected_graph=expected_graph,
         latency_bounds=latency_bounds,
         progress=progress,
+    )
+
+
+def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
+    """Search the front of a case's model by hook and return it, under the model's name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        front = config.hook.pytest_magis_front(case=case, config=config)
+    if not isinstance(front, ParetoFront):
+        raise MagisError(f"{name}: no plugin searched the front")
+    return replace(front, model=name)
+
+
+def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
+    """The front of a case's model through `magis.api`, on the captures of the process's cases."""
+    from magis.api import pareto
+
+    return pareto(
+        case.model,
+        device=case.device,
+        preset=case.preset,
+        dtype=case.dtype,
+        seed=case.seed,
+        budget=case.budget,
+        cache=_bench(config),
     )
 
 

@@ -39,6 +39,8 @@ class Settings:
     updates_ignored: bool
     """Updates come from the ini file, but CI is set: nothing is stored."""
     csv: Path
+    pareto: Path | None
+    """Where fronts are written; None: they are not asked for."""
     tolerances: Tolerances
     only_gate: bool
     """Models were named on the command line: without paths, nothing but the gate is collected."""
@@ -77,6 +79,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         updates=frozenset() if ignored else updates,
         updates_ignored=ignored,
         csv=config.invocation_params.dir / (_scalar(config, "csv") or "results.csv"),
+        pareto=_pareto(config),
         tolerances=Tolerances(
             memory=_tolerance(config, "memory-tolerance", Tolerances.memory),
             latency=_tolerance(config, "latency-tolerance", Tolerances.latency),
@@ -185,6 +188,17 @@ def _directory(config: pytest.Config) -> Path:
     directory = start / given
     if directory.exists() and not directory.is_dir():
         raise UsageError(f"--magis-baselines: {directory} is not a directory")
+    return directory
+
+
+def _pareto(config: pytest.Config) -> Path | None:
+    """The directory of the fronts; made when the first of them is written."""
+    given = _scalar(config, "pareto")
+    if given is None:
+        return None
+    directory = config.invocation_params.dir / given
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"--magis-pareto: {directory} is not a directory")
     return directory
 
 

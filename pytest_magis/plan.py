@@ -17,10 +17,22 @@ from pytest_magis.baselines import ModelBaseline
 from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy
 
-__all__ = ["PREFIX", "Model", "PlannedCase", "choose", "plan_cases", "read_baselines", "resolve_models"]
+__all__ = [
+    "FRONT",
+    "PREFIX",
+    "Model",
+    "PlannedCase",
+    "choose",
+    "plan_cases",
+    "plan_fronts",
+    "read_baselines",
+    "resolve_models",
+]
 
 PREFIX = "magis::"
 """What the node ids of the gate's cases begin with."""
+FRONT = "pareto"
+"""The label of a model's front."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,21 @@ def plan_cases(settings: Settings, models: Sequence[Model], strategies: Sequence
             "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
         )
     return tuple(cases.values())
+
+
+def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCase, ...]:
+    """A front of each model, if fronts are asked for; of the case the limits are left open."""
+    if settings.pareto is None:
+        return ()
+    grid = settings.grid
+    return tuple(
+        PlannedCase(
+            model.name,
+            FRONT,
+            Case(model.target, "magis", grid.device, grid.preset, grid.dtype, budget=grid.budget, seed=grid.seed),
+        )
+        for model in models
+    )
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:

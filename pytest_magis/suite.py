@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -15,11 +15,12 @@ from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
 from pytest_magis.measure import measure
 from pytest_magis.outcome import PROPERTY, Outcome
+from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
 from pytest_magis.verdict import Verdict, judge, latency_bounds
 
-__all__ = ["CaseItem", "Regression", "Suite"]
+__all__ = ["CaseItem", "FrontItem", "Regression", "Suite"]
 
 NAME = PREFIX.removesuffix("::")
 
@@ -40,25 +41,57 @@ class Suite(pytest.Collector):
         suite.gate = gate
         return suite
 
-    def collect(self) -> Iterator[CaseItem]:
+    def collect(self) -> Iterator[GateItem]:
         for planned in self.gate.cases:
             yield CaseItem.build(self, self.gate, planned)
+        directory = self.gate.settings.pareto
+        if directory is not None:
+            for planned in self.gate.fronts:
+                item = FrontItem.build(self, self.gate, planned)
+                item.directory = directory
+                yield item
 
 
-class CaseItem(pytest.Item):
-    """One case: runs it, compares it with its baseline, and leaves its outcome in the report's properties."""
+class GateItem(pytest.Item):
+    """What the gate runs, under its name."""
 
     gate: Gate
     planned: PlannedCase
 
     @classmethod
-    def build(cls, parent: Suite, gate: Gate, planned: PlannedCase) -> CaseItem:
+    def build(cls, parent: Suite, gate: Gate, planned: PlannedCase) -> Self:
         item = cls.from_parent(parent, name=planned.name, nodeid=f"{PREFIX}{planned.name}")
         item.gate = gate
         item.planned = planned
         item.add_marker(pytest.mark.magis)
         item.add_marker(pytest.mark.xdist_group(f"magis-{planned.model}"))
         return item
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
+        """A red case says what, how much, and how to accept it; only a defect shows a traceback."""
+        if isinstance(excinfo.value, (Regression, MagisError)):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, *args, **kwargs)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.config.rootpath / NAME, None, self.nodeid
+
+
+class FrontItem(GateItem):
+    """A model's front of memory against latency: writes it, and is red only where that fails."""
+
+    directory: Path
+
+    def runtest(self) -> None:
+        line = nullcontext() if self.gate.is_worker else progress_line(self.config, self.planned.name)
+        with line as progress:
+            if progress is not None:
+                progress("searching the front")
+            self.add_report_section("call", "magis", write_front(self.config, self.directory, self.planned))
+
+
+class CaseItem(GateItem):
+    """One case: runs it, compares it with its baseline, and leaves its outcome in the report's properties."""
 
     def runtest(self) -> None:
         planned, gate = self.planned, self.gate
@@ -82,15 +115,6 @@ class CaseItem(pytest.Item):
         self._leave(Outcome(planned.model, planned.label, planned.case, verdict, result))
         if not verdict.passed:
             raise Regression("\n".join(self._lines(verdict, path)))
-
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *args: Any, **kwargs: Any) -> Any:
-        """A red case says what, how much, and how to accept it; only a defect shows a traceback."""
-        if isinstance(excinfo.value, Regression):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, *args, **kwargs)
-
-    def reportinfo(self) -> tuple[Path, int | None, str]:
-        return self.config.rootpath / NAME, None, self.nodeid
 
     def _leave(self, outcome: Outcome) -> None:
         # replaced, not appended: a rerun uses the same item again

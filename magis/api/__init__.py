@@ -3,6 +3,7 @@
 from magis.api.bench import Bench, available_devices, check_device, default_device
 from magis.api.cases import run_case
 from magis.api.check import check_case
+from magis.api.fronts import pareto
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "check_case",
     "check_device",
     "default_device",
+    "pareto",
     "run_case",
 ]

@@ -1,9 +1,10 @@
-"""Reports: results.csv, plain JSON forms of results, and writing files so that they are always whole.
+"""Reports: results.csv, plain JSON forms of results, fronts and their pictures; files that are always whole.
 
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
 
 from magis.report.files import check_writable, write_text_atomically
+from magis.report.front import front_svg, front_text
 from magis.report.plain import from_plain, to_plain
 from magis.report.table import (
     COLUMNS,
@@ -24,6 +25,8 @@ __all__ = [
     "append_rows",
     "check_writable",
     "from_plain",
+    "front_svg",
+    "front_text",
     "read_csv",
     "row_from_result",
     "to_plain",

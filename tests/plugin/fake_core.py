@@ -13,7 +13,7 @@ import zlib
 import pytest
 
 from magis.errors import UsageError
-from magis.results import CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+from magis.results import CaseResult, FrontPoint, Memory, ParetoFront, RatioInterval, SearchStats, StepFigures
 
 DEVICES = ("cpu", "sim:rtx3090")
 
@@ -118,3 +118,15 @@ def step(memory, milliseconds, real, off):
 
 def interval(ratio, half):
     return RatioInterval(ratio, ratio - half, ratio + half, 15)
+
+
+def pytest_magis_front(case, config):
+    changes = figures(config.rootpath, f"{case.model}[pareto]")
+    if "raise" in changes:
+        raise UsageError(changes["raise"])
+    points = (FrontPoint(500, 11.0, 3, 0, ""), FrontPoint(900, 10.0, 0, 0, ""))
+    eager = FrontPoint(1000, 10.0, 0, 0, "")
+    dtype = case.dtype or "float32"
+    return ParetoFront(
+        case.model, case.device, case.preset, dtype, case.seed, eager, 200, points, case.budget or 7, 0.1
+    )

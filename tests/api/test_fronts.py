@@ -1,0 +1,62 @@
+"""The front of a model: plans that are realized, sound, and worth their place; they run with eager's numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+import magis
+from magis.api.bench import Bench
+from magis.api.fronts import realized_front
+from magis.api.numbers import compare, compare_rounding
+from magis.errors import UsageError
+from magis.ir import verify
+from magis.results import Case
+
+BLOCKS = "tests.api.nets:blocks"
+
+
+@pytest.mark.parametrize(("model", "device"), [(BLOCKS, "cpu"), ("seed-unet", "sim:rtx3090")])
+def test_a_front_is_monotone_and_between_the_bound_and_eager(model: str, device: str) -> None:
+    front = magis.pareto(model, device=device, preset="small", points=10)
+    assert (front.model, front.device, front.preset, front.dtype) == (model, device, "small", "float32")
+    assert 4 < len(front.points) <= 10
+    for lean, wide in itertools.pairwise(front.points):
+        assert lean.peak_bytes < wide.peak_bytes
+        assert lean.latency_ms > wide.latency_ms
+    assert front.lower_bound_bytes <= front.points[0].peak_bytes < 0.8 * front.original.peak_bytes
+    assert front.points[-1].latency_ms <= front.original.latency_ms * 1.001
+    again = magis.pareto(model, device=device, preset="small", points=10)
+    assert (again.points, again.states) == (front.points, front.states)
+
+
+def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers() -> None:
+    subject = Bench().subject(Case(BLOCKS, "magis", "cpu", "small"))
+    found, _ = realized_front(subject, points=6)
+    assert len(found) > 3
+    for point in found:
+        verify(point.graph)
+        eager, step = subject.eager(), subject.generated(point.graph)
+        split = bool(point.figures.fission)
+        numbers = compare_rounding(subject, point.graph, 0) if split else compare(eager, step, 0)
+        assert numbers == ("within tolerance" if split else "bit-identical")
+        assert subject.measure(step) == subject.simulate_graph(point.graph)
+        assert subject.simulate_graph(point.graph).peak_bytes == point.figures.peak_bytes
+
+
+def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:
+    front = magis.pareto("seed-unet", device="sim:rtx3090", preset="small", points=12)
+    assert any(point.fission for point in front.points)
+    leanest = front.best(latency_ratio=3.0)
+    assert leanest is not None
+    assert leanest.fission
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [({"device": "sim:none"}, "sim:none"), ({"preset": "huge"}, "huge"), ({"dtype": "int8"}, "int8")],
+)
+def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        magis.pareto(BLOCKS, **{"device": "cpu", **changes})
