@@ -13,19 +13,25 @@ from math import gcd
 import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph
-from magis.aten.splits import Cut, Halo, How, Split, splits
+from magis.aten.splits import Cut, Halo, How, Overlap, Split, dimension, splits
 from magis.fission.region import Region
 from magis.ir import Graph, Op
 
 
 def grow(
-    graph: Graph, start: Mapping[int, int], allowed: Collection[int], dag: rx.PyDiGraph[int, None] | None = None
+    graph: Graph,
+    start: Mapping[int, int],
+    allowed: Collection[int],
+    dag: rx.PyDiGraph[int, None] | None = None,
+    *,
+    across: bool = False,
 ) -> dict[int, Split]:
     """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
 
     In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
     needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
-    parts can be had of what is there before the region begins.
+    parts can be had of what is there before the region begins. ``across`` follows the axis there, too: no region, but
+    what might be the beginning of one.
     """
     dag = dependency_graph(graph) if dag is None else dag
     state: dict[int, How] = dict(start)
@@ -40,11 +46,12 @@ def grow(
             behind.add(position)
             continue
         touched = any(value in state for value in op.inputs())
-        split = _matching(op, graph, state, made) if touched and position in wanted else None
+        split = _matching(op, graph, state, () if across else made) if touched and position in wanted else None
         if split is not None:
             cuts[position] = split
             made.update(op.made())
-            state.update({v: how for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None})
+            outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
+            state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
         elif any(p in cuts for p in before):
             behind.add(position)
     return cuts

@@ -13,7 +13,7 @@ from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.grow import connected, most_parts
 from magis.fission.region import Region
-from magis.fission.suffix import Axis, batch_axis, batch_inputs, places, suffix
+from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import DEFAULT_BUDGET
 from magis.search.judge import Goal
@@ -123,13 +123,13 @@ class _Search:
 
     def screen(self) -> None:
         """Judge every configuration by a quick plan."""
-        axis = batch_axis(self.graph, batch_inputs(self.graph))
-        found = places(self.graph, axis, PLACES)
-        # Under a memory limit small regions are fast, under a latency limit large ones are lean: whatever comes first
-        # saves looking closely at the rest.
-        for at in reversed(found) if self.goal.memory_limit is not None else found:
-            for divided in self._parts(axis, at):
-                self.found.append(divided)
+        for axis in axes(self.graph):
+            found = places(self.graph, axis, PLACES)
+            # Under a memory limit small regions are fast, under a latency limit large ones are lean: whatever comes
+            # first saves looking closely at the rest.
+            for at in reversed(found) if self.goal.memory_limit is not None else found:
+                for divided in self._parts(axis, at):
+                    self.found.append(divided)
 
     def _parts(self, axis: Axis, at: int) -> Iterator[Divided]:
         """Few parts first, until more of them cannot help."""

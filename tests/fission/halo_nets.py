@@ -34,16 +34,12 @@ def convnext(channels: int, blocks: int) -> nn.Module:
     )
 
 
-def super_resolution(channels: int, layers: int = 1) -> nn.Module:
-    """A small picture to one of twice the size."""
-    inner = [part for _ in range(layers) for part in (nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU())]
+def super_resolution(channels: int, times: int = 2) -> nn.Module:
+    """A picture to one that is so many times as large."""
     return nn.Sequential(
-        nn.Conv2d(3, channels, 5, padding=2),
-        nn.ReLU(),
-        *inner,
-        nn.Conv2d(channels, 12, 3, padding=1),
-        nn.PixelShuffle(2),
-    )
+        nn.Conv2d(3, channels, 5, padding=2), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(channels, 3 * times**2, 3, padding=1), nn.PixelShuffle(times),
+    )  # fmt: skip
 
 
 def pooled(channels: int) -> nn.Module:
@@ -65,6 +61,21 @@ def net(module: nn.Module, height: int, width: int) -> Net:
 
 NETS = {
     "convnext": lambda: net(convnext(4, 2), 16, 24),
-    "super-resolution": lambda: net(super_resolution(6), 8, 12),
+    "super-resolution": lambda: net(super_resolution(6, times=4), 8, 12),
     "pooled": lambda: net(pooled(4), 8, 12),
 }
+
+
+def large_convnext() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """One picture of 512 x 512 through a block of 64 channels."""
+    return convnext(64, 1), (torch.randn(1, 3, 512, 512),), (), squared
+
+
+def large_super_resolution() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A picture of 256 x 256 to one of 1024 x 1024."""
+    return super_resolution(16, times=4), (torch.randn(1, 3, 256, 256),), (), squared
+
+
+def small_super_resolution() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
+    """A picture of 32 x 32 to one of 128 x 128."""
+    return super_resolution(16, times=4), (torch.randn(1, 3, 32, 32),), (), squared

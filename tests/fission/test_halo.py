@@ -18,6 +18,7 @@ from magis.fission.grow import connected, grow
 from magis.fission.near import regions_around
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
+from magis.fission.suffix import axes, places, suffix
 from magis.ir import Graph, Loop, Op, Ref, Value, dump, parse, verify
 from magis.ir.loops import JOIN, PART
 from magis.rewrite.normalize import functionalize
@@ -26,7 +27,7 @@ from magis.simulate.replay import replay
 from tests.fission.cutout import differences, draw, in_float64, loops, measured, outcome, simulated
 from tests.fission.draws import Fission, expanded, position_of_loop, regions
 from tests.fission.halo_nets import NETS
-from tests.golden.golden import before_and_after, check_golden
+from tests.golden.golden import HERE, before_and_after, check_golden
 from tests.oracles import captured
 
 TRIES = 60
@@ -112,6 +113,28 @@ def test_a_region_with_a_halo_as_a_reader_sees_it() -> None:
     verify_fission(looped, graph)
     check_golden("fission_halo.txt", before_and_after(graph, looped))
     check_golden("fission_halo.py.txt", generate(looped))
+
+
+def test_the_golden_graph_generates_the_golden_step() -> None:
+    """Whatever torch captures today: the code belongs to the graph beside it."""
+    _, _, after = (HERE / "fission_halo.txt").read_text(encoding="utf-8").partition("# after\n")
+    assert generate(parse(after)) == (HERE / "fission_halo.py.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["convnext", "super-resolution"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_from_the_last_overlapping_windows_to_the_loss_and_back(name: str, parts: int) -> None:
+    """All of the last block, its seven by seven windows included; in memory there is less."""
+
+    def none(_op: Op, _values: object) -> int:
+        return 0
+
+    graph = form(name)
+    axis = next(axes(graph))
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 8)[0]).cuts, parts)[0].cuts
+    looped = check(graph, Region(cuts, parts))
+    assert {BACKWARD, "aten.sum.default"} <= {graph.ops[at].target for at in cuts}
+    assert replay(looped, none).peak_bytes < replay(graph, none).peak_bytes
 
 
 # --- what is no region ------------------------------------------------------------------------------------------------
