@@ -14,9 +14,10 @@ from torch import Tensor
 
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
+from magis.backend.halo import add_rows, take_rows
 from magis.backend.host import Host
 from magis.ir import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
-from magis.ir.loops import JOIN, PART, REDUCE
+from magis.ir.loops import JOIN, PART, REDUCE, rows_around
 
 Name: TypeAlias = Callable[[int], str]
 """How the source calls a value."""
@@ -88,12 +89,18 @@ def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int)
 
 def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
     """Operators of our own at the border of a loop: stretches, joins, reductions."""
-    whole, how = op.inputs()[0], op.args[-1]
+    whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
     if op.target == REDUCE:
         part_name = name(op.inputs()[1])
         return _REDUCTION[str(how)].format(whole=name(whole), part=part_name, i=index, share=1 / parts)
     part = graph.values[op.made()[0] if op.target == PART else op.inputs()[1]]
-    size = part.shape[how] if isinstance(how, int) else 0
+    around = rows_around(op)
+    size = part.shape[how] - sum(around) if isinstance(how, int) else 0
+    if any(around):
+        first = f"{name(whole)}, {how}, {index} * {size} - {around[0]}"
+        if op.target == JOIN:
+            return f"add_rows({first}, {name(part.id)}, clear={index} == 0)"
+        return f"{name(part.id)} = take_rows({first}, {part.shape}, {part.stride})"
     stretch = f"{name(whole)}.narrow({how}, {index} * {size}, {size})"
     if op.target == JOIN:
         return f"{stretch}.copy_({name(part.id)})"
@@ -109,7 +116,7 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu", between: Call
     """
     namespace: dict[str, Any] = {
         "host": Host(device), "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
-        "minimum": torch.minimum,
+        "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
     }  # fmt: skip
     for op, values in every_op(graph):
         if op.body is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from magis.ir.loops import JOIN, PART, REDUCE
+from magis.ir.loops import JOIN, PART, REDUCE, rows_around
 from magis.ir.types import Op, Ref, Value
 
 MERGING = (PART, JOIN, REDUCE)
@@ -14,15 +14,16 @@ MERGING = (PART, JOIN, REDUCE)
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
     """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are."""
     match op.target, op.args:
-        case "magis.part", (Ref(whole), _):
+        case "magis.part", (Ref(whole), *_):
             made = values[op.made()[0]]
             window = replace(values[whole], shape=made.shape)
             target = "aten.alias.default" if made.storage == window.storage else "aten.clone.default"
             return replace(op, target=target, args=(Ref(whole),)), {**values, whole: window}
-        case "magis.join", (Ref(whole), Ref(part), _):
+        case "magis.join", (Ref(whole), Ref(part), *_):
             window = replace(values[whole], shape=values[part].shape)
-            copy = replace(op, target="aten.copy_.default", args=(Ref(whole), Ref(part)), outputs=(whole,))
-            return copy, {**values, whole: window}
+            target = "aten.add_.Tensor" if any(rows_around(op)) else "aten.copy_.default"
+            merged = replace(op, target=target, args=(Ref(whole), Ref(part)), outputs=(whole,))
+            return merged, {**values, whole: window}
         case "magis.reduce", (Ref(whole), Ref(part), _):
             return replace(op, target="aten.add_.Tensor", args=(Ref(whole), Ref(part)), outputs=(whole,)), values
     return op, values

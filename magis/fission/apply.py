@@ -105,9 +105,7 @@ def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split
             return Refusal(f"operator {position} of the step is not where its region is")
         at, wanted = place[position], node.cuts[position]
         ways = [
-            split
-            for split in splits(graph.ops[at], graph.values)
-            if (split.inputs, split.outputs, split.sizes) == (wanted.inputs, wanted.outputs, wanted.sizes)
+            split for split in splits(graph.ops[at], graph.values) if replace(split, extent=wanted.extent) == wanted
         ]
         if len(ways) != 1:
             return Refusal(f"operator {position} of the step cannot be cut within a part as it can be cut whole")

@@ -1,4 +1,7 @@
-"""Why a step cannot run in parts: the operators at which a cut along the batch ends."""
+"""Why a step cannot run in parts: the operators at which a cut along the batch ends.
+
+Of a batch of 1 nothing is said where height or width can be cut instead.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Mapping
 from magis.aten.splits import why_not
 from magis.fission.grow import connected, most_parts
 from magis.fission.region import Region, region_problems
-from magis.fission.suffix import Axis, batch_axis, batch_inputs, places, suffix
+from magis.fission.suffix import Axis, axes, batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
 
 PLACES = 2
@@ -23,7 +26,7 @@ def blocked(graph: Graph) -> str:
     if not sizes:
         return "no input has a batch dimension"
     if sizes == [1]:
-        return "a batch of 1 has no parts"
+        return "" if any(axis.cuts for axis in axes(graph)) else "a batch of 1 has no parts"
     axis = batch_axis(graph, start)
     found = Counter(
         (op.target.split(".")[1], reason)

@@ -6,7 +6,7 @@ Vertices are dimensions of tensors and reduction axes of operators; the labels o
 are its edges. A connected component is an axis that runs through the step; the operators that have exactly one way to
 be cut along it are the sub-graph that it induces. We depart from the paper in this: weight updates, which float, and
 random operators are never in it; dimensions count from 0; what an operator without labels does is unknown, it has no
-vertex.
+vertex; an axis ends where windows overlap (halo rows), on the side that needs rows of other parts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple
     reduction axis, if the parts of an output combine."""
     op = graph.ops[position]
     taken = zip(op.inputs(), split.inputs, strict=True)
-    sources = [Vertex("dim", value, dim) for value, dim in taken if dim is not None]
+    sources = [Vertex("dim", value, dim) for value, dim in taken if isinstance(dim, int)]
     made = list(zip(op.outputs, split.outputs, strict=True))
     targets = [Vertex("dim", value, how) for value, how in made if value is not None and isinstance(how, int)]
-    if any(isinstance(how, str) and how != "same" for _, how in made):
+    if any(not isinstance(how, int) and how not in (None, "same") for _, how in made):
         targets.append(Vertex("axis", position, number))
     return list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
 

@@ -4,7 +4,8 @@
     (cut along rows)  ->   for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)
 
 Whole tensors keep identity, shape and strides, so that nothing outside of the region changes. Stretches of tensors
-whose cut dimension is the outermost in memory are views; other stretches are copied, in the same order of dimensions.
+whose cut dimension is the outermost in memory are views; other stretches are copied, in the same order of dimensions,
+as are those that need rows of other parts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from magis.analysis.hazards import dependency_graph, is_pure_view
 from magis.analysis.windows import is_dense
-from magis.aten.splits import part
+from magis.aten.splits import Cut, Halo, Overlap, part
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, leavings, region_problems
 from magis.fission.shapes import bytes_of, describe
@@ -72,7 +73,7 @@ class _Body:
     outer: dict[int, int] = field(default_factory=dict)
     """Storage outside -> storage of the body."""
     versions: dict[int, int] = field(default_factory=dict)
-    stretches: dict[tuple[int, int], int] = field(default_factory=dict)
+    stretches: dict[tuple[int, int | Halo], int] = field(default_factory=dict)
 
     def operator(self, op: Op, position: int) -> None:
         """One operator at the size of a part."""
@@ -147,37 +148,39 @@ class _Body:
         self.values[new.id] = new
         return new.id
 
-    def _from_outside(self, value: int, dim: int | None) -> int:
+    def _from_outside(self, value: int, cut: Cut) -> int:
         """The part's stretch of a tensor from outside, or all of it."""
         if value not in self.given:
             self.given[value] = self._outer(value)
         whole = self.given[value]
-        if dim is None:
+        if cut is None:
             return whole
-        if (value, dim) not in self.stretches:
-            self.stretches[value, dim] = self._stretch(whole, dim)
-        return self.stretches[value, dim]
+        if (value, cut) not in self.stretches:
+            self.stretches[value, cut] = self._stretch(whole, cut)
+        return self.stretches[value, cut]
 
-    def _stretch(self, whole: int, dim: int) -> int:
+    def _stretch(self, whole: int, cut: int | Halo) -> int:
         looks = self.values[whole]
+        dim, around = (cut.dim, (cut.before, cut.after)) if isinstance(cut, Halo) else (cut, ())
         shape = list(looks.shape)
-        shape[dim] //= self.region.parts
+        shape[dim] = shape[dim] // self.region.parts + sum(around)
         window = replace(looks, id=len(self.values), shape=tuple(shape))
-        if not is_window(window):
+        if around or not is_window(window):
             stride = _same_order(tuple(shape), looks.stride)
             storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
             window = replace(window, stride=stride, storage=storage, offset=0)
         self.values[window.id] = window
         copies = window.storage != looks.storage
-        self._append(Op(0, PART, (Ref(whole), dim), (), (window.id,)), (), reads=copies)
+        self._append(Op(0, PART, (Ref(whole), dim, *around), (), (window.id,)), (), reads=copies)
         return window.id
 
     def merge(self, leaving: Leaving) -> None:
         """Put the part of a tensor that leaves where it belongs in the whole."""
         whole = self.wholes[leaving.value] = self._outer(leaving.value)
-        target = JOIN if isinstance(leaving.how, int) else REDUCE
-        maker = self.graph.ops[leaving.maker]
-        op = Op(0, target, (Ref(whole), Ref(self.inside[leaving.value]), leaving.how), (), ())
+        maker, how = self.graph.ops[leaving.maker], leaving.how
+        target = REDUCE if isinstance(how, str) else JOIN
+        put = (how.dim, how.before, how.after) if isinstance(how, Overlap) else (how,)
+        op = Op(0, target, (Ref(whole), Ref(self.inside[leaving.value]), *put), (), ())
         self._append(replace(op, phase=maker.phase, module=maker.module), (self.values[whole].storage,), reads=True)
 
     def loop(self) -> Loop:

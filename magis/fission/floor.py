@@ -27,7 +27,7 @@ def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> int:
     if not ways and op.target not in (*IN_PLACE_FORM, *OUT_FORM):
         whole |= set(op.made())
     for way in ways:
-        whole -= {value for value, dim in zip(op.inputs(), way.inputs, strict=True) if isinstance(dim, int)}
+        whole -= {value for value, dim in zip(op.inputs(), way.inputs, strict=True) if dim is not None}
     # Tensors, not storages: some operators leave room behind a small result, which they need not when cut.
     needed: dict[int, int] = {}
     for value in whole:

@@ -13,21 +13,29 @@ from math import gcd
 import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph
-from magis.aten.splits import Split, splits
+from magis.aten.splits import Cut, Halo, How, Overlap, Split, dimension, splits
 from magis.fission.region import Region
 from magis.ir import Graph, Op
 
 
 def grow(
-    graph: Graph, start: Mapping[int, int], allowed: Collection[int], dag: rx.PyDiGraph[int, None] | None = None
+    graph: Graph,
+    start: Mapping[int, int],
+    allowed: Collection[int],
+    dag: rx.PyDiGraph[int, None] | None = None,
+    *,
+    across: bool = False,
 ) -> dict[int, Split]:
     """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
 
     In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
-    needs waits for the region to end. Stops at operators that nothing can cut.
+    needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
+    parts can be had of what is there before the region begins. ``across`` follows the axis there, too: no region, but
+    what might be the beginning of one.
     """
     dag = dependency_graph(graph) if dag is None else dag
-    state: dict[int, int | str | None] = dict(start)
+    state: dict[int, How] = dict(start)
+    made: set[int] = set()
     cuts: dict[int, Split] = {}
     behind: set[int] = set()  # positions that wait for the region
     wanted = set(allowed)  # nothing ahead of the first or behind the last can join
@@ -38,28 +46,32 @@ def grow(
             behind.add(position)
             continue
         touched = any(value in state for value in op.inputs())
-        split = _matching(op, graph, state) if touched and position in wanted else None
+        split = _matching(op, graph, state, () if across else made) if touched and position in wanted else None
         if split is not None:
             cuts[position] = split
-            state.update({v: how for v, how in zip(op.outputs, split.outputs, strict=True) if v is not None})
+            made.update(op.made())
+            outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
+            state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
         elif any(p in cuts for p in before):
             behind.add(position)
     return cuts
 
 
-def _matching(op: Op, graph: Graph, state: Mapping[int, int | str | None]) -> Split | None:
-    """The way to cut ``op`` that agrees with what is known of its inputs."""
+def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[int]) -> Split | None:
+    """The way to cut ``op`` that agrees with what is known of its inputs; ``made`` are those that the region makes."""
     if op.random or op.phase == "update":
         return None
     for split in splits(op, graph.values):
         pairs = list(zip(op.inputs(), split.inputs, strict=True))
-        agrees = all(_same(state[value], dim) for value, dim in pairs if value in state)
-        if agrees and any(dim is not None and value in state for value, dim in pairs):
+        agrees = all(_same(state[value], cut, outside=value not in made) for value, cut in pairs if value in state)
+        if agrees and any(cut is not None and value in state for value, cut in pairs):
             return split
     return None
 
 
-def _same(given: int | str | None, wanted: int | None) -> bool:
+def _same(given: How, wanted: Cut, *, outside: bool) -> bool:
+    if isinstance(wanted, Halo):
+        return outside and given == wanted.dim
     return given == (wanted if wanted is not None else "same")
 
 

@@ -14,7 +14,7 @@ import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph, is_pure_view
 from magis.analysis.windows import fills, is_dense
-from magis.aten.splits import Split, splits, why_opaque
+from magis.aten.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
 from magis.ir import Graph, Op
 
 
@@ -28,11 +28,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that the region makes and others use: ``how`` is the dimension to join, or how parts combine."""
+    """A tensor that the region makes and others use: ``how`` its parts make it up."""
 
     value: int
     maker: int
-    how: int | str
+    how: int | str | Overlap
 
 
 def region_problems(graph: Graph, region: Region) -> Iterator[str]:
@@ -84,11 +84,19 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
         op = graph.ops[position]
         for value, wanted in zip(op.inputs(), split.inputs, strict=True):
             if value in given and given[value] != (wanted if wanted is not None else "same"):
-                cut = "whole" if wanted is None else f"cut along {wanted}"
-                yield f"{_where(op)}: takes value {value} {cut}, which its maker gives by {given[value]!r}"
+                how = given[value]
+                by = f"rows of {how.dim} that overlap" if isinstance(how, Overlap) else repr(how)
+                yield f"{_where(op)}: takes value {value} {_taken(wanted)}, which its maker gives by {by}"
 
 
-def made_in(graph: Graph, region: Region) -> dict[int, int | str | None]:
+def _taken(cut: Cut) -> str:
+    """How an input is taken, in words."""
+    if isinstance(cut, Halo):
+        return f"cut along {cut.dim} with rows of other parts"
+    return "whole" if cut is None else f"cut along {cut}"
+
+
+def made_in(graph: Graph, region: Region) -> dict[int, How]:
     """Values made in the region, with how the parts of each make up the whole."""
     return {
         value: how

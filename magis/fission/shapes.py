@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def _describe(text: str) -> tuple[Made | None, ...]:
         tensors = {number: _fake(value) for number, value in values.items()}
         try:
             results = call(op, tensors, {"$": 1.0})
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        except (RuntimeError, IndexError, TypeError, ValueError, UserWarning) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
         owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}
@@ -59,11 +60,14 @@ def _describe(text: str) -> tuple[Made | None, ...]:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Sizes that do not fit are an answer here: torch would log them with a traceback each."""
+    """Sizes that do not fit are an answer here: torch would log them with a traceback each, and give a result's memory
+    another size if it is not that of the result."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "An output with one or more elements was resized", UserWarning)
+            yield
     finally:
         logger.disabled = before
 

@@ -3,16 +3,19 @@
     forward  a b c | d e f loss        the region "from d": d e f loss f' e' d', cut along the batch
     backward a'b'c'| d'e'f'
 
+Where the batch is 1, height or width of pictures is cut instead: from the last operator whose windows overlap on, since
+it takes rows of other parts.
+
 A place near the loss makes a region of the loss head alone (vocabulary projection and cross-entropy, whose scores then
 never exist in full), the first place one of the whole step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from magis.aten.splits import Split
+from magis.aten.splits import Halo, Split, dimension
 from magis.fission.grow import grow
 from magis.ir import Graph
 
@@ -28,7 +31,8 @@ class Suffix:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """How the batch runs through a step: the cut dimension of every tensor that it reaches."""
+    """How the batch, or another dimension of the input, runs through a step: the cut dimension of every tensor that it
+    reaches, and how operators would be cut (not all of them together where windows overlap)."""
 
     dims: Mapping[int, int]
     cuts: Mapping[int, Split]
@@ -36,14 +40,28 @@ class Axis:
 
 def batch_axis(graph: Graph, start: Mapping[int, int]) -> Axis:
     """The axis that runs through the values of ``start`` (value -> dimension)."""
-    cuts = grow(graph, start, range(len(graph.ops)))
+    cuts = grow(graph, start, range(len(graph.ops)), across=True)
     made = {
-        value: how
+        value: dim
         for position, split in cuts.items()
-        for value, how in zip(graph.ops[position].outputs, split.outputs, strict=True)
-        if value is not None and isinstance(how, int)
+        for value, dim in zip(graph.ops[position].outputs, map(dimension, split.outputs), strict=True)
+        if value is not None and dim is not None
     }
     return Axis({**start, **made}, cuts)
+
+
+def axes(graph: Graph) -> Iterator[Axis]:
+    """The batch; where that is 1, the places of pictures: height, width ..."""
+    batch = batch_inputs(graph)
+    shapes = [graph.values[value].shape for value in batch]
+    if all(shape[:1] != (1,) for shape in shapes):
+        yield batch_axis(graph, batch)
+        return
+    for dim in range(2, max(map(len, shapes), default=0)):
+        start = {value: dim for value in batch if len(graph.values[value].shape) == max(map(len, shapes))}
+        axis = batch_axis(graph, start)
+        if axis.cuts:
+            yield axis
 
 
 def batch_inputs(graph: Graph) -> dict[int, int]:
@@ -54,11 +72,14 @@ def batch_inputs(graph: Graph) -> dict[int, int]:
 def places(graph: Graph, axis: Axis, count: int) -> list[int]:
     """Positions of the forward pass at which few bytes cross, about evenly spread over what the backward pass keeps.
 
-    The first position of the axis comes first, the loss head last.
+    The first position of the axis comes first, the loss head last. Where windows overlap, no region that begins ahead
+    of the last such operator reaches the loss.
     """
     forward = [p for p in sorted(axis.cuts) if graph.ops[p].phase == "forward"]
     if not forward:
         return []
+    overlapping = [p for p in forward if any(isinstance(cut, Halo) for cut in axis.cuts[p].inputs)]
+    forward = [p for p in forward if p >= max(overlapping, default=0)]
     crossing = _crossing_bytes(graph, forward[-1] + 1)
     kept = _kept_bytes(graph)
     total = sum(kept[p] for p in forward)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from magis.analysis.windows import fills
+from magis.aten.splits import Cut
 from magis.fission.region import Leaving, Region
 from magis.ir import Graph
 
@@ -47,16 +48,16 @@ def _victims(graph: Graph, region: Region) -> Iterator[tuple[int, tuple[int, int
     for storage, taken in _taken(graph, region).items():
         (value, dim), *others = sorted(taken, key=str)
         last = max((position for position in touching[storage] if position not in region.cuts), default=first)
-        if others or dim is None or last >= first or storage in kept:
-            continue
+        if others or not isinstance(dim, int) or last >= first or storage in kept:
+            continue  # what other parts read, too, may not be overwritten
         if graph.storages[storage].kind == "temporary" and fills(graph.values[value], graph.storages[storage]):
             yield storage, (value, dim)
 
 
-def _taken(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, int | None]]]:
+def _taken(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, Cut]]]:
     """How the region's operators take storages from outside: values with the dimension that is cut."""
     made = {value for position in region.cuts for value in graph.ops[position].made()}
-    found: dict[int, set[tuple[int, int | None]]] = {}
+    found: dict[int, set[tuple[int, Cut]]] = {}
     for position, split in region.cuts.items():
         for value, dim in zip(graph.ops[position].inputs(), split.inputs, strict=True):
             if value not in made:

@@ -6,12 +6,20 @@ That the parts together compute the whole is checked where the operators' dimens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from magis.ir.types import Graph, Op, Ref, Storage, Value
+from magis.ir.types import Arg, Graph, Op, Ref, Storage, Value
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
+
+
+def rows_around(op: Op) -> tuple[int, int]:
+    """How many rows before and behind its stretch a sound ``magis.part`` or ``magis.join`` is about, too."""
+    match op.args[1 if op.target == PART else 2 :]:
+        case (int(), int(before), int(after)) if op.target in (PART, JOIN):
+            return before, after
+    return 0, 0
 
 
 def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
@@ -162,13 +170,16 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
     for each in body.ops:
         inside = f"{where}, operator {each.id} ({each.target})"
         values = [value for value in each.inputs() if value in body.values]
-        if each.target == PART and values and isinstance(each.args[-1], int):
+        around = any(rows_around(each))
+        if each.target == PART and values and isinstance(each.args[-1], int) and not around:
             whole, dim = body.values[values[0]], each.args[-1]
             cuts.setdefault(whole.storage, set()).add((_looks(whole), dim))
             stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
             values = []
         if each.target == JOIN and values and body.values[values[0]].storage in written:
             whole = body.values[values[0]]  # in place of a tensor that the loop takes
+            if around:
+                yield f"{inside}: adds to memory whose stretches are read"
             cuts.setdefault(whole.storage, set()).add((_looks(whole), each.args[-1]))
             values = values[1:]
             finished.add(whole.storage)
@@ -191,13 +202,15 @@ def _write_problems(op: Op, where: str) -> Iterator[str]:
 
 
 def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator[str]:
-    """Broken rules of ``magis.part(%whole, dim)``."""
+    """Broken rules of ``magis.part(%whole, dim)`` and ``magis.part(%whole, dim, before, after)``."""
     match op.args, op.made():
-        case (Ref(whole), int(dim)), (made,) if not op.kwargs and not op.writes and not op.many:
+        case (Ref(whole), int(dim), *rows), (made,) if _are_rows(rows) and not (op.kwargs or op.writes or op.many):
             if made in body.values and whole in body.values:
-                yield from _stretch_problems(body.values[whole], body.values[made], dim, parts)
+                yield from _stretch_problems(body.values[whole], body.values[made], dim, parts, sum(rows_around(op)))
                 ours, theirs = body.values[made], body.values[whole]
-                if ours.storage == theirs.storage:
+                if ours.storage == theirs.storage and rows:
+                    yield "a stretch with rows around it is a copy"
+                elif ours.storage == theirs.storage:
                     if (ours.stride, ours.offset) != (theirs.stride, theirs.offset):
                         yield "a view of a stretch has the strides and the offset of the whole"
                 elif ours.storage in known or not _fills(ours, body.storages[ours.storage]):
@@ -207,17 +220,17 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
 
 
 def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
-    """Broken rules of ``magis.join(%whole, %part, dim)`` and ``magis.reduce(%whole, %part, how)``."""
+    """Broken rules of ``magis.join(%whole, %part, dim)``, rows or none, and ``magis.reduce(%whole, %part, how)``."""
     match op.args:
-        case (Ref(whole), Ref(part), how) if not op.kwargs and not op.outputs:
+        case (Ref(whole), Ref(part), how, *rows) if _are_rows(rows) and not (op.kwargs or op.outputs):
             if whole not in body.values or part not in body.values:
                 return
             theirs, ours = body.values[whole], body.values[part]
             if [storage for storage, _ in op.writes] != [theirs.storage]:
                 yield "writes the tensor that it merges into, and no other"
             if op.target == JOIN and isinstance(how, int):
-                yield from _stretch_problems(theirs, ours, how, parts)
-            elif op.target == REDUCE and how in REDUCTIONS:
+                yield from _stretch_problems(theirs, ours, how, parts, sum(rows_around(op)))
+            elif op.target == REDUCE and how in REDUCTIONS and not rows:
                 if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
                     yield f"merges {ours.dtype}{ours.shape} into {theirs.dtype}{theirs.shape}"
             else:
@@ -226,12 +239,21 @@ def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
             yield "needs the whole, the part, and how to merge them, and makes nothing"
 
 
-def _stretch_problems(whole: Value, part: Value, dim: int, parts: int) -> Iterator[str]:
-    """Whether a tensor has the shape of one of ``parts`` stretches of another along ``dim``."""
+def _are_rows(rows: Sequence[Arg]) -> bool:
+    """Whether arguments are the numbers of rows before and behind a stretch, or none at all."""
+    counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
+    return not rows or (len(counts) == len(rows) == 2 and any(counts))
+
+
+def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
+    """Whether a tensor has the shape of one of ``parts`` stretches of another along ``dim``, with rows around it."""
     if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
         yield f"dimension {dim} of a tensor with {len(whole.shape)}"
         return
     expected = list(whole.shape)
-    expected[dim] //= parts
+    expected[dim] = expected[dim] // parts + around
     if whole.shape[dim] % parts or part.shape != tuple(expected) or part.dtype != whole.dtype:
-        yield f"{part.dtype}{part.shape} is not one of {parts} stretches of {whole.dtype}{whole.shape} along {dim}"
+        wider = f" with {around} rows around it" if around else ""
+        yield (
+            f"{part.dtype}{part.shape} is not one of {parts} stretches of {whole.dtype}{whole.shape} along {dim}{wider}"
+        )

@@ -163,6 +163,11 @@ class Loop:
         %p = magis.part(%x, dim)         the part's stretch of a dimension: a view where that is dense, else a copy
         magis.join(%whole, %p, dim)      writes the part's stretch
         magis.reduce(%whole, %p, "sum")  takes the part into the sum (or "mean", "max", "min"; "same": takes the first)
+
+    Where windows overlap (halo rows), numbers of rows follow:
+
+        %p = magis.part(%x, dim, 3, 2)   a copy of the stretch, of 3 rows before and 2 behind it; zeros outside of %x
+        magis.join(%whole, %p, dim, 3, 2)  adds the same rows to the whole, zeros at first; drops those outside of it
     """
 
     parts: int

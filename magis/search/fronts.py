@@ -9,14 +9,16 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from magis.aten.splits import Split
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.grow import connected, most_parts
 from magis.fission.region import Region
-from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
+from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BRIEF, Front, pareto, spread, sweep
@@ -35,10 +37,11 @@ BODIES = 8
 
 @dataclass(frozen=True)
 class Cut:
-    """From which position of the forward pass on, and into how many parts."""
+    """From which position of the forward pass on, and into how many parts; ``number`` counts places and axes."""
 
     at: int
     parts: int
+    number: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,28 +83,35 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
 
 
 def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> FissionFront:
-    """The front of a step cut along its batch from some place on; without any points where nothing can be cut.
+    """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
+    without any points where nothing can be cut.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
     until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part.
     """
     points: list[Point] = []
     spent = 0
-    axis = batch_axis(graph, batch_inputs(graph))
-    for at in places(graph, axis, PLACES):
+    for number, (axis, at) in enumerate(_places(graph)):
         if wanted.over() or spent > SCREENING * wanted.budget:
             break
         cuts = suffix(graph, axis, at).cuts
         if cuts:
             region = connected(graph, cuts, 1)[0].cuts
-            found = place_front(list(_levels(graph, at, region, costs, reuse=reuse)))
+            found = place_front(list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse)))
             points = pareto([*points, *found.points])
             spent += found.states
     return FissionFront(tuple(points), spent)
 
 
+def _places(graph: Graph) -> Iterator[tuple[Axis, int]]:
+    """Where regions may begin, and the axis that they are cut along."""
+    for axis in axes(graph):
+        for at in places(graph, axis, PLACES):
+            yield axis, at
+
+
 def _levels(
-    graph: Graph, at: int, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
+    graph: Graph, start: Cut, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
 ) -> Iterator[tuple[Cut, Level]]:
     """The region as a loop, by rising numbers of parts."""
     known: Compiled | None = None
@@ -112,7 +122,7 @@ def _levels(
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
         here = level(looped, costs, reuse=reuse, known=known)
         known = here.compiled
-        yield Cut(at, parts), here
+        yield replace(start, parts=parts), here
 
 
 def numbers_of_parts(most: int) -> list[int]:
@@ -126,6 +136,7 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body.
     """
+    model: Level | None = None
     inside: Sequence[Plan] = ()
     around: list[Plan] = []
     points: list[Point] = []
@@ -134,15 +145,15 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
         inner = here.inner
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
-        if not inside:
+        if model is None or not _alike(model, here):
             swept = sweep(inner.compiled.problem, BRIEF)
-            inside, states = swept.plans, states + swept.states
+            model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
         for rank, plan in enumerate(spread(bodies.plans, BODIES)):
             body = solution(inner, inner.compiled.problem, _result(plan), None)
             outside = with_body(here, body)
-            if rank == 0 and number in (0, len(levels) - 1):
+            if rank == 0 and (not around or number == len(levels) - 1):
                 swept = sweep(outside, BRIEF)
                 around, states = [*around, *swept.plans], states + swept.states
             found = _judged(outside, around)
@@ -150,6 +161,20 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
             points += [Point(here, plan, cut, body) for plan in found.plans]
         points = pareto(points)
     return FissionFront(tuple(points), states)
+
+
+def _alike(one: Level, other: Level) -> bool:
+    """Whether plans of one level are plans of the other: the same nodes take and make the same storages, throughout."""
+    for first, second in zip(_problems(one), _problems(other), strict=True):
+        for name in ("in_ptr", "in_idx", "out_ptr", "out_idx", "extra_ptr", "extra_idx", "reuse_ptr", "reuse_idx"):
+            if not np.array_equal(getattr(first, name), getattr(second, name)):
+                return False
+    return True
+
+
+def _problems(level: Level) -> list[Problem]:
+    inner = [] if level.inner is None else _problems(level.inner)
+    return [level.compiled.problem, *inner]
 
 
 def _judged(problem: Problem, plans: Sequence[Plan]) -> Front:

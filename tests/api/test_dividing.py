@@ -10,6 +10,7 @@ from magis.backend.measure import collector_spared
 from magis.fission.floor import lower_bound
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, verify
+from magis.ir.loops import rows_around
 from magis.results import Case, CaseResult
 
 BLOCKS = "tests.api.nets:blocks"
@@ -82,3 +83,15 @@ def test_nothing_is_said_where_nothing_was_tried(bench: Bench) -> None:
     assert (result.search.fission, result.search.unsplit) == ("", "")
     assert all(op.body is None for op in graph.ops)
     assert result.numbers == "bit-identical"
+
+
+def test_one_picture_runs_in_parts() -> None:
+    """Along its height, with rows of other parts where windows overlap: run, measured, and compared with eager."""
+    asked = case("tests.fission.halo_nets:small_super_resolution", memory_ratio=0.8)
+    result, graph = ran(Bench(), asked)
+    bodies = [op.body.graph for op in graph.ops if op.body is not None]
+    assert any(any(rows_around(op)) for body in bodies for op in body.ops)
+    assert result.numbers == "within tolerance"
+    assert result.original.measured == result.original.simulated
+    assert result.optimized.measured == result.optimized.simulated
+    assert result.lower_bound_bytes <= result.memory.peak_bytes <= 0.8 * result.original_memory.peak_bytes

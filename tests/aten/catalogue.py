@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from magis.aten.splits import Split
+from magis.aten.splits import Cut, Halo, How, Overlap, Split
 from magis.cost.signature import parse
 from magis.ir import Op, Value
 from tests.aten.cutting import Case, draw, run
@@ -60,10 +60,22 @@ def rewritten(splits: dict[str, list[str]]) -> str:
 
 def split_text(split: Split) -> str:
     """A split as the catalogue writes it."""
-    taken = " ".join("." if dim is None else str(dim) for dim in split.inputs)
-    made = " ".join("none" if dim is None else str(dim) for dim in split.outputs)
-    paths = "".join(" @" + ".".join(map(str, path)) for path in split.sizes)
+    taken = " ".join(_how_text(dim, ".") for dim in split.inputs)
+    made = " ".join(_how_text(dim, "none") for dim in split.outputs)
+    paths = "".join(" @" + _path_text(path) for path in split.sizes)
+    paths += "".join(f" @{_path_text(path)}={literal}" for path, literal in split.replaced)
     return f"{taken} -> {made} ({split.extent}){paths}".strip()
+
+
+def _how_text(how: Cut | How, nothing: str) -> str:
+    """`2-1+3`: a stretch of dimension 2 with the row before and 3 behind it."""
+    if isinstance(how, Halo | Overlap):
+        return f"{how.dim}-{how.before}+{how.after}"
+    return nothing if how is None else str(how)
+
+
+def _path_text(path: tuple[int, ...]) -> str:
+    return ".".join(map(str, path))
 
 
 def call_of(line: str) -> tuple[Op, dict[int, Value]]:

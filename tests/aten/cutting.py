@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from magis.aten.call import call, to_torch
-from magis.aten.splits import Split, part, splits
+from magis.aten.splits import Cut, Halo, How, Overlap, Split, part, splits
 from magis.ir import Arg, Const, Op, Ref, Value
 from tests.aten.kernels import KERNELS
 
@@ -202,10 +202,7 @@ def _compare(
     """The first difference between the parts put together and the whole; "" where there is none."""
     small = part(op, split, n)
     shared = _copies(drawn)
-    cut = [
-        [tensor] * n if dim is None else [lay(piece) for piece in tensor.chunk(n, dim)]
-        for tensor, dim in zip(shared, split.inputs, strict=True)
-    ]
+    cut = [_pieces(tensor, how, n, lay) for tensor, how in zip(shared, split.inputs, strict=True)]
     results = [run(small, [pieces[index] for pieces in cut]) for index in range(n)]
     unspecified = name_of(op) in UNSPECIFIED
     for index, (how, expected) in enumerate(zip(split.outputs, whole, strict=True)):
@@ -214,19 +211,46 @@ def _compare(
             return f"output {index}: None on one side only"
         if expected is None or how is None:
             continue
-        trouble = _difference(_merged([p for p in pieces if p is not None], how), expected, unspecified)
+        trouble = _difference(_merged([p for p in pieces if p is not None], how, expected), expected, unspecified)
         if trouble:
             return f"output {index}: {trouble}"
     for index, (dim, pieces) in enumerate(zip(split.inputs, cut, strict=True)):
+        if isinstance(dim, Halo):
+            continue  # copies
         trouble = _difference(pieces[0] if dim is None else torch.cat(pieces, dim), after[index], False)
         if trouble:
             return f"input {index} after the call: {trouble}"
     return ""
 
 
-def _merged(pieces: list[Tensor], how: int | str) -> Tensor | str:
+def _pieces(tensor: Tensor, how: Cut, n: int, lay: Layout) -> list[Tensor]:
+    if how is None:
+        return [tensor] * n
+    if isinstance(how, int):
+        return [lay(piece) for piece in tensor.chunk(n, how)]
+    size = tensor.shape[how.dim] // n
+    padded = _padded(tensor, how)
+    return [lay(padded.narrow(how.dim, i * size, how.before + size + how.after)) for i in range(n)]
+
+
+def _padded(tensor: Tensor, how: Halo | Overlap) -> Tensor:
+    """With zeros ahead of the first and behind the last row."""
+    rows = [(0, 0)] * tensor.dim()
+    rows[how.dim] = how.before, how.after
+    return torch.nn.functional.pad(tensor, [size for pair in reversed(rows) for size in pair])
+
+
+def _merged(pieces: list[Tensor], how: How, whole: Tensor) -> Tensor | str:
     if isinstance(how, int):
         return torch.cat(pieces, how)
+    if isinstance(how, Overlap):
+        total = _padded(torch.zeros_like(whole), how)
+        size = whole.shape[how.dim] // len(pieces)
+        for index, piece in enumerate(pieces):
+            if piece.shape[how.dim] != how.before + size + how.after:
+                return f"parts of {piece.shape[how.dim]} rows"
+            total.narrow(how.dim, index * size, piece.shape[how.dim]).add_(piece)
+        return total.narrow(how.dim, how.before, whole.shape[how.dim])
     if how == "same":
         different = [piece for piece in pieces[1:] if not _close(piece, pieces[0])]
         return "the parts differ" if different else pieces[0]

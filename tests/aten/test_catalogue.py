@@ -9,7 +9,7 @@ from math import gcd
 import pytest
 import torch
 
-from magis.aten.splits import COMBINATIONS, RULES, Split, splits, why_opaque
+from magis.aten.splits import COMBINATIONS, RULES, Halo, Overlap, Split, dimension, splits, why_opaque
 from tests.aten.catalogue import FILE, Entry, case_of, entries, rewritten, split_text
 from tests.aten.cutting import Case, problems
 from tests.golden.golden import SWITCH
@@ -61,8 +61,11 @@ def malformed(case: Case, split: Split) -> str:
     if len(split.inputs) != len(taken) or len(split.outputs) != len(made):
         return "not one entry per tensor"
     sizes = []
-    for value, dim in zip((*taken, *made), (*split.inputs, *split.outputs), strict=True):
-        if isinstance(dim, int):
+    if any(isinstance(how, Overlap) for how in split.inputs) or any(isinstance(how, Halo) for how in split.outputs):
+        return "a halo is taken, rows that overlap are made"
+    for value, how in zip((*taken, *made), (*split.inputs, *split.outputs), strict=True):
+        dim = dimension(how)
+        if dim is not None:
             if value is None or not 0 <= dim < len(value.shape):
                 return "no such dimension"
             sizes.append(value.shape[dim])
@@ -72,7 +75,7 @@ def malformed(case: Case, split: Split) -> str:
             return "an output without a way to combine it, or the other way round"
         if isinstance(how, str) and (how not in COMBINATIONS or (value and value.numel and value.storage in owners)):
             return "an unknown combination, or one on memory that the parts share"
-    if not any(isinstance(how, int) or how in ("sum", "mean", "max", "min") for how in split.outputs):
+    if all(how in (None, "same") for how in split.outputs):
         return "every part does everything"
     return "" if split.extent > 1 and gcd(*sizes) % split.extent == 0 else "the extent divides not every size"
 

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from magis.aten.splits import splits
+from magis.aten.splits import Halo, Overlap, Split, splits
 from magis.ir import Op, Value
 from tests.aten.catalogue import case_of
 from tests.aten.cutting import Case, problems
@@ -181,6 +181,62 @@ def test_convolutions(data: st.DataObject) -> None:
     assume(any(mask))
     sized = listed([groups * outer]) if biased else data.draw(st.sampled_from(["None", "[0]"]))
     check(f"convolution_backward.default({made}, {image}, {tensor(weight)}, {sized}, {settings}, {mask})")
+
+
+@given(st.data())
+def test_overlapping_windows(data: st.DataObject) -> None:
+    """Places are cut wherever the larger picture is as many times the smaller one as the stride says; halos may reach
+    over several parts."""
+    groups, transposed = data.draw(st.sampled_from([1, 3])), data.draw(flags)
+    kernel, stride, dilation = ([data.draw(st.integers(1, most)) for _ in range(2)] for most in (7, 2, 2))
+    spans = [(size - 1) * spread + 1 for size, spread in zip(kernel, dilation, strict=True)]
+    padding = [data.draw(st.sampled_from([span // 2, span - 1, 0])) for span in spans]
+    small = [data.draw(st.sampled_from([4, 6, 8])) for _ in range(2)]
+    large = [size * step for size, step in zip(small, stride, strict=True)]
+    # neither picture may come out empty
+    assume(all(size + 2 * margin >= span for size, margin, span in zip(large, padding, spans, strict=True)))
+    assume(not transposed or all((small[at] - 1) * stride[at] + spans[at] > 2 * padding[at] for at in range(2)))
+    extra = [data.draw(st.integers(0, step - 1)) if transposed else 0 for step in stride]
+    weight = tensor([3, 1 if groups == 3 else 2, *kernel] if transposed else [3, 3 // groups, *kernel])
+    channels = 3 if groups == 3 or not transposed else 2
+    image = tensor([1, 3, *(small if transposed else large)])
+    settings = f"{stride}, {padding}, {dilation}, {transposed}, {extra}, {groups}"
+    bias = data.draw(st.sampled_from(["None", tensor([channels])]))
+    case = check(f"convolution.default({image}, {weight}, {bias}, {settings})")
+    made = case.values[case.op.made()[0]].shape
+    picture = list(made[2:])
+    fits = [picture[at] == (large if transposed else small)[at] and 0 < padding[at] < spans[at] for at in range(2)]
+    expected = [fits[at] and not (transposed and bias != "None") for at in range(2)]
+    assert [any(halo_along(split, at + 2) for split in splits(case.op, case.values)) for at in range(2)] == expected
+    mask = [data.draw(flags), data.draw(flags), data.draw(flags)]
+    assume(any(mask))
+    sized = listed([channels]) if mask[2] else "None"
+    case = check(f"convolution_backward.default({tensor(made)}, {image}, {weight}, {sized}, {settings}, {mask})")
+    expected = [fits[at] and not (transposed and mask[2]) for at in range(2)]
+    assert [any(halo_along(split, at + 2) for split in splits(case.op, case.values)) for at in range(2)] == expected
+
+
+def halo_along(split: Split, dim: int) -> bool:
+    """Whether the split takes rows next to a stretch, or adds to them."""
+    return any(isinstance(how, Halo | Overlap) and how.dim == dim for how in (*split.inputs, *split.outputs))
+
+
+@given(st.data())
+def test_overlapping_pooling(data: st.DataObject) -> None:
+    kernel, stride = ([data.draw(st.integers(1, most)) for _ in range(2)] for most in (5, 2))
+    padding = [data.draw(st.integers(0, size // 2)) for size in kernel]
+    image = tensor([2, *(step * data.draw(st.sampled_from([6, 8])) for step in stride)])
+    padded, ceil = data.draw(flags), data.draw(flags)
+    divisor = data.draw(st.sampled_from([None, 3]))
+    settings = f"{kernel}, {stride}, {padding}, {ceil}, {padded}, {divisor}"
+    case = check(f"avg_pool2d.default({image}, {settings})")
+    pooled = case.values[case.op.made()[0]].shape
+    back = check(f"avg_pool2d_backward.default({tensor(pooled)}, {image}, {settings})")
+    for at in range(2):
+        fits = pooled[at + 1] * stride[at] == case.values[0].shape[at + 1] and padding[at] > 0 and not ceil
+        for each in (case, back):
+            found = any(halo_along(split, at + 1) for split in splits(each.op, each.values))
+            assert found == (fits and (padded or divisor is not None))
 
 
 @given(st.data())

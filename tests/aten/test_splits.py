@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from magis.aten.splits import Split, has_rule, part, splits, why_opaque
+from magis.aten.splits import Halo, Overlap, Split, has_rule, part, splits, why_opaque
 from magis.errors import MagisError
 from magis.ir import Op, Ref, Value
 from tests.aten.catalogue import call_of, case_of, split_text
@@ -53,6 +53,13 @@ CAUSAL = "_scaled_dot_product_flash_attention_for_cpu.default(f[2,4,6,8], f[2,4,
         ("upsample_bilinear2d.default(f[2,2,4,4], [8, 8], False)", Split((2,), (2,), ((1, 0),), 4)),
         (CONVOLUTION, Split((2, None, None), (2,), (), 8)),
         (CONVOLUTION, Split((1, 1, None), ("sum",), (), 6)),
+        (CONVOLUTION, Split((Halo(2, 1, 1), None, None), (2,), (), 8)),
+        (CONVOLUTION, Split((Halo(2, 0, 2), None, None), (2,), (), 8, (((4, 0), 0),))),
+        (CONVOLUTION, Split((Halo(2, 2, 1), None, None), (2,), (), 8, (((4, 0), 0),))),
+        (CONVOLUTION, Split((Halo(3, 1, 1), None, None), (2,), (), 8, (((4, 0), 0),))),
+        (BACKWARD, Split((2, Halo(2, 1, 1), None), (Overlap(2, 2, 0), "sum", "sum"), (), 8, (((5, 0), 0),))),
+        (BACKWARD, Split((2, Halo(2, 1, 1), None), (Overlap(2, 1, 1), "mean", "sum"), (), 8, (((5, 0), 0),))),
+        (BACKWARD, Split((Halo(2, 1, 1), Halo(2, 2, 2), None), (2, "sum", "sum"), (), 8, (((5, 0), 0),))),
         (BACKWARD, Split((None, 1, 1), (1, 1, "sum"), (), 6)),
         (BACKWARD, Split((0, 0, None), (0, "sum", "same"), (), 4)),
         (BATCH_NORM, Split((0, None, None, None, None), (0, "mean", "mean"), (), 4)),

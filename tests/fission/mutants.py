@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from magis.aten.splits import COMBINATIONS
 from magis.ir import Arg, Graph, Loop, Op, Ref, Value, replace_refs
-from magis.ir.loops import JOIN, PART, REDUCE
+from magis.ir.loops import JOIN, PART, REDUCE, rows_around
 
 Change = Callable[[Graph, random.Random], Graph | None]
 
@@ -48,8 +48,20 @@ def join_along_another(graph: Graph, chosen: random.Random) -> Graph | None:
         return None
     op = graph.ops[at]
     rank = len(graph.values[op.inputs()[0]].shape)
-    others = [dim for dim in range(rank) if dim != op.args[-1]]
+    others = [dim for dim in range(rank) if dim != op.args[2]]
     return with_op(graph, at, replace(op, args=(*op.args[:2], chosen.choice(others)))) if others else None
+
+
+def other_rows(graph: Graph, chosen: random.Random) -> Graph | None:
+    """As many rows around a stretch, but other ones."""
+    found = [p for p, op in enumerate(graph.ops) if op.target in (PART, JOIN) and any(rows_around(op))]
+    if not found:
+        return None
+    at = chosen.choice(found)
+    op = graph.ops[at]
+    before, after = rows_around(op)
+    other = chosen.choice([rows for rows in range(before + after + 1) if rows != before])
+    return with_op(graph, at, replace(op, args=(*op.args[:-2], other, before + after - other)))
 
 
 def join_reduced(graph: Graph, chosen: random.Random) -> Graph | None:
@@ -74,7 +86,7 @@ def reduce_otherwise(graph: Graph, chosen: random.Random) -> Graph | None:
 def stretch_of_another_dimension(graph: Graph, chosen: random.Random) -> Graph | None:
     """With the shape that this stretch has: what takes it is not told."""
     at = some(graph, chosen, PART)
-    if at is None:
+    if at is None or any(rows_around(graph.ops[at])):
         return None
     op = graph.ops[at]
     (whole,), (made,) = op.inputs(), op.made()
@@ -149,7 +161,7 @@ def another_operator(graph: Graph, chosen: random.Random) -> Graph | None:
 
 
 CHANGES: tuple[Change, ...] = (
-    join_along_another, join_reduced, reduce_otherwise, stretch_of_another_dimension, another_argument,
+    join_along_another, join_reduced, reduce_otherwise, stretch_of_another_dimension, other_rows, another_argument,
     another_literal, another_operator,
 )  # fmt: skip
 

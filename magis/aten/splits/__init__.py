@@ -24,10 +24,13 @@ from magis.aten.splits import (
     views,
 )
 from magis.aten.splits.labels import Call, Labels, Rules, derive
-from magis.aten.splits.types import COMBINATIONS, Path, Split, part
+from magis.aten.splits.types import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
 from magis.ir.types import Op, Value
 
-__all__ = ["COMBINATIONS", "Path", "Split", "has_rule", "part", "splits", "why_not", "why_opaque"]
+__all__ = [
+    "COMBINATIONS", "Cut", "Halo", "How", "Overlap", "Path", "Split", "dimension", "has_rule", "part", "splits",
+    "why_not", "why_opaque",
+]  # fmt: skip
 
 RULES: Rules = {
     **opaque.RULES, **pointwise.RULES, **views.RULES, **matmul.RULES, **reductions.RULES, **norms.RULES,
@@ -61,8 +64,11 @@ def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
 
 def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
     """Why the call cannot be cut along dimension `dim` of its input number `taken`, in a few words; "" where it can."""
-    if any(split.inputs[taken] == dim for split in splits(op, values)):
+    ways = [split.inputs[taken] for split in splits(op, values)]
+    if dim in ways:
         return ""
+    if any(isinstance(way, Halo) and way.dim == dim for way in ways):
+        return "windows reach into the next part"
     found = _labels(op, values)
     if isinstance(found, str):
         return found

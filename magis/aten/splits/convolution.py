@@ -4,39 +4,92 @@
     convolution_backward:  n sums in the gradients of weight and bias, o in the gradient of the input
     grouped:               (n, g, y, x), (g, -, ky, kx), (g) -> (n, g, y, x); the literal groups is divided
 
-Height and width can be cut here only where windows lie side by side (a 1 x 1 kernel, patches, 2 x 2 pooling): no
-window then reaches across the border of two stretches. Overlapping windows need a halo, which a split has not.
+Height and width of the larger picture must be those of the smaller one times the stride. Where windows lie side by side
+(a 1 x 1 kernel, patches, 2 x 2 pooling) no window reaches across the border of two stretches. Elsewhere a part takes
+its stretch of the larger picture with a halo, zeros where the whole is padded, and pads nothing itself:
+
+    window 3, stride 1, padding 1     rows 4-7 of the result are made of rows 3-8 of the image
+    gradient of the image             rows 4-7 of the gradient are added to rows 3-8
+
+What lies in the result like that (the gradient of the image, the result of a transposed convolution) is added up row
+by row; a bias, or the gradient of one, would be counted twice there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from magis.aten.splits.labels import Call, Dims, Labels, Rule, numbered, rows
+from magis.aten.splits.labels import Around, Call, Dims, Labels, Places, Rule, numbered, rows
 from magis.aten.splits.types import Path
 from magis.ir.types import Arg
 
 __all__ = ["RULES"]
 
 
+UNEVEN = "windows do not fall into equal stretches"
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Windows along one place dimension: how many places one spans, how far they are apart, and the padding; `extra`
+    places behind the last window (the output padding of a transposed convolution)."""
+
+    span: int
+    step: int
+    margin: int
+    extra: int = 0
+
+
+@dataclass(slots=True)
+class _Places:
+    """Labels of height, width ... of the pictures before and after."""
+
+    large: list[str | Around | None] = field(default_factory=list)
+    small: list[str | Around | None] = field(default_factory=list)
+    replaced: dict[str, tuple[Path, int]] = field(default_factory=dict)
+
+    def add(self, name: str, large: int, small: int, windows: _Windows, padding: Path) -> None:
+        """A dimension with these sizes. `padding` is where its literal stands, () if a halo is not possible."""
+        span, step, margin = windows.span, windows.step, windows.margin
+        fits = large == small * step
+        halo = fits and 0 < margin < span and padding != ()
+        beside = fits and margin == 0 and span <= step
+        around = Around(name, margin, max(0, span - step - margin + windows.extra))
+        self.large.append(around if halo else name if beside else None)
+        self.small.append(name if halo or beside else None)
+        if halo:
+            self.replaced[name] = padding, 0
+
+
+def _literal(call: Call, position: int, keyword: str, index: int, rank: int) -> Path:
+    """Where the literal for a place dimension stands in a list; () where one number is for all."""
+    (where,), found = call.at(position, keyword), call.arg(position, keyword)
+    return (where, index) if isinstance(found, tuple) and len(found) == rank else ()
+
+
 # -- convolution -----------------------------------------------------------------------------------------------------
 
 
 def convolution(call: Call) -> Labels | str:
-    """Samples, channels, and places where windows do not overlap."""
+    """Samples, channels, and places."""
     image, weight, made = call.shape(0), call.shape(1), call.shape_of_output()
     if len(image) != len(weight):
         return "not (sample, channel, place)"
     transposed, groups = call.arg(6) is True, call.integer(8, "groups", 1)
-    places = _places(image, made, weight[2:], call, 3, transposed)
     biased = call.tensor(2) is not None
+    before, after, replaced = _places(image, made, weight[2:], call, 3, halo=not (transposed and biased))
     source, target, inputs = _channels(weight, groups, transposed)
     return Labels(
-        inputs={(0,): ["n", source, *places], (1,): inputs, (2,): [target]},
-        outputs=[["n", target, *places]],
+        inputs={(0,): ["n", source, *before], (1,): inputs, (2,): [target]},
+        outputs=[["n", target, *after]],
         literals={(8,): "g"} if groups > 1 else {},
         combine={} if biased else {"i": "sum"},
-        reason="places need a halo",
+        replaced=replaced,
+        reason=UNEVEN,
     )
 
 
@@ -46,17 +99,20 @@ def convolution_backward(call: Call) -> Labels | str:
     if len(image) != len(weight):
         return "not (sample, channel, place)"
     transposed, groups = call.arg(7) is True, call.integer(9, "groups", 1)
-    places = _places(image, gradient, weight[2:], call, 4, transposed)
+    halo = not (transposed and call.outputs[2] is not None)
+    before, after, replaced = _places(image, gradient, weight[2:], call, 4, halo=halo)
     source, target, inputs = _channels(weight, groups, transposed)
-    whole: Dims = ["n", source, *places]
-    sums: dict[str, str | Sequence[str | None]] = dict.fromkeys(("n", "o", *(p for p in places if p)), "sum")
+    whole: Places = ["n", source, *before]
+    places = (f"s{index}" for index in range(len(before)))
+    sums: dict[str, str | Sequence[str | None]] = dict.fromkeys(("n", "o", *places), "sum")
     biased = isinstance(call.arg(3), tuple) and call.integers(3) not in ((), (0,))
     literals: dict[Path, str] = {(3, 0): target} if biased else {}
     return Labels(
-        inputs={(0,): ["n", target, *places], (1,): whole, (2,): inputs},
+        inputs={(0,): ["n", target, *after], (1,): whole, (2,): inputs},
         outputs=[whole, inputs, [target]],
         literals=literals | ({(9,): "g"} if groups > 1 else {}),
         combine=sums | {"i": (None, None, "same")},
+        replaced=replaced,
     )
 
 
@@ -72,23 +128,20 @@ def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str
 
 
 def _places(
-    image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: Call, first: int, transposed: bool
-) -> list[str | None]:
-    """Labels of height, width ... where windows lie side by side; `first` is the position of the stride."""
-    rank = len(kernel)
-    steps, margins, spread = (_each(call.arg(position), rank) for position in (first, first + 1, first + 2))
-    labels: list[str | None] = []
-    for index in range(rank):
-        small, large = (image, made) if transposed else (made, image)
-        window = (kernel[index] - 1) * spread[index] + 1
-        beside = _side_by_side(large[index + 2], small[index + 2], window, steps[index], margins[index])
-        labels.append(f"s{index}" if beside else None)
-    return labels
-
-
-def _side_by_side(large: int, small: int, window: int, step: int, margin: int) -> bool:
-    """Whether each of `small` windows keeps to its own `step` of the `large` places."""
-    return margin == 0 and window <= step and large == small * step
+    image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: Call, first: int, *, halo: bool
+) -> tuple[Places, Places, dict[str, tuple[Path, int]]]:
+    """Labels of the places of the image and of what is made of it; `first` is the position of the stride."""
+    rank, transposed = len(kernel), call.arg(first + 3) is True
+    lists = (_each(call.arg(position), rank) for position in (first, first + 1, first + 2, first + 4))
+    found = _Places()
+    for index, (size, step, margin, spread, extra) in enumerate(zip(kernel, *lists, strict=True)):
+        sizes = image[index + 2], made[index + 2]
+        small, large = sizes if transposed else sizes[::-1]
+        padding = _literal(call, first + 1, "padding", index, rank) if halo else ()
+        windows = _Windows((size - 1) * spread + 1, step, margin, extra if transposed else 0)
+        found.add(f"s{index}", large, small, windows, padding)
+    before, after = (found.small, found.large) if transposed else (found.large, found.small)
+    return before, after, found.replaced
 
 
 def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
@@ -118,19 +171,25 @@ def _but_places(shape: Sequence[int], rank: int) -> Dims:
 
 
 def average_pool(call: Call) -> Labels | str:
-    """Samples, channels, and places where windows lie side by side."""
+    """Samples, channels, and places; zeros of a halo must count as the zeros of the padding do."""
     rank = _rank(call)
     backward = call.name.endswith("_backward")
     image, pooled = (call.shape(1), call.shape(0)) if backward else (call.shape(0), call.shape_of_output())
     first = 2 if backward else 1
-    windows = _each(call.arg(first, "kernel_size"), rank)
-    steps = _each(call.arg(first + 1, "stride"), rank) if call.integers(first + 1, "stride") else windows
+    spans = _each(call.arg(first, "kernel_size"), rank)
+    steps = _each(call.arg(first + 1, "stride"), rank) if call.integers(first + 1, "stride") else spans
     margins = _each(call.arg(first + 2, "padding"), rank, 0)
-    labels: list[str | None] = list(_but_places(image, rank))
-    for place in range(-rank, 0):
-        if _side_by_side(image[place], pooled[place], windows[place], steps[place], margins[place]):
-            labels[place] = f"s{place}"
-    return Labels(dict.fromkeys(call.tensors, labels), [labels], reason="places need a halo")
+    counted = call.arg(first + 4, "count_include_pad", True) is True or call.arg(first + 5, "divisor_override")
+    halo = bool(counted) and call.arg(first + 3, "ceil_mode", False) is False
+    found = _Places()
+    for index in range(rank):
+        padding = _literal(call, first + 2, "padding", index, rank) if halo else ()
+        windows = _Windows(spans[index], steps[index], margins[index])
+        found.add(f"s{index}", image[index - rank], pooled[index - rank], windows, padding)
+    leading = _but_places(image, rank)[: len(image) - rank]
+    large, small = [*leading, *found.large], [*leading, *found.small]
+    inputs: dict[Path, Places] = {(0,): small, (1,): large} if backward else {(0,): large}
+    return Labels(inputs, [large if backward else small], replaced=found.replaced, reason=UNEVEN)
 
 
 def adaptive_pool(call: Call) -> Labels | str:

@@ -16,28 +16,43 @@ from math import gcd
 from typing import TypeAlias
 
 from magis.aten.facts import is_view
-from magis.aten.splits.types import Path, Split
+from magis.aten.splits.types import Cut, Halo, How, Overlap, Path, Split, dimension
 from magis.ir.types import Arg, Op, Ref, Value
 
-__all__ = ["Call", "Dims", "Labels", "Rule", "Rules", "derive", "rows"]
+__all__ = ["Around", "Call", "Dims", "Labels", "Places", "Rule", "Rules", "derive", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A label whose stretches, of this dimension, need the rows next to them: windows overlap."""
+
+    label: str
+    before: int
+    after: int
+
 
 Dims: TypeAlias = Sequence[str | None]
 """One label per dimension; None: not cut by any split."""
+
+Places: TypeAlias = Sequence[str | Around | None]
+"""The same where some stretches need the rows next to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Labels:
     """The labels of one call. What is not mentioned is never cut."""
 
-    inputs: Mapping[Path, Dims]
+    inputs: Mapping[Path, Places]
     """Labels of the tensor arguments, by where they stand."""
-    outputs: Sequence[Dims]
+    outputs: Sequence[Places]
     """Labels of the outputs, in order."""
     literals: Mapping[Path, str] = field(default_factory=dict)
     """Integer literals that stand for the size of a labelled dimension; a -1 among them is left alone."""
     combine: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
     """How outputs without the label combine, for all outputs or for each; labels that are missing here are dropped
     where an output lacks them."""
+    replaced: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
+    """The one literal that is another one in parts along a label, and which."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """Numbers that the count of parts must divide beyond the sizes."""
     reason: str = ""
@@ -121,7 +136,7 @@ def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
     """One split per label that cuts something into equal parts, in the order of first use."""
     order: dict[str, None] = {}
     for dims in (*labels.inputs.values(), *labels.outputs):
-        order |= dict.fromkeys(label for label in dims if label is not None)
+        order |= dict.fromkeys(d.label if isinstance(d, Around) else d for d in dims if d is not None)
     found = (_split(call, labels, label) for label in order)
     return tuple(dict.fromkeys(split for split in found if split is not None))
 
@@ -129,28 +144,31 @@ def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
 def _split(call: Call, labels: Labels, label: str) -> Split | None:
     """The split that cuts everything with that label; None where the call does not allow it."""
     inputs = tuple(_place(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
-    sizes = [value.shape[dim] for value, dim in zip(call.tensors.values(), inputs, strict=True) if dim is not None]
-    outputs: list[int | str | None] = []
+    pairs = [(value, dimension(cut)) for value, cut in zip(call.tensors.values(), inputs, strict=True)]
+    sizes = [value.shape[dim] for value, dim in pairs if dim is not None]
+    outputs: list[How] = []
     for index, value in enumerate(call.outputs):
         if value is None:
             outputs.append(None)
             continue
-        dim = _place(value, labels.outputs[index], label)
+        place = _place(value, labels.outputs[index], label)
         how = labels.combine.get(label) if value.numel else "same"
         how = how if how is None or isinstance(how, str) else how[index]
-        joined = how if dim is None else dim
+        joined: How = Overlap(place.dim, place.before, place.after) if isinstance(place, Halo) else place
+        joined = how if joined is None else joined
         if joined is None or not _apart(call, value, joined, inputs):
             return None
         outputs.append(joined)
-        sizes += [] if dim is None else [value.shape[dim]]
+        sizes += [value.shape[dim] for dim in (dimension(place),) if dim is not None]
     paths = _literals(call, labels, label)
     if paths is None or all(how in (None, "same") for how in outputs):
         return None
     extent = gcd(*sizes, *paths.values(), labels.limits.get(label, 0))
-    return Split(inputs, tuple(outputs), tuple(paths), extent) if extent > 1 else None
+    replaced = tuple(change for owner, change in labels.replaced.items() if owner == label)
+    return Split(inputs, tuple(outputs), tuple(paths), extent, replaced) if extent > 1 else None
 
 
-def _apart(call: Call, output: Value, joined: int | str, inputs: Sequence[int | None]) -> bool:
+def _apart(call: Call, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
     """Whether the parts write different elements where the output is on an input's memory.
 
     A window on the input is no write. What is written in place must be cut there as it is joined; parts that each
@@ -161,7 +179,7 @@ def _apart(call: Call, output: Value, joined: int | str, inputs: Sequence[int | 
         for value, cut in zip(call.tensors.values(), inputs, strict=True)
         if value.storage == output.storage
     ]
-    if isinstance(joined, str):
+    if not isinstance(joined, int):
         return not on_input or output.numel == 0
     if is_view(call.op.target):
         return True
@@ -170,9 +188,14 @@ def _apart(call: Call, output: Value, joined: int | str, inputs: Sequence[int | 
     )
 
 
-def _place(value: Value, dims: Dims, label: str) -> int | None:
+def _place(value: Value, dims: Places, label: str) -> Cut:
     """The dimension with that label; None where there is none, or no element along it."""
-    return next((index for index, found in enumerate(dims) if found == label and value.shape[index]), None)
+    for index, found in enumerate(dims):
+        if isinstance(found, Around) and found.label == label and value.shape[index]:
+            return Halo(index, found.before, found.after)
+        if found == label and value.shape[index]:
+            return index
+    return None
 
 
 def _literals(call: Call, labels: Labels, label: str) -> dict[Path, int] | None:

@@ -1,0 +1,323 @@
+"""Halo rows: regions that take rows of other parts from outside, and rows that overlap where they leave."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from magis.analysis.hazards import dependency_graph
+from magis.aten.splits import Halo, How, Overlap, Split, splits
+from magis.backend.codegen import generate
+from magis.errors import VerifyError
+from magis.fission.expand import expand
+from magis.fission.floor import lower_bound
+from magis.fission.grow import connected, grow
+from magis.fission.near import regions_around
+from magis.fission.proof import verify_fission
+from magis.fission.region import Region, region_problems
+from magis.fission.suffix import axes, places, suffix
+from magis.ir import Graph, Loop, Op, Ref, Value, dump, parse, verify
+from magis.ir.loops import JOIN, PART
+from magis.rewrite.normalize import functionalize
+from magis.rewrite.untangle import untangle
+from magis.simulate.replay import replay
+from tests.fission.cutout import differences, draw, in_float64, loops, measured, outcome, simulated
+from tests.fission.draws import Fission, expanded, position_of_loop, regions
+from tests.fission.halo_nets import NETS
+from tests.golden.golden import HERE, before_and_after, check_golden
+from tests.oracles import captured
+
+TRIES = 60
+CONVOLUTION, BACKWARD = "aten.convolution.default", "aten.convolution_backward.default"
+
+
+def form(name: str) -> Graph:
+    """The step of a network in double precision, as fission works on it."""
+    return in_float64(untangle(functionalize(captured(NETS[name]().build()).graph)))
+
+
+def haloed(split: Split) -> bool:
+    return any(isinstance(how, Halo | Overlap) for how in (*split.inputs, *split.outputs))
+
+
+def found(graph: Graph, *targets: str) -> list[int]:
+    return [at for at, op in enumerate(graph.ops) if op.target in targets]
+
+
+def check(graph: Graph, region: Region) -> Graph:
+    """The step with a loop for the region: sound, proven, equal, and with the bytes that it says."""
+    assert list(region_problems(graph, region)) == []
+    looped = expand(graph, region, in_place=True)
+    verify(looped)
+    verify_fission(looped, graph)
+    assert parse(dump(looped)) == looped
+    memory = draw(graph, 0)
+    assert differences(outcome(graph, memory), outcome(looped, memory), graph) == []
+    assert simulated(looped) == measured(looped, memory)
+    return looped
+
+
+def along(graph: Graph, at: int, dim: int) -> Split:
+    """How the operator is cut along that dimension of what it makes, or of what its gradient is."""
+    ways = [s for s in splits(graph.ops[at], graph.values) if dim in (s.outputs[0], s.inputs[0]) and haloed(s)]
+    (way,) = ways
+    return way
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(2, 2), (2, 4), (2, 8), (3, 2), (3, 3), (3, 12)])
+def test_one_convolution_and_its_backward(dim: int, parts: int) -> None:
+    """In eight parts of a row each, with three rows on both sides."""
+    graph = form("convnext")
+    cut = [
+        (at, split)
+        for at in found(graph, CONVOLUTION, BACKWARD)
+        for split in splits(graph.ops[at], graph.values)
+        if haloed(split) and split.extent % parts == 0 and dim in (split.outputs[0], split.inputs[0])
+    ]
+    assert len(cut) == 4
+    for at, split in cut:
+        check(graph, Region({at: split}, parts))
+
+
+def test_what_a_loop_takes_and_adds() -> None:
+    graph = form("super-resolution")
+    (at, *_) = found(graph, BACKWARD)
+    looped = check(graph, Region({at: along(graph, at, 2)}, 4))
+    (loop,) = loops(looped)
+    assert loop.body is not None
+    body = loop.body.graph
+    taken = [op.args for op in body.ops if op.target == PART]
+    joined = [op.args[2:] for op in body.ops if op.target == JOIN]
+    assert (2, 1, 1) in [args[1:] for args in taken]
+    assert joined == [(2, 1, 1)]
+    (call,) = (op for op in body.ops if op.target == BACKWARD)
+    assert call.args[5] == (0, 1)
+    assert [body.values[v].shape[2] for v in call.inputs()[:2]] == [2, 4]
+
+
+def test_a_region_with_a_halo_as_a_reader_sees_it() -> None:
+    """The last convolution, what follows, the loss and back: forward and backward rows of other parts, one loop."""
+    graph = untangle(functionalize(captured(NETS["super-resolution"]().build()).graph))
+    last = found(graph, CONVOLUTION)[-1]
+    cuts = grow(graph, {graph.ops[last].inputs()[0]: 2}, range(last, len(graph.ops)))
+    region = Region(connected(graph, cuts, 2)[0].cuts, 4)
+    assert {graph.ops[at].target for at in region.cuts} >= {CONVOLUTION, BACKWARD, "aten.sum.default"}
+    looped = expand(graph, region)
+    verify(looped)
+    verify_fission(looped, graph)
+    check_golden("fission_halo.txt", before_and_after(graph, looped))
+    check_golden("fission_halo.py.txt", generate(looped))
+
+
+def test_the_golden_graph_generates_the_golden_step() -> None:
+    """Whatever torch captures today: the code belongs to the graph beside it."""
+    _, _, after = (HERE / "fission_halo.txt").read_text(encoding="utf-8").partition("# after\n")
+    assert generate(parse(after)) == (HERE / "fission_halo.py.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["convnext", "super-resolution"])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_from_the_last_overlapping_windows_to_the_loss_and_back(name: str, parts: int) -> None:
+    """All of the last block, its seven by seven windows included; in memory there is less."""
+
+    def none(_op: Op, _values: object) -> int:
+        return 0
+
+    graph = form(name)
+    axis = next(axes(graph))
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 8)[0]).cuts, parts)[0].cuts
+    looped = check(graph, Region(cuts, parts))
+    assert {BACKWARD, "aten.sum.default"} <= {graph.ops[at].target for at in cuts}
+    assert replay(looped, none).peak_bytes < replay(graph, none).peak_bytes
+
+
+# --- what is no region ------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_other_parts_are_had_from_outside_only() -> None:
+    graph = form("super-resolution")
+    first, second = found(graph, CONVOLUTION)[:2]
+    (relu,) = (at for at in range(first, second) if graph.ops[at].target == "aten.relu.default")
+    middle = next(s for s in splits(graph.ops[relu], graph.values) if s.inputs == (2,))
+    region = Region({relu: middle, second: along(graph, second, 2)}, 2)
+    (problem,) = region_problems(graph, region)
+    value = graph.ops[second].inputs()[0]
+    assert problem.startswith(f"operator {second} ({CONVOLUTION}): takes value {value} cut along 2 with rows of other")
+    assert problem.endswith("other parts, which its maker gives by 2")
+
+
+def test_rows_that_overlap_are_not_ready_within_the_region() -> None:
+    graph = form("super-resolution")
+    last = found(graph, BACKWARD)[0]
+    value = graph.ops[last].outputs[0]
+    user = next(at for at in range(last + 1, len(graph.ops)) if value in graph.ops[at].inputs())
+    (split,) = (s for s in splits(graph.ops[user], graph.values) if s.outputs == (2,))
+    (problem,) = region_problems(graph, Region({last: along(graph, last, 2), user: split}, 2))
+    assert problem.startswith(f"operator {user} ({graph.ops[user].target}): takes value {value} cut along 2, which")
+    assert problem.endswith("which its maker gives by rows of 2 that overlap")
+
+
+def test_what_other_parts_read_is_not_overwritten() -> None:
+    """A relu of the same shape could lie on what a plain convolution takes, not on what one with a halo does."""
+    graph = form("super-resolution")
+    second = found(graph, CONVOLUTION)[1]
+    looped = expand(graph, Region({second: along(graph, second, 2)}, 2), in_place=True)
+    (loop,) = loops(looped)
+    taken = {looped.values[value].storage for value in loop.inputs()}
+    assert taken.isdisjoint({looped.values[value].storage for value in loop.made()})
+
+
+# --- growing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_grows_from_a_picture_into_the_convolution_that_takes_it_and_no_further() -> None:
+    graph = form("convnext")
+    first, second = (at for at in found(graph, CONVOLUTION) if graph.ops[at].args[-1] != 1)
+    cuts = grow(graph, {graph.ops[first].inputs()[0]: 2}, range(first, len(graph.ops)))
+    assert isinstance(cuts[first].inputs[0], Halo)
+    assert second not in cuts
+    names = {graph.ops[at].target.split(".")[1] for at in cuts}
+    assert {"convolution", "native_layer_norm", "addmm", "gelu"} <= names
+    check(graph, Region(connected(graph, cuts, 2)[0].cuts, 4))
+
+
+def test_regions_around_a_convolution_have_halos() -> None:
+    graph = form("super-resolution")
+    for at in found(graph, CONVOLUTION, BACKWARD):
+        around = regions_around(graph, at, most=64)
+        with_rows = [cuts for cuts in around if haloed(cuts[at])]
+        assert max(len(cuts) for cuts in with_rows) > 1
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_random_regions_compute_the_same_in_the_bytes_said(name: str) -> None:
+    graph = form(name)
+    met = 0
+    for region in regions(graph, dependency_graph(graph), random.Random(name), TRIES):
+        looped = expanded(graph, region)
+        if looped is None or not any(haloed(split) for split in region.cuts.values()):
+            continue
+        met += 1
+        verify(looped)
+        verify_fission(looped, graph)
+        whole, stands = Fission(graph, region, looped, position_of_loop(looped)).pair
+        memory = draw(whole, met)
+        assert differences(outcome(whole, memory), outcome(stands, memory), whole) == []
+        assert simulated(stands) == measured(stands, memory)
+    assert met >= TRIES // 8
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_no_loop_is_below_the_lower_bound(name: str) -> None:
+    def none(_op: Op, _values: object) -> int:
+        return 0
+
+    graph = form(name)
+    bound = lower_bound(graph, none)
+    for at in found(graph, CONVOLUTION, BACKWARD):
+        for cuts in regions_around(graph, at, most=8):
+            looped = expanded(graph, Region(cuts, 2))
+            assert looped is None or replay(looped, none).peak_bytes >= bound
+
+
+# --- wrong halos ------------------------------------------------------------------------------------------------------
+
+
+def body_changes(loop: Op) -> Iterator[Op]:
+    """The loop with other rows around one stretch: one row less on one side and one more on the other, or another
+    dimension of the same size."""
+    assert loop.body is not None
+    body = loop.body.graph
+    for at, op in enumerate(body.ops):
+        head = 1 if op.target == PART else 2
+        if op.target not in (PART, JOIN) or len(op.args) <= head + 1:
+            continue
+        dim, before, after = (arg for arg in op.args[head:] if isinstance(arg, int))
+        for rows in ((dim, before - 1, after + 1), (dim, before + 1, after - 1), (5 - dim, before, after)):
+            new = replace(op, args=(*op.args[:head], *rows))
+            changed = replace(body, ops=(*body.ops[:at], new, *body.ops[at + 1 :]))
+            yield replace(loop, body=Loop(loop.body.parts, changed))
+
+
+@pytest.mark.parametrize("target", [CONVOLUTION, BACKWARD])
+def test_other_rows_are_not_proven(target: str) -> None:
+    graph = form("super-resolution")
+    at = found(graph, target)[1 if target == CONVOLUTION else 0]
+    looped = expand(graph, Region({at: along(graph, at, 2)}, 2))
+    place = position_of_loop(looped)
+    count = 0
+    for wrong in body_changes(looped.ops[place]):
+        mutant = replace(looped, ops=(*looped.ops[:place], wrong, *looped.ops[place + 1 :]))
+        count += 1
+        with pytest.raises(VerifyError):
+            verify_fission(mutant, graph)
+    assert count == (3 if target == CONVOLUTION else 6)
+
+
+def test_a_stretch_with_rows_is_no_part_that_overlaps() -> None:
+    """Taken with rows and added with the same rows: every row near a border would count twice."""
+    graph = form("super-resolution")
+    at = found(graph, BACKWARD)[0]
+    looped = expand(graph, Region({at: along(graph, at, 2)}, 2))
+    place = position_of_loop(looped)
+    loop = looped.ops[place]
+    assert loop.body is not None
+    body = loop.body.graph
+    taken = next(op for op in body.ops if op.target == PART and len(op.args) == 4)
+    ops = tuple(
+        replace(op, args=(op.args[0], Ref(taken.made()[0]), *op.args[2:])) if op.target == JOIN else op
+        for op in body.ops
+    )
+    wrong = replace(loop, body=Loop(loop.body.parts, replace(body, ops=ops)))
+    with pytest.raises(VerifyError, match="rows that overlap along 2 with 1 rows before and 1 behind of"):
+        verify_fission(replace(looped, ops=(*looped.ops[:place], wrong, *looped.ops[place + 1 :])), graph)
+
+
+def test_padding_in_a_part_is_not_proven() -> None:
+    """With the padding of the whole, or of another dimension, a part would be of another size: caught by its shape.
+    With a halo one row smaller and as much padding it has the right one, and zeros where rows of other parts are."""
+    graph = form("super-resolution")
+    at = found(graph, CONVOLUTION)[0]
+    split = along(graph, at, 2)
+    assert split.inputs[0] == Halo(2, 2, 2)
+    looped = expand(graph, Region({at: split}, 2))
+    place = position_of_loop(looped)
+    loop = looped.ops[place]
+    assert loop.body is not None
+    body = loop.body.graph
+    part_at = next(p for p, op in enumerate(body.ops) if op.target == PART)
+    call_at = next(p for p, op in enumerate(body.ops) if op.target == CONVOLUTION)
+    (made,) = body.ops[part_at].made()
+    narrower = with_rows(body.values[made], 2, -2)
+    part = replace(body.ops[part_at], args=(*body.ops[part_at].args[:2], 1, 1))
+    args = body.ops[call_at].args
+    call = replace(body.ops[call_at], args=(*args[:4], (1, 2), *args[5:]))
+    ops = tuple({part_at: part, call_at: call}.get(p, op) for p, op in enumerate(body.ops))
+    storages = dict(body.storages)
+    storages[narrower.storage] = replace(storages[narrower.storage], nbytes=narrower.nbytes)
+    inner = replace(body, ops=ops, values={**body.values, made: narrower}, storages=storages)
+    mutant = replace(looped, ops=(*looped.ops[:place], replace(loop, body=Loop(2, inner)), *looped.ops[place + 1 :]))
+    verify(mutant)
+    with pytest.raises(VerifyError, match="is a part of no whole call"):
+        verify_fission(mutant, graph)
+
+
+def with_rows(value: Value, dim: int, more: int) -> Value:
+    """A dense tensor with more rows."""
+    shape = tuple(size + more if at == dim else size for at, size in enumerate(value.shape))
+    stride, step = [0] * len(shape), 1
+    for at in reversed(range(len(shape))):
+        stride[at], step = step, step * shape[at]
+    return replace(value, shape=shape, stride=tuple(stride))
+
+
+def test_how_is_one_of_its_kinds() -> None:
+    """Taken with a halo is never made with one: the two are told apart wherever they meet."""
+    kinds: set[How | Halo] = {Halo(2, 1, 1), Overlap(2, 1, 1), 2, "sum"}
+    assert len(kinds) == 4

@@ -1,0 +1,112 @@
+"""Pictures at batch 1, in parts along height or width: from the last overlapping windows to the loss and back."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from magis.aten.optimizers import OptimizerSpec
+from magis.aten.splits import RULES
+from magis.aten.splits.labels import Around, Call, Labels, Places, Rule
+from magis.capture import capture
+from magis.capture.fakes import fake_tensors
+from magis.cost.model import device_model
+from magis.fission.proof import verify_fission
+from magis.fission.suffix import axes
+from magis.ir import verify
+from magis.ir.loops import JOIN, PART, rows_around
+from magis.rewrite.normalize import functionalize
+from magis.rewrite.untangle import untangle
+from magis.search.divided import Divided, divide
+from magis.search.driver import search
+from magis.search.judge import Goal, Wanted
+from magis.search.levels import realize_level
+from magis.simulate.compile import compile_problem
+from magis.simulate.replay import replay
+from tests.fission.halo_nets import large_convnext, large_super_resolution, squared
+from tests.search.subjects import Step
+
+BUDGET = 1000
+SLOWER = 1.3
+COSTS = device_model("sim:rtx3090")
+MODELS = {"convnext": large_convnext, "super-resolution": large_super_resolution}
+
+
+@functools.cache
+def step(name: str) -> Step:
+    """A step on a simulated RTX 3090."""
+    with fake_tensors():
+        module, inputs, targets, _ = MODELS[name]()
+    graph = capture(module, inputs, targets, squared, OptimizerSpec("sgd", lr=0.01), device="sim:rtx3090").graph
+    graph = untangle(functionalize(graph))
+    compiled = compile_problem(graph, COSTS, reuse=True)
+    free = search(compiled.problem, memory_limit=1 << 62, latency_limit_ns=None, budget=1, seed=0)
+    return Step(graph, COSTS, compiled, free.peak, free.latency_ns)
+
+
+def planned(given: Step) -> tuple[Divided | None, int]:
+    """The best plan in parts, and the peak of the best one without."""
+    goal = Goal(latency_limit_ns=int(SLOWER * given.latency_ns))
+    whole = given.whole(goal)
+    known = (whole.peak, whole.latency_ns)
+    return divide(given.graph, given.costs, Wanted(goal, 0, BUDGET), reuse=True, known=known), whole.peak
+
+
+def without_halos(rule: Rule) -> Rule:
+    """The rule's labels but for those of windows that overlap."""
+
+    def labels(call: Call) -> Labels | str:
+        found = rule(call)
+        if isinstance(found, str):
+            return found
+        everything = [*found.inputs.values(), *found.outputs]
+        gone = {dim.label for dims in everything for dim in dims if isinstance(dim, Around)}
+
+        def kept(dims: Places) -> Places:
+            return [None if isinstance(dim, Around) or dim in gone else dim for dim in dims]
+
+        return replace(
+            found,
+            inputs={path: kept(dims) for path, dims in found.inputs.items()},
+            outputs=[kept(dims) for dims in found.outputs],
+        )
+
+    return labels
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_picture_in_parts_needs_less(name: str) -> None:
+    given = step(name)
+    found, whole = planned(given)
+    assert found is not None
+    assert found.solution.peak < 0.8 * whole
+    assert found.solution.latency_ns <= SLOWER * given.latency_ns
+    verify_fission(found.level.compiled.graph, given.graph)
+    graph = realize_level(found.level, found.solution)
+    verify(graph)
+    verify_fission(graph)
+    assert replay(graph, COSTS.workspace, rounding=COSTS.rounding).peak_bytes == found.solution.peak
+    (loop,) = (op.body for op in graph.ops if op.body is not None)
+    around = {op.target for op in loop.graph.ops if any(rows_around(op))}
+    assert around == {PART, JOIN}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_halo_that_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = step(name)
+    with_halos, whole = planned(given)
+    for operator in ("convolution", "convolution_backward"):
+        monkeypatch.setitem(RULES, operator, without_halos(RULES[operator]))  # type: ignore[misc]
+    without, again = planned(given)
+    assert again == whole
+    assert with_halos is not None
+    assert with_halos.solution.peak < 0.9 * min(whole, without.solution.peak if without is not None else whole)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_height_and_width_are_the_axes_of_a_single_picture(name: str) -> None:
+    graph = step(name).graph
+    (picture,) = (value for value in graph.inputs if graph.values[value].name == "input:0")
+    assert [axis.dims[picture] for axis in axes(graph)] == [2, 3]
