@@ -18,9 +18,9 @@ from itertools import combinations, islice, product
 from typing import TypeAlias
 
 from magis.aten.splits import Path, splits
+from magis.cost.shapes import describe
 from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
-from magis.fission.shapes import describe
 from magis.ir import Arg, Graph, Loop, Op, Ref, Value
 from magis.ir.loops import JOIN, REDUCE
 
