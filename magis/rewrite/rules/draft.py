@@ -34,6 +34,8 @@ class Draft:
         self._next_op = max(op.id for op in graph.ops) + 1
         self._versions: dict[int, int] = {}
         matched = [op for op in graph.ops if op.id in frozenset(ops)]
+        if len(matched) < len(frozenset(ops)):
+            raise Refused("the calls are not there any more")
         for op in matched:
             for storage, version in op.reads:
                 if self._versions.setdefault(storage, version) != version:
