@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.errors import MagisError
-from magis.ir import Graph
+from magis.ir import Graph, Op, Ref, Storage, verify
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import aggregated, counted
 from magis.rewrite.rules.language import parse_pattern
@@ -104,6 +105,20 @@ def test_weights_side_by_side_in_one_order_only() -> None:
     assert places("merge-sum", where) == places("merge-sum-back", where) == 1
     merged = apply(where, next(matches(rule("merge-mm"), where)))
     assert (places("merge-sum", merged), places("merge-sum-back", merged)) == (0, 1)
+
+
+def test_not_what_leaves_the_device() -> None:
+    """Swapping frees a storage whole: a window on a larger one would take the others with it."""
+    where = graph(two_products(lambda left, right: own(left) + own(right)), *SHAPES)
+    product = next(op for op in where.ops if op.target == "aten.mm.default").made()[0]
+    looks = where.values[product]
+    kept = replace(looks, id=max(where.values) + 1, storage=max(where.storages) + 1)
+    host = Storage(kept.storage, looks.nbytes, "host")
+    store = Op(99, "magis.store", (Ref(product),), (), (kept.id,), reads=((looks.storage, 0),))
+    storages, values = {**where.storages, host.id: host}, {**where.values, kept.id: kept}
+    swapped = replace(where, storages=storages, values=values, ops=(*where.ops, store))
+    verify(swapped)
+    assert (places("merge-mm", where), places("merge-mm", swapped)) == (1, 0)
 
 
 def test_a_match_is_good_for_its_graph_alone() -> None:

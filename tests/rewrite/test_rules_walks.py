@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magis.ir import Graph, verify
 from magis.models.bert import bert
@@ -19,7 +19,7 @@ from magis.rewrite.rules.rule import Match, attempt
 from magis.rewrite.rules.table import RULES
 from magis.rewrite.untangle import untangle
 from magis.simulate.replay import replay
-from tests.nets import ADAMW, SGD, Built
+from tests.nets import ADAMW, SGD, Built, Net, rows
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces
 from tests.rewrite.cases import TINY_BERT, batches
 from tests.rewrite.test_rules_merged import heads
@@ -32,7 +32,41 @@ def tiny_bert() -> Built:
     return Built(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, work.explicit_attention)
 
 
-NETS = {"heads": heads(ADAMW).build, "heads without bias": heads(SGD, bias=False).build, "tiny-bert": tiny_bert}
+class Branches(nn.Module):
+    """Convolutions of one image and of several, concatenations, pieces, products of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+        self.plain, self.other = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(2))
+        self.shared = nn.Conv2d(3, 2, 1, bias=False)
+        self.down, self.up = nn.Linear(8, 4), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined = torch.cat([torch.relu(self.wide(x)), torch.relu(self.narrow(x))], 1)
+        first, second = torch.split(joined, [3, 3], 1)
+        parts = torch.cat([torch.sigmoid(first) * second, second * torch.sigmoid(second)], 1)
+        images = self.shared(self.plain(x)) + self.shared(self.other(x)) * 0.5
+        halves = torch.split(parts, [2, 4], 1)
+        mixed = torch.cat([torch.tanh(half) for half in halves], 1)
+        row = torch.cat([mixed.mean((2, 3)), images.mean((2, 3))], 1)
+        square = (row.t() @ row) * 0.25
+        left, right = self.up(self.down(row)), row @ (square + square.t())
+        return (self.down(left + right) + self.down(row * left)).sum(1)
+
+
+def branches() -> Built:
+    return Net(
+        lambda: Branches().double(), rows(4, 3, 5, 5, dtype=torch.float64), rows(4, dtype=torch.float64), rule=ADAMW
+    ).build()
+
+
+NETS = {
+    "branches": branches,
+    "heads": heads(ADAMW).build,
+    "heads without bias": heads(SGD, bias=False).build,
+    "tiny-bert": tiny_bert,
+}
 
 
 @functools.cache

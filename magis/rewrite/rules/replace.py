@@ -74,6 +74,9 @@ class _Change:
         taken = [self._instead.get(value, value) for value in op.inputs()]
         if not any(value in self._changed for value in taken):
             return [op]
+        if op.target.startswith("magis."):
+            # A loop knows where its tensors lie; what is swapped out is freed whole.
+            raise Refused(f"{op.target} would meet another tensor")
         new = _with(op, self._instead)
         if signature(op, self.before.values) == signature(new, self.values):
             return [self._relocated(op, new)]
@@ -97,7 +100,7 @@ class _Change:
         return new
 
     def _allowed(self, op: Op) -> bool:
-        if op.body is not None or not op.target.startswith("aten.") or (op.random and name_of(op) not in _ATTENTION):
+        if op.random and name_of(op) not in _ATTENTION:
             return False
         return is_view(op.target) or is_elementwise(op) or op.phase == "update" or name_of(op) in _ANY_LAYOUT
 
