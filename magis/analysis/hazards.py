@@ -41,15 +41,16 @@ def order_edges(ops: tuple[Op, ...]) -> list[tuple[int, int]]:
 
 
 def dependency_graph(graph: Graph) -> rx.PyDiGraph[int, None]:
-    """All order constraints, data flow and versions, as a directed acyclic graph on the positions of the schedule."""
+    """All order constraints, data flow and versions, as a directed acyclic graph on the positions of the schedule.
+
+    The schedule itself need not be legal; where no legal one exists, the graph has cycles.
+    """
     dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
     dag.add_nodes_from(range(len(graph.ops)))
-    maker: dict[int, int] = {}
+    maker = {value: position for position, op in enumerate(graph.ops) for value in op.made()}
     edges: list[tuple[int, int, None]] = []
     for position, op in enumerate(graph.ops):
         edges.extend((maker[value], position, None) for value in op.inputs() if value in maker)
-        for value in op.made():
-            maker[value] = position
     edges.extend((a, b, None) for a, b in order_edges(graph.ops))
     dag.add_edges_from(edges)
     return dag

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import rustworkx as rx
 import torch
 from torch import Tensor
 
@@ -23,10 +24,9 @@ RELATIVE = 1e-6
 
 def gradient_values(graph: Graph) -> dict[str, int]:
     """Parameter name -> value of its gradient, as the weight update takes it."""
-    _, blocks = split(graph)
-    made = {value for block in blocks for op in block for value in op.made()}
     found = {}
-    for block in blocks:
+    for block in _updates(graph):
+        made = {value for op in block for value in op.made()}
         written = {storage for op in block for storage, _ in op.writes}
         taken = [value for op in block for value in op.inputs()]
         names = {
@@ -42,6 +42,22 @@ def gradient_values(graph: Graph) -> dict[str, int]:
         if len(names) == 1 and len(set(given.values())) == 1:
             found[names.pop()] = min(given)
     return found
+
+
+def _updates(graph: Graph) -> list[list[Op]]:
+    """The operators that update each parameter. They share its values and its state's; a storage they may share with
+    other parameters' (``magis.rewrite.rules.merged``), and so they may a gradient's."""
+    _, blocks = split(graph)
+    links: rx.PyGraph[int, None] = rx.PyGraph()
+    ops = [op for block in blocks for op in block]
+    links.add_nodes_from(range(len(ops)))
+    made = {value for op in ops for value in op.made()}
+    owner: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        for value in (*op.inputs(), *op.made()):
+            if value in made or graph.storages[graph.values[value].storage].persistent:
+                links.add_edge(owner.setdefault(value, index), index, None)
+    return [[ops[index] for index in sorted(group)] for group in rx.connected_components(links)]
 
 
 def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:

@@ -17,6 +17,7 @@ from magis.aten import optimizers
 from magis.aten.optimizers import OptimizerSpec
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
+from magis.backend.placement import check_places, place
 from magis.backend.turns import Turn, Watched
 from magis.errors import MagisError
 from magis.ir import Graph
@@ -160,6 +161,7 @@ class GraphStep:
         known.update({f"buffer:{name}": b for name, b in self.module.named_buffers()})
         known.update({f"input:{i}": t for i, t in enumerate(inputs)})
         known.update({f"target:{i}": t for i, t in enumerate(targets)})
+        known.update(place(graph, known))
         tensors = []
         for value_id in graph.inputs:
             value = graph.values[value_id]
@@ -187,8 +189,12 @@ class GraphStep:
         return tuple(self._tensors)
 
     def prepare(self) -> None:
-        """Forget what the last step returned; it leaves no gradients behind."""
+        """Forget what the last step returned; it leaves no gradients behind.
+
+        Raises MagisError if weights that the graph wants side by side lie elsewhere by now.
+        """
         self._outputs = ()
+        check_places(self._graph, self._tensors)
 
     def run(self) -> Tensor:
         self._steps += 1

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from magis.analysis.hazards import dependency_graph, is_pure_view
 from magis.analysis.windows import is_dense
 from magis.aten.splits import Cut, Halo, Overlap, part
+from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, leavings, region_problems
-from magis.fission.shapes import bytes_of, describe
 from magis.fission.takeover import last_reader, takeovers
 from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
 from magis.ir.loops import JOIN, LOOP, PART, REDUCE

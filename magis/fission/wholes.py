@@ -9,9 +9,9 @@ from itertools import combinations
 from typing import TypeAlias
 
 from magis.aten.splits import Halo, Overlap, Path, dimension, part, splits
+from magis.cost.shapes import describe
 from magis.cost.signature import parse
 from magis.errors import VerifyError
-from magis.fission.shapes import describe
 from magis.ir import Arg, Op, Ref, Value
 
 MOST_LITERALS = 2

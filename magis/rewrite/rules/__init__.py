@@ -1,0 +1,1 @@
+"""TASO rules: aggregation and algebraic identities (PAPER), a table of ``before -> after``."""

@@ -1,0 +1,129 @@
+"""New calls in the place of old ones: the graph while a rule is applied to it.
+
+A draft is thrown away where the graph does not allow the rule: a call refuses the sizes, a version is gone, a weight
+cannot be merged, no legal order is left. ``Refused`` says so and never leaves ``apply``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from magis.cost.shapes import Made, describe
+from magis.errors import VerifyError
+from magis.ir import Arg, Graph, Op, Ref, Storage, Value
+from magis.rewrite.rules.forms import made_call
+from magis.rewrite.rules.merged import Window, is_weight, merge
+
+__all__ = ["Draft", "Refused", "landed"]
+
+
+class Refused(Exception):  # noqa: N818  (no error: the answer "not here")
+    """The rule does not apply here after all."""
+
+
+class Draft:
+    """Calls that are added to a graph. They stand for those of ``ops``, whose versions, phase and module they take."""
+
+    def __init__(self, graph: Graph, ops: Sequence[int]) -> None:
+        self.graph = graph
+        self.added: list[Op] = []
+        self.storages = dict(graph.storages)
+        self.values = dict(graph.values)
+        self._next_value = max(self.values) + 1
+        self._next_storage = max(self.storages) + 1
+        self._next_op = max(op.id for op in graph.ops) + 1
+        self._versions: dict[int, int] = {}
+        matched = [op for op in graph.ops if op.id in frozenset(ops)]
+        if len(matched) < len(frozenset(ops)):
+            raise Refused("the calls are not there any more")
+        for op in matched:
+            for storage, version in op.reads:
+                if self._versions.setdefault(storage, version) != version:
+                    raise Refused(f"the calls meet several versions of storage {storage}")
+        self.phase = max((op.phase for op in matched), key=_PHASES.index)
+        self.module = _common([op.module for op in matched])
+
+    def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
+        """Add a call; returns its values. Refused where it takes no such tensors."""
+        probe = Op(self._next_op, target, args, kwargs, ())
+        made = _described(probe, self.values)
+        outputs = tuple(self._value(probe, each) for each in made if each is not None)
+        fresh = any(each is not None and each.base is None for each in made)
+        reads = tuple(sorted(self._reads(probe))) if fresh else ()
+        many = target in _MANY
+        self.added.append(
+            Op(probe.id, target, args, kwargs, outputs, many, reads=reads, phase=self.phase, module=self.module)
+        )
+        self._next_op += 1
+        return outputs
+
+    def _value(self, op: Op, made: Made) -> int:
+        number = self._next_value
+        self._next_value += 1
+        if made.base is None:
+            storage, offset = self._next_storage, made.offset
+            self._next_storage += 1
+            self.storages[storage] = Storage(storage, made.nbytes, "temporary")
+            self._versions[storage] = 0
+        else:
+            storage, offset = landed(self.values[op.inputs()[made.base]], made)
+        self.values[number] = Value(number, made.shape, made.stride, made.dtype, storage, offset)
+        return number
+
+    def _reads(self, op: Op) -> Iterator[tuple[int, int]]:
+        for storage in {self.values[value].storage for value in op.inputs()}:
+            if storage not in self._versions:
+                raise Refused(f"nobody says which version of storage {storage} is meant")
+            yield storage, self._versions[storage]
+
+    def cat(self, values: Sequence[int], dim: int) -> int:
+        """The tensors side by side along a dimension (counted from 0): a call that copies them, or, of weights, a
+        window on memory in which they lie side by side already (``merged``)."""
+        if len(values) == 1:
+            return values[0]
+        looks = [self.values[value] for value in values]
+        weights = [is_weight(self.storages, each) for each in looks]
+        if not any(weights):
+            return self.emit(*made_call("cat", tuple(values), dim, self.values, ()))[0]
+        found = merge(self.graph, looks, dim) if all(weights) else None
+        if found is None or found[0] is not self.graph:
+            raise Refused("a weight would be copied in every step")
+        return self._window(found[1])
+
+    def _window(self, window: Window) -> int:
+        """Views from the merged weight to the window on it."""
+        value = window.base
+        if (window.low, window.high) != (0, self.values[value].shape[0]):
+            (value,) = self.emit("aten.slice.Tensor", (Ref(value), 0, window.low, window.high), ())
+        if window.dims == (1, 0):
+            (value,) = self.emit("aten.t.default", (Ref(value),), ())
+        elif window.dims != tuple(range(len(window.dims))):
+            (value,) = self.emit("aten.permute.default", (Ref(value), window.dims), ())
+        return value
+
+
+_PHASES = ("forward", "backward", "update")
+_MANY = ("aten.split_with_sizes.default", "aten.split.Tensor")
+
+
+def _described(op: Op, values: dict[int, Value]) -> tuple[Made | None, ...]:
+    try:
+        return describe(op, values)
+    except VerifyError as error:
+        raise Refused(str(error)) from error
+
+
+def landed(base: Value, made: Made) -> tuple[int, int]:
+    """Storage and offset of a view of ``base``."""
+    return base.storage, base.offset + made.offset
+
+
+def _common(modules: Sequence[str]) -> str:
+    """The innermost module that holds all of them."""
+    parts = [module.split(".") for module in modules]
+    shared = []
+    for names in zip(*parts, strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)

@@ -1,0 +1,124 @@
+"""The language in which rules are written: patterns of operators as Python expressions.
+
+    mm(x, *a)                       every product with one and the same left factor ``x``; ``a`` are the right ones
+    cat(unary(*a), dim=d)           one concatenation of calls that differ in their tensor alone
+    split(mm(x, w), dim=-1)         all pieces of one split, in order
+    unary(*split(x, dim=d))         the same call on every piece of a split
+
+A bare name stands for one tensor, the same wherever it occurs; a starred one for a list. Dimensions are counted from
+the last, -1, so that a pattern says the same of matrices and of batches of them. What the operators mean is
+``forms``'s business.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from magis.errors import MagisError
+
+__all__ = ["Call", "Each", "Pattern", "Var", "calls", "is_family", "member", "parse_pattern"]
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """A tensor."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator. ``dim`` is a number (negative), the name of one, or None for operators without."""
+
+    form: str
+    args: tuple[Pattern, ...]
+    dim: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Each:
+    """A list: of tensors, or the pieces of a split."""
+
+    of: Var | Call
+
+
+Pattern: TypeAlias = Var | Call | Each
+
+_LISTS = ("cat", "split")
+"""Operators that take a list as such, where any other one is called once for each of its members."""
+
+
+def parse_pattern(text: str) -> Pattern:
+    """The pattern of a text; MagisError if it is none (rules are written by us: a mistake in the table)."""
+    try:
+        tree = ast.parse(f"({text},)", mode="eval").body
+    except SyntaxError as error:
+        raise _wrong(text) from error
+    if not isinstance(tree, ast.Tuple) or len(tree.elts) != 1:
+        raise _wrong(text)
+    return _pattern(tree.elts[0], text)
+
+
+def _pattern(node: ast.expr, text: str) -> Pattern:
+    match node:
+        case ast.Name(id=name):
+            return Var(name)
+        case ast.Starred(value=inner):
+            found = _pattern(inner, text)
+            if isinstance(found, Each):
+                raise _wrong(text)
+            return Each(found)
+        case ast.Call(func=ast.Name(id=form), args=args, keywords=keywords):
+            dims = {keyword.arg: keyword.value for keyword in keywords}
+            if dims.keys() - {"dim"}:
+                raise _wrong(text)
+            return Call(form, tuple(_pattern(arg, text) for arg in args), _dim(dims.get("dim"), text))
+        case _:
+            raise _wrong(text)
+
+
+def _dim(node: ast.expr | None, text: str) -> int | str | None:
+    match node:
+        case None:
+            return None
+        case ast.Name(id=name):
+            return name
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            return -number
+        case _:
+            raise _wrong(text)
+
+
+def _wrong(text: str) -> MagisError:
+    return MagisError(f"not a pattern: {text!r}", hint="write calls of operators on names, dim=-1 or dim=d")
+
+
+def is_family(pattern: Pattern) -> bool:
+    """Whether the pattern stands for one call per member of a list."""
+    if not isinstance(pattern, Call) or pattern.form in _LISTS:
+        return False
+    return any(isinstance(arg, Each) or is_family(arg) for arg in pattern.args)
+
+
+def member(pattern: Pattern, index: int) -> Pattern:
+    """One member of a family: ``*a`` becomes the tensor ``a.3``."""
+    match pattern:
+        case Each(of=Var(name=name)):
+            return Var(f"{name}.{index}")
+        case Call(form=form) if form not in _LISTS:
+            return replace(pattern, args=tuple(member(arg, index) for arg in pattern.args))
+        case _:
+            return pattern
+
+
+def calls(pattern: Pattern) -> Iterator[Call]:
+    """Every call in the pattern, the outermost first."""
+    if isinstance(pattern, Each):
+        yield from calls(pattern.of)
+    elif isinstance(pattern, Call):
+        yield pattern
+        for arg in pattern.args:
+            yield from calls(arg)

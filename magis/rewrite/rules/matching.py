@@ -1,0 +1,315 @@
+"""Where a pattern occurs in a graph.
+
+Only calls take part that a rule can replace without anybody noticing: functional, not random, no loop, on memory that
+nothing ever writes, and not returned to the caller. Their inputs may be anything, weights included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from magis.ir import Graph, Op
+from magis.rewrite.rules.forms import BRINGS_LITERALS, FORMS, Seen, sizes_of_split
+from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family, member
+from magis.rewrite.rules.merged import is_weight
+
+__all__ = ["Bound", "Index", "occurrences"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a pattern's names stand for.
+
+    ``roots`` are the values that the rule replaces, in order; ``ops`` the ids of the calls that were matched; ``like``
+    the calls whose literals the new ones take over, by operator of the language.
+    """
+
+    values: Mapping[str, int] = field(default_factory=dict)
+    lists: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dims: Mapping[str, int] = field(default_factory=dict)
+    like: Mapping[str, Op] = field(default_factory=dict)
+    keys: Mapping[str, Hashable] = field(default_factory=dict)
+    sizes: tuple[int, ...] = ()
+    ops: tuple[int, ...] = ()
+    roots: tuple[int, ...] = ()
+
+
+class Index:
+    """A graph with what matching asks for again and again."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.maker: dict[int, Op] = {value: op for op in graph.ops for value in op.made()}
+        self.users: dict[int, list[Op]] = {}
+        for op in graph.ops:
+            for value in dict.fromkeys(op.inputs()):
+                self.users.setdefault(value, []).append(op)
+        self.position = {op.id: position for position, op in enumerate(graph.ops)}
+        self._written = {storage for op in graph.ops for storage, _ in op.writes}
+        self._returned = {graph.values[value].storage for value in graph.outputs}
+        self._seen: dict[tuple[str, int], Seen | None] = {}
+        self.in_cat: dict[int, tuple[int, int]] = {}
+        for op, seen in self.all("cat"):
+            for number, value in enumerate(seen.args):
+                self.in_cat.setdefault(value, (self.position[op.id], number))
+
+    def see(self, form: str, op: Op) -> Seen | None:
+        """The call as the operator of the language; None if it is another one or takes no part."""
+        where = (form, op.id)
+        if where not in self._seen:
+            self._seen[where] = FORMS[form](op, self.graph.values) if self.takes_part(op) else None
+        return self._seen[where]
+
+    def all(self, form: str) -> Iterator[tuple[Op, Seen]]:
+        """Every call of an operator of the language, in program order."""
+        for op in self.graph.ops:
+            seen = self.see(form, op)
+            if seen is not None:
+                yield op, seen
+
+    def takes_part(self, op: Op) -> bool:
+        if op.body is not None or op.random or op.writes or op.phase == "update" or not op.made():
+            return False
+        return op.target.startswith("aten.") and all(self.replaceable(value) for value in op.made())
+
+    def replaceable(self, value: int) -> bool:
+        """Whether nothing writes the memory of a value and the caller does not get it. A window on persistent
+        memory, a transposed weight say, is: the update writes its storage, but versions tell when."""
+        storage = self.graph.storages[self.graph.values[value].storage]
+        if storage.kind not in ("temporary", *_KEPT) or storage.id in self._returned:
+            return False
+        return storage.kind != "temporary" or storage.id not in self._written
+
+
+_KEPT = ("parameter", "buffer", "batch", "constant")
+_BESIDE = frozenset({"l", "r"})
+"""Names of lists that may be empty: what stands left and right of a nested concatenation."""
+
+
+def occurrences(index: Index, pattern: Pattern) -> Iterator[Bound]:
+    """Every way to read the pattern into the graph, by the position of the outermost call."""
+    if not isinstance(pattern, Call):
+        return
+    if not is_family(pattern):
+        for op, _ in index.all(pattern.form):
+            for bound in _call(index, pattern, op, Bound()):
+                yield replace(bound, roots=op.made())
+    elif any(isinstance(arg, Each) and isinstance(arg.of, Call) for arg in pattern.args):
+        yield from _on_pieces(index, pattern)
+    else:
+        yield from _siblings(index, pattern)
+
+
+# -- one call ---------------------------------------------------------------------------------------------------------
+
+
+def _value(index: Index, pattern: Pattern, value: int, bound: Bound) -> Iterator[Bound]:
+    if isinstance(pattern, Var):
+        known = bound.values.get(pattern.name, value)
+        if known == value:
+            yield replace(bound, values={**bound.values, pattern.name: value})
+    elif isinstance(pattern, Call) and value in index.maker:
+        op = index.maker[value]
+        if len(op.outputs) == 1 and not op.many:
+            yield from _call(index, pattern, op, bound)
+
+
+def _call(index: Index, pattern: Call, op: Op, bound: Bound) -> Iterator[Bound]:
+    seen = index.see(pattern.form, op)
+    if seen is None:
+        return
+    started = _literals(pattern, op, seen, bound)
+    if started is None:
+        return
+    if pattern.form == "cat":
+        yield from _list(index, pattern.args, seen.args, started)
+    elif pattern.form == "split":
+        sizes = sizes_of_split(op, index.graph.values)
+        for found in _value(index, pattern.args[0], seen.args[0], replace(started, sizes=sizes)):
+            if _pieces_fit(index, pattern, found, sizes, seen.dim):
+                yield found
+    else:
+        yield from _all(index, pattern.args, seen.args, started)
+
+
+def _literals(pattern: Call, op: Op, seen: Seen, bound: Bound) -> Bound | None:
+    """With the dimension and the literals of a call; None where they differ from those that are bound."""
+    dims = dict(bound.dims)
+    if isinstance(pattern.dim, str):
+        if dims.setdefault(pattern.dim, seen.dim or 0) != seen.dim:
+            return None
+    elif pattern.dim != seen.dim:
+        return None
+    like, keys = dict(bound.like), dict(bound.keys)
+    if pattern.form in BRINGS_LITERALS:
+        if keys.setdefault(pattern.form, seen.key) != seen.key:
+            return None
+        like.setdefault(pattern.form, op)
+    return replace(bound, dims=dims, like=like, keys=keys, ops=(*bound.ops, op.id))
+
+
+def _all(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+    if len(patterns) != len(values):
+        return
+    if not patterns:
+        yield bound
+        return
+    for found in _value(index, patterns[0], values[0], bound):
+        yield from _all(index, patterns[1:], values[1:], found)
+
+
+def _pieces_fit(index: Index, pattern: Call, bound: Bound, sizes: tuple[int, ...], dim: int | None) -> bool:
+    """Whether the pieces are as large as the members of the list that the pattern names, if it does."""
+    for arg in pattern.args[1:]:
+        if isinstance(arg, Each) and isinstance(arg.of, Var) and dim is not None:
+            wanted = tuple(index.graph.values[v].shape[dim] for v in bound.lists.get(arg.of.name, ()))
+            if wanted != sizes:
+                return False
+    return True
+
+
+# -- lists ------------------------------------------------------------------------------------------------------------
+
+
+def _list(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+    """The members of a concatenation: single ones, lists, families, the pieces of a split."""
+    if not patterns:
+        if not values:
+            yield bound
+        return
+    first, rest = patterns[0], patterns[1:]
+    if isinstance(first, Each) and isinstance(first.of, Call):
+        yield from _whole_split(index, first.of, values, bound) if not rest else ()
+    elif is_family(first):
+        yield from _members(index, first, values, bound) if not rest else ()
+    elif isinstance(first, Each) and isinstance(first.of, Var):
+        # Alone, a list takes all; beside others, those left and right may be empty and one between has members to join.
+        least = len(values) if not rest else 0 if first.of.name in _BESIDE else 2
+        for count in range(least, len(values) + 1):
+            found = replace(bound, lists={**bound.lists, first.of.name: tuple(values[:count])})
+            yield from _list(index, rest, values[count:], found)
+    elif values:
+        for found in _value(index, first, values[0], bound):
+            yield from _list(index, rest, values[1:], found)
+
+
+def _members(index: Index, pattern: Pattern, values: Sequence[int], bound: Bound, number: int = 0) -> Iterator[Bound]:
+    """Every value made by the pattern, each with tensors of its own for the starred names."""
+    if number == len(values):
+        yield _gathered(bound, number)
+        return
+    for found in _value(index, member(pattern, number), values[number], bound):
+        yield from _members(index, pattern, values, found, number + 1)
+
+
+def _gathered(bound: Bound, count: int) -> Bound:
+    """``a.0``, ``a.1``, ... as the list ``a``."""
+    names = dict.fromkeys(name.partition(".")[0] for name in bound.values if "." in name)
+    lists = {name: tuple(bound.values[f"{name}.{number}"] for number in range(count)) for name in names}
+    single = {name: value for name, value in bound.values.items() if "." not in name}
+    return replace(bound, values=single, lists={**bound.lists, **lists})
+
+
+def _whole_split(index: Index, pattern: Call, values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+    """All pieces of one split, in order."""
+    op = index.maker.get(values[0]) if values else None
+    if op is not None and op.outputs == tuple(values):
+        yield from _call(index, pattern, op, bound)
+
+
+# -- families ---------------------------------------------------------------------------------------------------------
+
+
+def _siblings(index: Index, pattern: Call) -> Iterator[Bound]:
+    """Calls that share what is not starred. All of them, and where there are more than two also neighbours."""
+    fixed = [at for at, arg in enumerate(pattern.args) if not isinstance(arg, Each)]
+    groups: dict[Hashable, list[tuple[Op, Seen]]] = {}
+    for op, seen in index.all(pattern.form):
+        if len(seen.args) != len(pattern.args):
+            continue
+        looks = tuple(
+            (
+                index.graph.values[value].dtype,
+                len(index.graph.values[value].shape),
+                _is_weight(index, value),
+            )
+            for value in seen.args
+        )
+        groups.setdefault((seen.key, tuple(seen.args[at] for at in fixed), looks, op.phase), []).append((op, seen))
+    for group in groups.values():
+        members = sorted(group, key=lambda item: (_place(index, pattern, item[1]), index.position[item[0].id]))
+        yield from (_family(pattern, chosen) for chosen in _chosen(members))
+
+
+def _chosen(members: list[tuple[Op, Seen]]) -> Iterator[list[tuple[Op, Seen]]]:
+    if len(members) > 1:
+        yield members
+    if len(members) > 2:
+        yield from (members[at : at + 2] for at in range(len(members) - 1))
+
+
+def _is_weight(index: Index, value: int) -> bool:
+    return is_weight(index.graph.storages, index.graph.values[value])
+
+
+def _place(index: Index, pattern: Call, seen: Seen) -> tuple[tuple[int, int], ...]:
+    """Weights by where they lie, so that forward and backward ask for the same order; other tensors by where they, or
+    what they are the transposes of, stand in a concatenation that exists already, so that one copy does for both."""
+    found = []
+    for arg, value in zip(pattern.args, seen.args, strict=True):
+        if not isinstance(arg, Each):
+            continue
+        looks = index.graph.values[value]
+        turned = index.see("t", index.maker[value]) if value in index.maker else None
+        source = value if turned is None else turned.args[0]
+        found.append((looks.storage, looks.offset) if _is_weight(index, value) else index.in_cat.get(source, (-1, -1)))
+    return tuple(found)
+
+
+def _family(pattern: Call, members: Sequence[tuple[Op, Seen]]) -> Bound:
+    values: dict[str, int] = {}
+    lists: dict[str, tuple[int, ...]] = {}
+    for at, arg in enumerate(pattern.args):
+        if isinstance(arg, Var):
+            values[arg.name] = members[0][1].args[at]
+        elif isinstance(arg, Each) and isinstance(arg.of, Var):
+            lists[arg.of.name] = tuple(seen.args[at] for _, seen in members)
+    first = members[0][0]
+    return Bound(
+        values, lists, like={pattern.form: first}, ops=tuple(op.id for op, _ in members),
+        roots=tuple(op.made()[0] for op, _ in members),
+    )  # fmt: skip
+
+
+def _on_pieces(index: Index, pattern: Call) -> Iterator[Bound]:
+    """The same call on each piece of one split; of two tensors: on pieces of the same number."""
+    split = next(arg.of for arg in pattern.args if isinstance(arg, Each) and isinstance(arg.of, Call))
+    for op, _ in index.all(split.form):
+        for first in index.users.get(op.made()[0], ()):
+            seen = index.see(pattern.form, first)
+            if seen is None or seen.args[0] != op.made()[0]:
+                continue
+            splits = [index.maker.get(value) for value in seen.args]
+            calls = [_twin(index, pattern.form, seen, splits, number) for number in range(len(op.made()))]
+            members = [call for call in calls if call is not None]
+            if len(members) != len(op.made()) or len(splits) != len(pattern.args):
+                continue
+            bound: Bound | None = Bound(like={pattern.form: first}, ops=tuple(each.id for each in members))
+            for arg, each in zip(pattern.args, splits, strict=True):
+                if bound is not None and each is not None and isinstance(arg, Each) and isinstance(arg.of, Call):
+                    bound = next(_call(index, arg.of, each, bound), None)
+            if bound is not None:
+                yield replace(bound, roots=tuple(each.made()[0] for each in members))
+
+
+def _twin(index: Index, form: str, seen: Seen, splits: Sequence[Op | None], number: int) -> Op | None:
+    """The call that does to piece ``number`` of each split what ``seen`` does to the first."""
+    if any(split is None or number >= len(split.outputs) for split in splits):
+        return None
+    wanted = tuple(split.outputs[number] for split in splits if split is not None)
+    for op in index.users.get(wanted[0] if wanted[0] is not None else -1, ()):
+        found = index.see(form, op)
+        if found is not None and found.args == wanted and found.key == seen.key:
+            return op
+    return None

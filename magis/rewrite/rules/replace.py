@@ -1,0 +1,264 @@
+"""Old calls out, new ones in: the graph that a draft stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import rustworkx as rx
+
+from magis.analysis.hazards import dependency_graph
+from magis.analysis.windows import fills
+from magis.aten.facts import is_view
+from magis.cost.shapes import Made, describe
+from magis.cost.signature import signature
+from magis.errors import VerifyError
+from magis.ir import Const, Graph, Op, Ref, Storage, replace_refs
+from magis.rewrite.rules.draft import Draft, Refused, landed
+from magis.rewrite.rules.forms import is_elementwise, name_of
+
+__all__ = ["replaced"]
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)  # fmt: skip
+"""Attention kernels: their random numbers go by batch, head, query and key, wherever these lie. Other random operators
+draw in the order of memory."""
+_ANY_LAYOUT = frozenset(
+    f"{name}{suffix}"
+    for suffix in ("", "_backward")
+    for name in (
+        "mm", "bmm", "addmm", "baddbmm", "cat", "sum", "mean", "clone", "_to_copy", "convolution", "native_batch_norm",
+        *_ATTENTION,
+    )
+)  # fmt: skip
+"""Operators besides views and element-wise ones that are known to compute the same on windows; the others, some of
+which ignore strides, get a dense copy where a rule would hand them a window (docs/rules.md)."""
+
+
+def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Graph:
+    """The graph in which every user of a value takes the one that stands in ``instead``, and without the calls of
+    ``ops`` and of what only they needed. Refused where no legal graph is left."""
+    change = _Change(draft, instead)
+    gone = frozenset(ops)
+    first = min(position for position, op in enumerate(draft.graph.ops) if op.id in gone)
+    rows: list[tuple[int, Op]] = []
+    for position, op in enumerate(draft.graph.ops):
+        if position == first:
+            rows.extend((2 * first, new) for new in draft.added)
+        rows.extend((2 * position + 1, new) for new in change.renewed(op))
+    outputs = tuple(change.returned(value) for value in draft.graph.outputs)
+    rows = _pruned(rows, outputs, gone | {op.id for op in draft.added}, draft.graph)
+    graph = Graph(change.storages, change.values, _ordered(draft, rows, change), draft.graph.inputs, outputs)
+    return _swept(replace(graph, constants=draft.graph.constants))
+
+
+class _Change:
+    """Operators taking other values than before, and what follows for the looks of what they make."""
+
+    def __init__(self, draft: Draft, instead: Mapping[int, int]) -> None:
+        self.before = draft.graph
+        self.values = draft.values
+        self.storages = draft.storages
+        self._instead = dict(instead)
+        self._changed = set(instead.values())
+        self._next_op = max((op.id for op in (*draft.graph.ops, *draft.added)), default=0) + 1
+        for old, new in instead.items():
+            one, other = self.values[old], self.values[new]
+            if (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise Refused("the results look different")
+
+    def renewed(self, op: Op) -> list[Op]:
+        """The operator on the new values, after copies that it may need."""
+        taken = [self._instead.get(value, value) for value in op.inputs()]
+        if not any(value in self._changed for value in taken):
+            return [op]
+        if op.target.startswith("magis."):
+            # A loop knows where its tensors lie; what is swapped out is freed whole.
+            raise Refused(f"{op.target} would meet another tensor")
+        new = _with(op, self._instead)
+        if signature(op, self.before.values) == signature(new, self.values):
+            return [self._relocated(op, new)]
+        if not self._allowed(op):
+            return self._on_copies(op, new)
+        try:
+            made = describe(new, self.values)
+        except VerifyError:
+            return self._on_copies(op, new)
+        return [self._described(op, new, made)]
+
+    def returned(self, value: int) -> int:
+        """What the caller gets: never a window on more memory than before."""
+        new = self._instead.get(value, value)
+        if new not in self._changed:
+            return value
+        old, looks = self.before.values[value], self.values[new]
+        same = (old.stride, old.offset) == (looks.stride, looks.offset)
+        if not same or not fills(looks, self.storages[looks.storage]):
+            raise Refused("the caller would get a window on larger memory")
+        return new
+
+    def _allowed(self, op: Op) -> bool:
+        if op.random and name_of(op) not in _ATTENTION:
+            return False
+        return is_view(op.target) or is_elementwise(op) or op.phase == "update" or name_of(op) in _ANY_LAYOUT
+
+    def _on_copies(self, op: Op, new: Op) -> list[Op]:
+        """The operator on dense copies of what has become a window."""
+        found, copies = [], {}
+        for old, value in zip(op.inputs(), new.inputs(), strict=True):
+            looks, now = self.before.values[old], self.values[value]
+            if looks.stride == now.stride or value in copies:
+                continue
+            if looks.stride != _row_major(looks.shape):
+                raise Refused(f"{op.target} would meet another layout")
+            copies[value] = self._copy(value)
+            found.append(
+                Op(
+                    self._next_op, "aten.clone.default", (Ref(value),),
+                    (("memory_format", Const("memory_format", "contiguous_format")),), (copies[value],),
+                    reads=((now.storage, 0),), phase=op.phase, module=op.module,
+                )
+            )  # fmt: skip
+            self._next_op += 1
+        new = _with(new, copies)
+        if signature(op, self.before.values) != signature(new, self.values):
+            raise Refused(f"{op.target} would meet another layout")
+        return [*found, self._relocated(op, new)]
+
+    def _copy(self, value: int) -> int:
+        number, storage = max(self.values) + 1, max(self.storages) + 1
+        looks = self.values[value]
+        self.values[number] = replace(
+            looks, id=number, stride=_row_major(looks.shape), storage=storage, offset=0, name=""
+        )
+        self.storages[storage] = Storage(storage, looks.nbytes, "temporary")
+        self._changed.add(number)
+        return number
+
+    def _relocated(self, op: Op, new: Op) -> Op:
+        """The operator where all tensors look as before but lie elsewhere: so do the windows that it opens."""
+        for value in dict.fromkeys(new.made()):
+            old = self.before.values[value]
+            for taken, given in zip(op.inputs(), new.inputs(), strict=True):
+                source, target = self.before.values[taken], self.values[given]
+                if source.storage == old.storage:
+                    if (source.storage, source.offset) != (target.storage, target.offset):
+                        moved = old.offset - source.offset + target.offset
+                        self.values[value] = replace(old, storage=target.storage, offset=moved)
+                        self._changed.add(value)
+                    break
+        return self._met(op, new)
+
+    def _described(self, op: Op, new: Op, made: tuple[Made | None, ...]) -> Op:
+        for value, each in zip(new.outputs, made, strict=True):
+            if value is None or each is None:
+                continue
+            old = self.before.values[value]
+            sources = [at for at, taken in enumerate(op.inputs()) if self.before.values[taken].storage == old.storage]
+            if bool(sources) != (each.base is not None) or old.shape != each.shape or old.dtype != each.dtype:
+                raise Refused(f"{op.target} would make another kind of tensor")
+            if each.base is None:
+                looks = replace(old, stride=each.stride, offset=each.offset)
+                self.storages[old.storage] = replace(self.storages[old.storage], nbytes=each.nbytes)
+            else:
+                storage, offset = landed(self.values[new.inputs()[each.base]], each)
+                looks = replace(old, stride=each.stride, storage=storage, offset=offset)
+            if looks != old:
+                self.values[value] = looks
+                self._changed.add(value)
+        return self._met(op, new)
+
+    def _met(self, op: Op, new: Op) -> Op:
+        """With the versions of the memory on which its tensors lie now."""
+        moved: dict[int, set[int]] = {}  # what lay on one storage may lie on several now
+        for old, value in zip(op.inputs(), new.inputs(), strict=True):
+            left, storage = self.before.values[old].storage, self.values[value].storage
+            if left != storage:
+                moved.setdefault(left, set()).add(storage)
+        if any(storage in moved for storage, _ in op.writes):
+            raise Refused(f"{op.target} writes what would lie elsewhere")
+        still = {self.values[value].storage for value in new.inputs()}
+        reads = {pair for pair in op.reads if pair[0] not in moved or pair[0] in still}
+        reads |= {(storage, version) for left, version in op.reads for storage in moved.get(left, ())}
+        if len({storage for storage, _ in reads}) < len(reads):
+            raise Refused(f"{op.target} would meet two versions of one storage")
+        return replace(new, reads=tuple(sorted(reads)))
+
+
+def _with(op: Op, instead: Mapping[int, int]) -> Op:
+    mapping = dict(instead)
+    args = tuple(replace_refs(arg, mapping) for arg in op.args)
+    return replace(op, args=args, kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        stride[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(stride)
+
+
+def _pruned(
+    rows: list[tuple[int, Op]], outputs: tuple[int, ...], candidates: frozenset[int], before: Graph
+) -> list[tuple[int, Op]]:
+    """Without the candidates that nobody needs, and without what only they needed."""
+    needed = {op.id for op in before.ops} - candidates
+    uses: dict[int, int] = dict.fromkeys(outputs, 1)
+    maker = {value: op for _, op in rows for value in op.made()}
+    for _, op in rows:
+        for value in op.inputs():
+            uses[value] = uses.get(value, 0) + 1
+    dead: set[int] = set()
+    waiting = [op for _, op in rows if op.id not in needed]
+    while waiting:
+        op = waiting.pop()
+        if op.id in dead or op.writes or op.random or any(uses.get(value, 0) for value in op.made()):
+            continue
+        dead.add(op.id)
+        for value in op.inputs():
+            uses[value] -= 1
+            if not uses[value] and value in maker:
+                waiting.append(maker[value])
+    return [(key, op) for key, op in rows if op.id not in dead]
+
+
+def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change) -> tuple[Op, ...]:
+    """The operators as they stand if that is legal, else in the legal order that is closest to it."""
+    ops = tuple(op for _, op in rows)
+    if _is_legal(draft.graph, ops):
+        return ops
+    graph = Graph(change.storages, change.values, ops, draft.graph.inputs, ())
+    dag = dependency_graph(graph)
+    if not rx.is_directed_acyclic_graph(dag):
+        raise Refused("a call would need its own result")
+    order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[node][0]:09d}{node:09d}")
+    found = tuple(ops[node] for node in order)
+    if not _is_legal(draft.graph, found):
+        raise Refused("no order meets the same versions")
+    return found
+
+
+def _is_legal(graph: Graph, ops: Sequence[Op]) -> bool:
+    """Whether every operator finds what it takes, in the version that it must meet."""
+    defined = set(graph.inputs)
+    versions: dict[int, int] = {}
+    for op in ops:
+        if any(value not in defined for value in op.inputs()):
+            return False
+        if any(versions.get(storage, 0) != version for storage, version in op.reads):
+            return False
+        versions.update(op.writes)
+        defined.update(op.made())
+    return True
+
+
+def _swept(graph: Graph) -> Graph:
+    """Without values that nothing makes and storages that nothing lies on."""
+    known = {*graph.inputs, *(value for op in graph.ops for value in op.made())}
+    values = {key: value for key, value in graph.values.items() if key in known}
+    used = {value.storage for value in values.values()}
+    storages = {k: s for k, s in graph.storages.items() if k in used or s.kind == "generator"}
+    return replace(graph, values=values, storages=storages)
