@@ -52,7 +52,7 @@ def divided(request: Request, plain: Plan) -> Plan:
     subject, wanted = request.subject, request.wanted
     graph, reuse, goal = subject.untangled, subject.source.reuse, wanted.goal
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    found = divide(graph, subject.roofline, wanted, reuse=reuse, known=known)
+    found = divide(subject.divided_front(wanted), wanted, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)

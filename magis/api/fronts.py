@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from magis.api.bench import Bench, default_device
 from magis.api.dividing import described
-from magis.api.plans import Scratch, searched
+from magis.api.plans import Plan, Scratch, searched
 from magis.api.subject import Subject
-from magis.ir import Graph
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.front import pareto as undominated
 from magis.search.front import spread
-from magis.search.fronts import Point, divided_front, whole_front
+from magis.search.fronts import Point
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
 from magis.search.levels import realize_level, repeats
 
-__all__ = ["POINTS", "RealizedPoint", "front_of", "pareto", "realized_front"]
+__all__ = ["POINTS", "best_on_front", "front_of", "pareto", "plan_of", "realized_front"]
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
-
-
-@dataclass(frozen=True, eq=False)
-class RealizedPoint:
-    """A point of a front and the step that it stands for, verified."""
-
-    graph: Graph
-    figures: FrontPoint
-
-    @property
-    def peak(self) -> int:
-        return self.figures.peak_bytes
-
-    @property
-    def latency_ns(self) -> int:
-        return round(self.figures.latency_ms * 1e6)
 
 
 def pareto(
@@ -77,24 +60,29 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         seed=case.seed,
         original=FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, ""),
         lower_bound_bytes=subject.lower_bound,
-        points=tuple(point.figures for point in found),
+        points=tuple(_figures(plan) for plan in found),
         states=states,
         seconds=time.perf_counter() - started,
     )
 
 
+def _figures(plan: Plan) -> FrontPoint:
+    return FrontPoint(
+        plan.planned.peak_bytes, plan.latency_ns / 1e6, plan.recomputed_ops, plan.swapped_bytes, plan.fission
+    )
+
+
 def realized_front(
     subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS
-) -> tuple[list[RealizedPoint], int]:
-    """The front with the graph of every point, and the states that were judged."""
+) -> tuple[list[Plan], int]:
+    """The plan of every point, realized and verified, and the states that were judged."""
     scratch = Scratch(subject, None)
-    reuse = subject.source.reuse
-    known = scratch.known((subject.captured.graph, *searched(subject.normal)))
-    whole = whole_front(subject.normal, subject.costs(known), reuse=reuse)
+    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))))
     wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget)
-    divided = divided_front(subject.untangled, subject.roofline, wanted, reuse=reuse)
+    divided = subject.divided_front(wanted)
     chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
-    return undominated(_realized(scratch, chosen)), whole.states + divided.states
+    plans = [plan_of(scratch, point) for point in chosen]
+    return _undominated(plans), whole.states + divided.states
 
 
 def _worth_their_parts(subject: Subject, divided: tuple[Point, ...], whole: tuple[Point, ...]) -> Iterator[Point]:
@@ -103,13 +91,43 @@ def _worth_their_parts(subject: Subject, divided: tuple[Point, ...], whole: tupl
     return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)
 
 
-def _realized(scratch: Scratch, points: list[Point]) -> Iterator[RealizedPoint]:
-    for point in points:
-        solution = point.solution()
-        graph = realize_level(point.level, solution)
-        memory, _ = scratch.judged(graph, searched(point.level.compiled.graph))
-        recomputed, swapped = repeats(solution)
-        loop = next((op for op in graph.ops if op.body is not None), None)
-        parts = "" if loop is None else described(loop)
-        figures = FrontPoint(memory.peak_bytes, point.latency_ns / 1e6, recomputed, swapped, parts)
-        yield RealizedPoint(graph, figures)
+def _undominated(plans: list[Plan]) -> list[Plan]:
+    """By the peaks that the realized graphs have."""
+    found: list[Plan] = []
+    for plan in sorted(plans, key=lambda each: (each.planned.peak_bytes, each.latency_ns)):
+        if not found or plan.latency_ns < found[-1].latency_ns:
+            found.append(plan)
+    return found
+
+
+def plan_of(scratch: Scratch, point: Point) -> Plan:
+    """A point of a front as a plan, realized and verified."""
+    solution = point.solution()
+    graph = realize_level(point.level, solution)
+    memory, relied = scratch.judged(graph, searched(point.level.compiled.graph))
+    recomputed, swapped = repeats(solution)
+    loop = next((op for op in graph.ops if op.body is not None), None)
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=point.latency_ns,
+        states=0,
+        seconds=0.0,
+        stopped_by_seconds=False,
+        feasible=True,
+        recomputed_ops=recomputed,
+        swapped_bytes=swapped,
+        workspaces=relied,
+        fission="" if loop is None else described(loop),
+    )
+
+
+def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan) -> Plan:
+    """The plan, or the best one of the whole step's front where that one is better under the goal."""
+    front = subject.whole_front({})
+    best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
+    found = plan_of(scratch, best)
+    states = plan.states + front.states
+    if goal.key(found.planned.peak_bytes, found.latency_ns) >= goal.key(plan.planned.peak_bytes, plan.latency_ns):
+        return replace(plan, states=states)
+    return replace(found, states=states, feasible=goal.met(found.planned.peak_bytes, found.latency_ns))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from magis.api.dividing import Request, divided, worth_dividing
+from magis.api.fronts import best_on_front
 from magis.api.plans import Plan, Scratch, approached, attempts
 from magis.api.subject import Subject
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
@@ -47,6 +48,8 @@ def plan(
 
     request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
+    if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET and not over():  # a CPU needs measured workspaces
+        best = best_on_front(subject, scratch, goal, best)
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
     return replace(best, seconds=time.perf_counter() - started)

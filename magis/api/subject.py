@@ -25,6 +25,8 @@ from magis.models.names import is_factory
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
+from magis.search.fronts import FissionFront, divided_front, whole_front
+from magis.search.judge import Wanted
 from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
 
@@ -53,6 +55,8 @@ class Subject:
         self.simulated_only = source.device.startswith("sim:")
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._workspaces: dict[str, int] = {}
+        self._fronts: dict[int, FissionFront] = {}
+        self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
 
     # -- the model ----------------------------------------------------------------------------------------------
 
@@ -109,6 +113,23 @@ class Subject:
             explicit_attention=workload.explicit_attention,
         )
         verify(found.graph)
+        return found
+
+    def whole_front(self, workspaces: Mapping[str, int]) -> FissionFront:
+        """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
+        key = tuple(sorted(workspaces.items()))
+        if key not in self._whole:
+            self._whole[key] = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse)
+        return self._whole[key]
+
+    def divided_front(self, wanted: Wanted) -> FissionFront:
+        """The front of the step cut into parts; kept, since cases that differ in their limits share it."""
+        known = self._fronts.get(wanted.budget)
+        if known is not None:
+            return known
+        found = divided_front(self.untangled, self.roofline, wanted, reuse=self.source.reuse)
+        if not wanted.over():  # else it may be incomplete
+            self._fronts[wanted.budget] = found
         return found
 
     @cached_property

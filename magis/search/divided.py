@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from magis.ir import Graph
-from magis.search.fronts import Cut, Point, divided_front, place_front
+from magis.search.fronts import Cut, FissionFront, Point, place_front
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import Level, Solution, level, solve
 from magis.simulate.compile import Costs
@@ -33,15 +32,12 @@ class Divided:
     states: int = 0
 
 
-def divide(
-    graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool, known: tuple[int, int] | None = None
-) -> Divided | None:
-    """The best divided step under the goal; None if nothing can be cut, or only into steps that are no better than
-    the ``known`` plan (its peak in bytes and its latency in ns).
+def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None = None) -> Divided | None:
+    """The best divided step under the goal, of those on a step's front (``magis.search.fronts.divided_front``).
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``).
+    None if there is none, or only such that are no better than the ``known`` plan (its peak in bytes and its latency in
+    ns). The states of the front count.
     """
-    front = divided_front(graph, costs, wanted, reuse=reuse)
     return _best(front.points, wanted, front.states, known)
 
 

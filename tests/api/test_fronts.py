@@ -35,14 +35,13 @@ def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers() -> None:
     subject = Bench().subject(Case(BLOCKS, "magis", "cpu", "small"))
     found, _ = realized_front(subject, points=6)
     assert len(found) > 3
-    for point in found:
-        verify(point.graph)
-        eager, step = subject.eager(), subject.generated(point.graph)
-        split = bool(point.figures.fission)
-        numbers = compare_rounding(subject, point.graph, 0) if split else compare(eager, step, 0)
+    for plan in found:
+        verify(plan.graph)
+        eager, step = subject.eager(), subject.generated(plan.graph)
+        split = bool(plan.fission)
+        numbers = compare_rounding(subject, plan.graph, 0) if split else compare(eager, step, 0)
         assert numbers == ("within tolerance" if split else "bit-identical")
-        assert subject.measure(step) == subject.simulate_graph(point.graph)
-        assert subject.simulate_graph(point.graph).peak_bytes == point.figures.peak_bytes
+        assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
 
 
 def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:

@@ -11,6 +11,7 @@ from magis.fission.floor import lower_bound
 from magis.ir import Graph, Op, Value, parse, verify
 from magis.results import Case
 from magis.search.divided import divide
+from magis.search.fronts import divided_front
 from magis.search.judge import Goal, Wanted
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
@@ -115,7 +116,8 @@ def test_no_plan_in_parts_is_below_it_though_below_the_bound_of_whole_operators(
     bound = lower_bound(graph, costs.workspace, costs.rounding)
     before = whole_bound(compile_problem(graph, costs, reuse=True).problem)
     assert graph.persistent_bytes() < bound < before
-    found = divide(graph, costs, Wanted(Goal(memory_limit=bound), 0, BUDGET), reuse=True)
+    wanted = Wanted(Goal(memory_limit=bound), 0, BUDGET)
+    found = divide(divided_front(graph, costs, wanted, reuse=True), wanted)
     assert found is not None
     assert bound <= found.solution.peak
     assert subject.lower_bound <= subject.original.peak_bytes

@@ -8,7 +8,7 @@ from magis.fission.floor import lower_bound
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, dump, verify
 from magis.search.divided import Divided, divide, replan
-from magis.search.fronts import numbers_of_parts
+from magis.search.fronts import divided_front, numbers_of_parts
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import fastest_ns, realize_level, repeats
 from magis.simulate.replay import replay
@@ -16,7 +16,8 @@ from tests.search.subjects import BUDGET, Step, step
 
 
 def divided(given: Step, goal: Goal, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
-    return divide(given.graph, given.costs, Wanted(goal, seed, BUDGET), reuse=True, known=known)
+    wanted = Wanted(goal, seed, BUDGET)
+    return divide(divided_front(given.graph, given.costs, wanted, reuse=True), wanted, known=known)
 
 
 def realized(given: Step, found: Divided) -> Graph:

@@ -21,6 +21,7 @@ from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
 from magis.search.divided import Divided, divide
 from magis.search.driver import search
+from magis.search.fronts import divided_front
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import realize_level
 from magis.simulate.compile import compile_problem
@@ -51,7 +52,9 @@ def planned(given: Step) -> tuple[Divided | None, int]:
     goal = Goal(latency_limit_ns=int(SLOWER * given.latency_ns))
     whole = given.whole(goal)
     known = (whole.peak, whole.latency_ns)
-    return divide(given.graph, given.costs, Wanted(goal, 0, BUDGET), reuse=True, known=known), whole.peak
+    wanted = Wanted(goal, 0, BUDGET)
+    front = divided_front(given.graph, given.costs, wanted, reuse=True)
+    return divide(front, wanted, known=known), whole.peak
 
 
 def without_halos(rule: Rule) -> Rule:

@@ -1,0 +1,154 @@
+"""Every cell of a comparison in one run: the paper, the published search, our front, our plan, and the lower bound.
+
+    python benchmarks/cells.py [name or glob ...] [--device sim:rtx3090 ...] [--preset paper]
+        [--memory 0.8 0.6 0.4 0.3 0.2] [--latency 1.1 1.05] [--states 3000] [--no-plans] [--output FILE]
+
+A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
+limit the latency overhead to eager; everything is simulated. *published*: magis.search.published with that many states
+(the paper simulates about a thousand a minute for three minutes). *front*: the best point of magis.pareto's front, all
+limits from one search. *plan*: what a case of the gate would find. *bound*: no plan gets below this peak; under memory
+limits the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in the
+model's first row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from magis.quiet import before_torch
+
+before_torch()
+
+from paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
+
+from magis.api.bench import Bench  # noqa: E402
+from magis.api.fronts import front_of  # noqa: E402
+from magis.api.planning import plan  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
+from magis.models import PRESETS, resolve  # noqa: E402
+from magis.results import Case, ParetoFront  # noqa: E402
+from magis.rewrite.untangle import untangle  # noqa: E402
+from magis.search.judge import Goal  # noqa: E402
+from magis.search.published import STATES, published  # noqa: E402
+
+HEAD = (
+    f"{'model':14} {'device':12} {'limit':>9} {'paper':>7} {'publish.':>8} {'secs':>5} {'front':>7} {'secs':>5}"
+    f" {'plan':>7} {'secs':>5} {'bound':>7}  best"
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Of memory or of latency, as ratios to eager's."""
+
+    memory: float | None = None
+    latency: float | None = None
+
+    @property
+    def text(self) -> str:
+        return f"lat {self.latency:g}" if self.memory is None else f"mem {self.memory:g}"
+
+    def goal(self, subject: Subject) -> Goal:
+        if self.memory is not None:
+            return Goal(memory_limit=int(self.memory * subject.original.peak_bytes))
+        return Goal(latency_limit_ns=int((self.latency or 0.0) * subject.latency_ns(subject.captured.graph)))
+
+    def figure(self, subject: Subject, peak: int, latency_ns: float) -> float | None:
+        """The peak ratio or the overhead; None if the limit is not kept."""
+        if not self.goal(subject).met(peak, int(latency_ns)):
+            return None
+        if self.memory is not None:
+            return latency_ns / subject.latency_ns(subject.captured.graph) - 1.0
+        return peak / subject.original.peak_bytes
+
+    def paper(self, model: str) -> float | None:
+        """The paper's figure: of the seed's networks on its own device."""
+        table = PAPER_LATENCY.get(f"{self.latency}", {})
+        if self.memory is not None:
+            table = PAPER_MEMORY.get(f"{self.memory:g}", {})
+        return table.get(model.removeprefix("seed-")) if model.startswith("seed-") else None
+
+
+def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plans: bool) -> Iterator[str]:
+    """The lines of one model on one device."""
+    front = front_of(case, subject)
+    for number, limit in enumerate(limits):
+        paper = limit.paper(case.model) if case.device == "sim:rtx3090" else None
+        theirs, theirs_s = _published(subject, limit, states)
+        fronts = _on_front(subject, front, limit)
+        ours, ours_s = _planned(subject, limit) if plans else (None, 0.0)
+        bound = subject.lower_bound / subject.original.peak_bytes
+        known = {"paper": paper, "published": theirs, "front": fronts, "plan": ours}
+        best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0, default="")
+        yield (
+            f"{case.model:14} {case.device:12} {limit.text:>9} {_cell(paper)} {_cell(theirs):>8} {theirs_s:5.0f}"
+            f" {_cell(fronts)} {front.seconds if number == 0 else 0.0:5.1f} {_cell(ours)} {ours_s:5.0f}"
+            f" {bound if limit.memory is None else limit.memory - bound:7.3f}  {best}"
+        )
+
+
+def _cell(figure: float | None) -> str:
+    return f"{'-':>7}" if figure is None else f"{figure:7.4f}"
+
+
+def _published(subject: Subject, limit: Limit, states: int) -> tuple[float | None, float]:
+    started = time.perf_counter()
+    found = published(untangle(subject.normal), subject.roofline, limit.goal(subject), states=states)
+    return limit.figure(subject, found.figures.peak, found.figures.latency_ns), time.perf_counter() - started
+
+
+def _on_front(subject: Subject, front: ParetoFront, limit: Limit) -> float | None:
+    point = front.best(memory_ratio=limit.memory, latency_ratio=limit.latency)
+    return None if point is None else limit.figure(subject, point.peak_bytes, point.latency_ms * 1e6)
+
+
+def _planned(subject: Subject, limit: Limit) -> tuple[float | None, float]:
+    started = time.perf_counter()
+    goal = limit.goal(subject)
+    found = plan(
+        subject,
+        memory_limit=goal.memory_limit,
+        latency_limit_ns=goal.latency_limit_ns,
+        budget=None,
+        seconds=None,
+        seed=0,
+        stored=None,
+    )
+    return limit.figure(subject, found.planned.peak_bytes, found.latency_ns), time.perf_counter() - started
+
+
+def main() -> None:
+    """Print the table, and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=["seed"])
+    parser.add_argument("--device", nargs="+", default=["sim:rtx3090"])
+    parser.add_argument("--preset", default="paper", choices=PRESETS)
+    parser.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.6, 0.4, 0.3, 0.2])
+    parser.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
+    parser.add_argument("--states", type=int, default=STATES)
+    parser.add_argument("--no-plans", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    limits = [*(Limit(latency=each) for each in arguments.latency), *(Limit(memory=each) for each in arguments.memory)]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy"))
+    lines = [f"# {dt.datetime.now(dt.UTC).date()}, {versions}, {arguments.states} states, {arguments.preset}", HEAD]
+    print("\n".join(lines), flush=True)
+    for name in resolve(arguments.names):
+        for device in arguments.device:
+            case = Case(name, "magis", device, arguments.preset)
+            subject = Bench().subject(case)
+            for line in rows(subject, case, limits, arguments.states, plans=not arguments.no_plans):
+                lines.append(line)
+                print(line, flush=True)
+    if arguments.output is not None:
+        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
