@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from magis.fission.floor import lower_bound
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, dump, verify
 from magis.search.divided import Divided, divide, replan
-from magis.search.fronts import divided_front, numbers_of_parts
+from magis.search.fronts import FissionFront, divided_front, numbers_of_parts
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import fastest_ns, realize_level, repeats
 from magis.simulate.replay import replay
 from tests.search.subjects import BUDGET, Step, step
 
 
+@functools.cache
+def front_of(given: Step) -> FissionFront:
+    """The goal plays no part in it."""
+    return divided_front(given.graph, given.costs, Wanted(Goal(memory_limit=0), 0, BUDGET), reuse=True)
+
+
 def divided(given: Step, goal: Goal, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
     wanted = Wanted(goal, seed, BUDGET)
-    return divide(divided_front(given.graph, given.costs, wanted, reuse=True), wanted, known=known)
+    return divide(front_of(given), wanted, known=known)
 
 
 def realized(given: Step, found: Divided) -> Graph:

@@ -57,6 +57,9 @@ def planned(given: Step) -> tuple[Divided | None, int]:
     return divide(front, wanted, known=known), whole.peak
 
 
+kept_plan = functools.cache(planned)
+
+
 def without_halos(rule: Rule) -> Rule:
     """The rule's labels but for those of windows that overlap."""
 
@@ -82,7 +85,7 @@ def without_halos(rule: Rule) -> Rule:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_picture_in_parts_needs_less(name: str) -> None:
     given = step(name)
-    found, whole = planned(given)
+    found, whole = kept_plan(given)
     assert found is not None
     assert found.solution.peak < 0.8 * whole
     assert found.solution.latency_ns <= SLOWER * given.latency_ns
@@ -99,7 +102,7 @@ def test_a_picture_in_parts_needs_less(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_halo_that_does_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = step(name)
-    with_halos, whole = planned(given)
+    with_halos, whole = kept_plan(given)
     for operator in ("convolution", "convolution_backward"):
         monkeypatch.setitem(RULES, operator, without_halos(RULES[operator]))  # type: ignore[misc]
     without, again = planned(given)
