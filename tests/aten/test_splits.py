@@ -137,6 +137,17 @@ def test_attention_with_dropout_is_not_split(name: str) -> None:
         assert why_opaque(op, values) == reason
 
 
+def test_a_call_that_no_operator_would_take_has_no_split() -> None:
+    """Proofs ask for such: the gradient of an index of a dimension that the result does not have."""
+    values = {
+        0: Value(0, (32, 768), (768, 1), "float32", 0),
+        1: Value(1, (32, 512, 768), (512 * 768, 768, 1), "float32", 1),
+    }
+    sound = Op(0, "aten.select_backward.default", (Ref(0), (32, 512, 768), 1, 0), (), (1,))
+    assert splits(sound, values)
+    assert splits(replace(sound, args=(Ref(0), (32, 512, 768), 32, 0)), values) == ()
+
+
 def test_the_same_tensor_may_be_cut_differently_in_each_place() -> None:
     op = Op(0, "aten.mm.default", (Ref(0), Ref(0)), (), (1,))
     values = {number: Value(number, (4, 4), (4, 1), "float32", number) for number in (0, 1)}

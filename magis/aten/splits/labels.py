@@ -137,8 +137,18 @@ def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
     order: dict[str, None] = {}
     for dims in (*labels.inputs.values(), *labels.outputs):
         order |= dict.fromkeys(d.label if isinstance(d, Around) else d for d in dims if d is not None)
+    if not _fit(call, labels):
+        return ()
     found = (_split(call, labels, label) for label in order)
     return tuple(dict.fromkeys(split for split in found if split is not None))
+
+
+def _fit(call: Call, labels: Labels) -> bool:
+    """Whether every tensor has the dimensions that are labelled: proofs try calls that no operator would take, some of
+    which torch's fakes let pass (the gradient of index 0 of dimension 32)."""
+    pairs = [(value, labels.inputs.get(path, ())) for path, value in call.tensors.items()]
+    pairs += [(value, dims) for value, dims in zip(call.outputs, labels.outputs, strict=False) if value is not None]
+    return all(len(dims) <= len(value.shape) for value, dims in pairs)
 
 
 def _split(call: Call, labels: Labels, label: str) -> Split | None:
