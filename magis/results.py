@@ -183,7 +183,7 @@ class ParetoFront:
     lower_bound_bytes: int
     """No plan gets below it (see CaseResult)."""
     points: tuple[FrontPoint, ...]
-    """By rising peak and falling latency."""
+    """By rising peak and falling latency; thinned, evenly over the peaks. A search for one limit may find better."""
     states: int
     """Plans judged; deterministic."""
     seconds: float

@@ -17,7 +17,7 @@ from magis.results import CaseResult
 from pytest_magis.baseline_files import baseline_path, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
-from pytest_magis.outcome import PROPERTY, Outcome
+from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.results import write_results
 from pytest_magis.plan import (
     FRONT,
@@ -67,6 +67,8 @@ class Gate:
             if key == PROPERTY and isinstance(value, str):
                 outcome = Outcome.from_text(value)
                 self.outcomes[outcome.name] = outcome
+            elif key == FRONT_PROPERTY:
+                self.lines.append(str(value))
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the plan, whichever worker finished first."""
@@ -121,14 +123,19 @@ def prepare(config: pytest.Config) -> Gate:
     if not is_worker:
         check_writable(settings.csv)
         if settings.pareto is not None:
-            _check_directory(settings.pareto)
+            _check_directory(settings.pareto, [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")])
     return Gate(settings, cases, fronts, baselines, columns, is_worker)
 
 
-def _check_directory(directory: Path) -> None:
-    """Raise UsageError unless files can be written there, once what is missing of the path is made."""
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    check_writable(there / "front.json")
+def _check_directory(directory: Path, names: Iterable[str]) -> None:
+    """Raise UsageError unless these files can be written there, once what is missing of the path is made."""
+    try:
+        there = next(path for path in (directory, *directory.parents) if path.exists())
+        for name in names:
+            check_writable(there / (name if there == directory else f".{name}"))
+    except (OSError, UsageError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"--magis-pareto: cannot write to {directory}: {reason}") from error
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:

@@ -113,7 +113,8 @@ def check_with_magis(case: Case, config: pytest.Config, *, keep: bool) -> None:
 
 def runs_every_case(config: pytest.Config) -> bool:
     """Whether no other plugin might run a case: `run_with_magis` then runs all of them."""
-    return len(config.hook.pytest_magis_run_case.get_hookimpls()) == 1
+    hooks = (config.hook.pytest_magis_run_case, config.hook.pytest_magis_front)
+    return all(len(hook.get_hookimpls()) == 1 for hook in hooks)
 
 
 def _bench(config: pytest.Config) -> Bench:

@@ -186,7 +186,11 @@ def _directory(config: pytest.Config) -> Path:
     given = _scalar(config, "baselines") or "baselines"
     start = config.rootpath if on_command_line(config, "baselines") is None else config.invocation_params.dir
     directory = start / given
-    if directory.exists() and not directory.is_dir():
+    try:
+        usable = directory.is_dir() or not directory.exists()
+    except OSError as error:
+        raise UsageError(f"--magis-baselines: {error.strerror}: {directory}") from error
+    if not usable:
         raise UsageError(f"--magis-baselines: {directory} is not a directory")
     return directory
 
@@ -197,7 +201,11 @@ def _pareto(config: pytest.Config) -> Path | None:
     if given is None:
         return None
     directory = config.invocation_params.dir / given
-    if directory.exists() and not directory.is_dir():
+    try:
+        usable = directory.is_dir() or not directory.exists()
+    except OSError as error:
+        raise UsageError(f"--magis-pareto: {error.strerror}: {directory}") from error
+    if not usable:
         raise UsageError(f"--magis-pareto: {directory} is not a directory")
     return directory
 

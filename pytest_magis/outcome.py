@@ -11,10 +11,12 @@ from magis.report import from_plain, to_plain
 from magis.results import Case, CaseResult
 from pytest_magis.verdict import Finding, Verdict
 
-__all__ = ["PROPERTY", "Outcome"]
+__all__ = ["FRONT_PROPERTY", "PROPERTY", "Outcome"]
 
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""
+FRONT_PROPERTY = "magis-front"
+"""Name of the one that says where a front was written."""
 
 
 @dataclass(frozen=True)

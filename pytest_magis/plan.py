@@ -92,10 +92,13 @@ def plan_cases(settings: Settings, models: Sequence[Model], strategies: Sequence
             known = ", ".join(by_name)
             raise UsageError(f"--magis-strategies: unknown strategy {name!r}", hint=f"choose from {known}")
     cases: dict[str, PlannedCase] = {}
+    taken = {f"{model.name}[{FRONT}]" for model in models}
     for model in models:
         for name in settings.strategies:
             for label, case in by_name[name].cases(model.target, settings.grid):
                 planned = PlannedCase(model.name, label, case)
+                if planned.name in taken:
+                    raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
                 if planned.name in cases:
                     raise UsageError(f"strategy {name!r} makes the case {planned.name} a second time")
                 cases[planned.name] = planned

@@ -30,7 +30,7 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
     """
     if not runs_every_case(config):
         return
-    for planned in _distinct(gate.cases, node_ids):
+    for planned in _distinct((*gate.cases, *gate.fronts), node_ids):
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the case gives them again
             if progress is not None:

@@ -14,7 +14,7 @@ from pytest_magis.baselines import planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
 from pytest_magis.measure import measure
-from pytest_magis.outcome import PROPERTY, Outcome
+from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
@@ -87,7 +87,8 @@ class FrontItem(GateItem):
         with line as progress:
             if progress is not None:
                 progress("searching the front")
-            self.add_report_section("call", "magis", write_front(self.config, self.directory, self.planned))
+            line_of_it = write_front(self.config, self.directory, self.planned)
+        self.user_properties[:] = [(FRONT_PROPERTY, line_of_it)]
 
 
 class CaseItem(GateItem):

@@ -10,6 +10,7 @@ from magis.api.bench import Bench, default_device
 from magis.api.dividing import described
 from magis.api.plans import Plan, Scratch, searched
 from magis.api.subject import Subject
+from magis.errors import UsageError
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.front import pareto as undominated
 from magis.search.front import spread
@@ -40,8 +41,11 @@ def pareto(
     the work of cutting the step into parts (states, as for cases). At most ``points`` plans are realized, evenly spread
     over the peaks. Deterministic but for ``seconds``. Raises MagisError for what cannot be captured or asked for.
     """
+    for name, number, least in (("points", points, 2), ("budget", budget, 1), ("seed", seed, 0)):
+        if number is not None and number < least:
+            raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
     device = default_device() if device is None else device
-    preset = preset or ("small" if device == "cpu" else "paper")
+    preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget)
     return front_of(case, (Bench() if cache is None else cache).subject(case), points)
 

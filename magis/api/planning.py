@@ -48,8 +48,8 @@ def plan(
 
     request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
-    if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET and not over():  # a CPU needs measured workspaces
-        best = best_on_front(subject, scratch, goal, best)
+    if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET:  # a CPU needs measured workspaces
+        best = replace(best, stopped_by_seconds=True) if over() else best_on_front(subject, scratch, goal, best)
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
     return replace(best, seconds=time.perf_counter() - started)

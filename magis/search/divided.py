@@ -16,9 +16,10 @@ from magis.search.levels import Level, Solution, level, solve
 from magis.simulate.compile import Costs
 
 FINALISTS = 3
-SQUEEZES = 5
+"""Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
+SQUEEZES = 8
 """Attempts to get below the peak of a finalist, by ever smaller steps."""
-FIRST_SQUEEZE = 30
+FIRST_SQUEEZE = 8
 """The first step is this share of the peak."""
 
 
@@ -55,7 +56,7 @@ def _best(points: tuple[Point, ...], wanted: Wanted, states: int, known: tuple[i
     finalists = list({point.cut: point for point in reversed(ranked)}.values())[::-1]
     finalists.sort(key=lambda point: wanted.key(point.peak, point.latency_ns))
     best: Divided | None = None
-    for point in finalists[:FINALISTS]:
+    for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
         start = point.solution()

@@ -1,4 +1,4 @@
-"""Memory against latency: all plans of a step that no other one beats in both, from one sweep of memory limits.
+"""Memory against latency: of the plans that one sweep of memory limits judges, those that no other one beats in both.
 
 The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
 propose plans on the way (``magis.search.prices``); what room the best of them leave is given back, and neighbours on
@@ -37,7 +37,7 @@ class Effort:
     rounds: int = 6
     """Of prices, per limit."""
     sets: int = 5
-    """Sets of checkpoints."""
+    """Sets of checkpoints, about: every k-th of those that there are."""
     link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
     """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
     polished: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -54,8 +55,16 @@ def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "text"),
-    [({"device": "sim:none"}, "sim:none"), ({"preset": "huge"}, "huge"), ({"dtype": "int8"}, "int8")],
+    [
+        ({"device": "sim:none"}, "sim:none"),
+        ({"preset": "huge"}, "huge"),
+        ({"dtype": "int8"}, "int8"),
+        ({"preset": ""}, "preset"),
+        ({"points": 1}, "points is 1"),
+        ({"budget": 0}, "budget is 0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
 )
-def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, str], text: str) -> None:
+def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         magis.pareto(BLOCKS, **{"device": "cpu", **changes})

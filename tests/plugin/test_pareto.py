@@ -20,6 +20,7 @@ def test_a_front_of_every_model_is_written(fronts):
     result = fronts.run_fronts("--magis-models=bert", "--magis-pareto=out/fronts", "--magis-budget=5", "-v")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*magis::bert[[]pareto[]] PASSED*"])
+    result.stdout.fnmatch_lines(["front: *bert.svg (2 plans, 5 judged)"])
     text = json.loads((fronts.root / "out/fronts/bert.json").read_text())
     assert (text["model"], text["device"], text["preset"], text["states"]) == ("bert", "cpu", "small", 5)
     assert len(text["points"]) == 2
@@ -54,4 +55,49 @@ def test_a_place_that_cannot_be_written_ends_the_run_first(fronts):
         assert result.ret == 4
         result.stderr.fnmatch_lines(["ERROR: *not a directory*"])
     assert (fronts.root / "file").read_text() == "mine"
-    assert fronts.run_fronts("--magis-models=bert", "--magis-pareto=").ret == 4
+    for where in ("", "a" * 300, "/proc/nowhere"):
+        result = fronts.run_fronts("--magis-models=bert", f"--magis-pareto={where}")
+        assert result.ret == 4
+        assert "Traceback" not in result.stderr.str()
+    (fronts.root / "there/bert.svg").mkdir(parents=True)
+    result = fronts.run_fronts("--magis-models=bert", "--magis-pareto=there")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["ERROR: --magis-pareto: cannot write to *bert.svg*directory*"])
+
+
+def test_a_strategy_cannot_take_the_name_of_a_front(fronts):
+    fronts.extend_conftest(
+        """
+from pytest_magis.strategies import Eager
+
+class Mine:
+    name = "mine"
+    def cases(self, model, grid):
+        return [("pareto", case) for _, case in Eager().cases(model, grid)]
+
+def pytest_magis_strategies():
+    return (Mine(),)
+"""
+    )
+    result = fronts("--magis-models=bert", "--magis-strategies=mine")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["ERROR: strategy 'mine' makes a case bert[[]pareto[]]*"])
+
+
+def test_the_front_of_a_model_that_branches_is_refused_before_anything_runs(gate):
+    gate.use_real_core()
+    result = gate("--magis-models=own_nets:branches", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto")
+    assert result.ret == 4
+    assert not (gate.root / "out").exists()
+
+
+def test_a_real_front_is_written_and_said(gate):
+    gate.use_real_core()
+    result = gate(
+        "--magis-models=own_nets:sound", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto", workers=1
+    )
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(["front: *.svg (* plans, * judged)"])
+    (path,) = (gate.root / "out").glob("*.json")
+    read = json.loads(path.read_text())
+    assert read["lower_bound_bytes"] <= read["points"][0]["peak_bytes"] < read["original"]["peak_bytes"]

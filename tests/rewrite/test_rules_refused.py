@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from magis.errors import MagisError
+from magis.fission.expand import expand
+from magis.fission.grow import connected
+from magis.fission.region import Region
+from magis.fission.suffix import axes, suffix
+from magis.fission.suffix import places as places_of
 from magis.ir import Graph, Op, Ref, Storage, verify
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import aggregated, counted
@@ -18,7 +23,8 @@ from magis.rewrite.rules.language import parse_pattern
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.rule import apply, matches
 from magis.rewrite.rules.table import RULES, rule
-from tests.nets import FORWARD, Block, Net
+from magis.rewrite.untangle import untangle
+from tests.nets import ADAMW, FORWARD, Block, Net, rows
 from tests.oracles import captured
 from tests.rewrite.patterns import graph_of, own, program
 
@@ -49,6 +55,23 @@ def test_two_products_are_merged() -> None:
 
 def test_not_what_the_caller_gets() -> None:
     assert places("merge-mm", graph(two_products(lambda left, right: (left, right)), *SHAPES)) == 0
+
+
+@pytest.mark.parametrize("name", ["merge-mm", "merge-mm-rows"])
+def test_not_what_is_addressed_by_places_in_memory(name: str) -> None:
+    def strided(_: object, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        left, right = (torch.mm(x, a), torch.mm(x, b)) if name == "merge-mm" else (torch.mm(a, x), torch.mm(b, x))
+        return own(left.as_strided((2, 2), (4, 1), 1)) + own(right.as_strided((2, 2), (4, 1), 1))
+
+    shapes = ((3, 4), (4, 4), (4, 4)) if name == "merge-mm" else ((4, 4), (3, 4), (3, 4))
+    where = graph(strided, *shapes)
+    assert any("as_strided" in op.target for op in where.ops)
+    assert places(name, where) == 0
+
+
+def test_calls_that_differ_in_the_sign_of_zero_are_no_twins() -> None:
+    where = graph(lambda _, x: own(torch.mul(x, 0.0).reciprocal()) + own(torch.mul(x, -0.0).reciprocal()), (3, 4))
+    assert places("derematerialize", where) == 0
 
 
 def test_not_what_is_written_later() -> None:
@@ -146,3 +169,37 @@ def test_aggregation_ends(each: Any) -> None:
 def test_no_pattern(text: str) -> None:
     with pytest.raises(MagisError, match="not a pattern"):
         parse_pattern(text)
+
+
+class TwiceThrough(nn.Module):
+    """Three layers with one input, used twice: in a loop and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def once(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.q(x)) * torch.sigmoid(self.k(x)) + self.v(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.once(torch.tanh(self.once(x)))
+
+
+def test_whatever_a_rule_does_beside_a_loop_is_sound() -> None:
+    net = Net(TwiceThrough, rows(16, 8), rows(16, 8), rule=ADAMW, loss_fn=lambda made, wanted: (made - wanted).sum())
+    step = untangle(functionalize(captured(net.build()).graph))
+    looped = tried = 0
+    for axis in axes(step):
+        for at in places_of(step, axis, 8):
+            cuts = suffix(step, axis, at).cuts
+            if not cuts:
+                continue
+            with_loop = expand(step, Region(connected(step, cuts, 1)[0].cuts, 2), in_place=True)
+            verify(with_loop)
+            looped += 1
+            for each in RULES:
+                for match in matches(each, with_loop):
+                    verify(apply(with_loop, match))
+                    tried += 1
+    assert looped > 3
+    assert tried > 20

@@ -22,7 +22,20 @@ from typing import TypeAlias
 from magis.aten.splits.pointwise import RULES, pointwise
 from magis.ir import Arg, Op, Ref, Value
 
-__all__ = ["BRINGS_LITERALS", "FORMS", "Seen", "is_elementwise", "made_call", "made_like", "name_of", "sizes_of_split"]
+__all__ = [
+    "ABSOLUTE",
+    "BRINGS_LITERALS",
+    "FORMS",
+    "Seen",
+    "is_elementwise",
+    "made_call",
+    "made_like",
+    "name_of",
+    "sizes_of_split",
+]
+
+ABSOLUTE = "aten.as_strided"
+"""How the names of calls begin that address memory, not dimensions."""
 
 Values: TypeAlias = Mapping[int, Value]
 
@@ -116,7 +129,7 @@ def _scale(op: Op, values: Values) -> Seen | None:
     looks = values[tensor.value]
     if not looks.dtype.startswith(("float", "bfloat")) or looks.dtype != values[op.made()[0]].dtype:
         return None
-    return Seen((tensor.value,), key=(op.target, number))
+    return Seen((tensor.value,), key=(op.target, repr(number)))
 
 
 def _elementwise(count: int) -> Form:
@@ -127,7 +140,7 @@ def _elementwise(count: int) -> Form:
         if any(values[number].shape != shape for number in op.inputs()) or any(isinstance(a, tuple) for a in op.args):
             return None
         dtypes = tuple(values[number].dtype for number in op.inputs())
-        return Seen(op.inputs(), key=(op.target, _literals(op), dtypes))
+        return Seen(op.inputs(), key=(op.target, repr(_literals(op)), dtypes))
 
     return see
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from magis.ir import ITEM_SIZE, Graph, Op, Ref, Storage, Value
+from magis.rewrite.rules.forms import ABSOLUTE
 
 __all__ = ["MERGED", "Window", "is_weight", "merge"]
 
@@ -168,8 +169,9 @@ def _is_merged(value: Value) -> bool:
 
 
 def _places_itself(graph: Graph, op: Op, storages: Sequence[int]) -> bool:
-    """Whether a call names an absolute place in one of the storages, which would be another one afterwards."""
-    if not op.target.startswith("aten.as_strided"):
+    """Whether a call names an absolute place in one of the storages, which would be another one afterwards, or is a
+    loop, whose body knows them, or a swap."""
+    if not op.target.startswith((ABSOLUTE, "magis.")):
         return False
     return any(graph.values[value].storage in storages for value in op.inputs())
 

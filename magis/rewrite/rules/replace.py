@@ -15,7 +15,7 @@ from magis.cost.signature import signature
 from magis.errors import VerifyError
 from magis.ir import Const, Graph, Op, Ref, Storage, replace_refs
 from magis.rewrite.rules.draft import Draft, Refused, landed
-from magis.rewrite.rules.forms import is_elementwise, name_of
+from magis.rewrite.rules.forms import ABSOLUTE, is_elementwise, name_of
 
 __all__ = ["replaced"]
 
@@ -78,6 +78,8 @@ class _Change:
             # A loop knows where its tensors lie; what is swapped out is freed whole.
             raise Refused(f"{op.target} would meet another tensor")
         new = _with(op, self._instead)
+        if op.target.startswith(ABSOLUTE) and any(self._elsewhere(value) for value in op.inputs()):
+            raise Refused(f"{op.target} names a place in memory, which would be another one")
         if signature(op, self.before.values) == signature(new, self.values):
             return [self._relocated(op, new)]
         if not self._allowed(op):
@@ -87,6 +89,11 @@ class _Change:
         except VerifyError:
             return self._on_copies(op, new)
         return [self._described(op, new, made)]
+
+    def _elsewhere(self, value: int) -> bool:
+        """Whether the tensor would lie at other places of its storage."""
+        new, old = self.values[self._instead.get(value, value)], self.before.values[value]
+        return (new.offset, new.stride) != (old.offset, old.stride)
 
     def returned(self, value: int) -> int:
         """What the caller gets: never a window on more memory than before."""

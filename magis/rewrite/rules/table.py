@@ -20,7 +20,7 @@ def twins(index: Index) -> Iterator[Bound]:
     groups: dict[object, list[Op]] = {}
     for op in index.graph.ops:
         if op.inputs() and index.takes_part(op):
-            groups.setdefault((op.target, op.args, op.kwargs, op.reads), []).append(op)
+            groups.setdefault((op.target, repr((op.args, op.kwargs)), op.reads), []).append(op)  # 0.0 == -0.0 == False
     for group in groups.values():
         first, *later = group
         for op in later:
