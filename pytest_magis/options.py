@@ -185,13 +185,17 @@ def _directory(config: pytest.Config) -> Path:
     """The directory of the baselines; on the command line relative to where pytest was started, else to the rootdir."""
     given = _scalar(config, "baselines") or "baselines"
     start = config.rootpath if on_command_line(config, "baselines") is None else config.invocation_params.dir
-    directory = start / given
+    return _usable("--magis-baselines", start / given)
+
+
+def _usable(flag: str, directory: Path) -> Path:
+    """A directory, or a place where one can be."""
     try:
         usable = directory.is_dir() or not directory.exists()
     except OSError as error:
-        raise UsageError(f"--magis-baselines: {error.strerror}: {directory}") from error
+        raise UsageError(f"{flag}: {error.strerror}: {directory}") from error
     if not usable:
-        raise UsageError(f"--magis-baselines: {directory} is not a directory")
+        raise UsageError(f"{flag}: {directory} is not a directory")
     return directory
 
 
@@ -200,14 +204,7 @@ def _pareto(config: pytest.Config) -> Path | None:
     given = _scalar(config, "pareto")
     if given is None:
         return None
-    directory = config.invocation_params.dir / given
-    try:
-        usable = directory.is_dir() or not directory.exists()
-    except OSError as error:
-        raise UsageError(f"--magis-pareto: {error.strerror}: {directory}") from error
-    if not usable:
-        raise UsageError(f"--magis-pareto: {directory} is not a directory")
-    return directory
+    return _usable("--magis-pareto", config.invocation_params.dir / given)
 
 
 def _given(config: pytest.Config) -> Iterator[tuple[str, str]]:
