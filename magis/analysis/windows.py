@@ -18,3 +18,12 @@ def is_dense(value: Value) -> bool:
             return False
         expected *= size
     return True
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense tensor of that shape whose last dimension is innermost."""
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape))):
+        stride[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(stride)

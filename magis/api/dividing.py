@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from magis.api.plans import Plan, Scratch, approached, attempts, searched
 from magis.api.subject import Subject
 from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
-from magis.ir import Op
+from magis.ir import Graph, Op
 from magis.search.divided import Divided, divide, replan
 from magis.search.judge import Goal, Wanted
-from magis.search.levels import realize_level, repeats
+from magis.search.levels import Level, Solution, realize_level, repeats
 from magis.search.relief import Relieved, relieve
 
 FREE = 1.01
@@ -106,24 +106,32 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
 
     def attempt(aim: Goal) -> Plan:
         again = planned(aim)
-        looped = realize_level(again.level, again.solution)
-        memory, relied = scratch.judged(looped, around)
-        recomputed, swapped = repeats(again.solution)
-        return Plan(
-            graph=looped,
-            planned=memory,
-            latency_ns=again.solution.latency_ns,
-            states=again.states,
-            seconds=0.0,
-            stopped_by_seconds=False,
-            feasible=aim.met(again.solution.peak, again.solution.latency_ns),
-            recomputed_ops=recomputed,
-            swapped_bytes=swapped,
-            workspaces=relied,
-            fission=described(next(op for op in looped.ops if op.body is not None)),
-        )
+        plan = plan_of_level(scratch, again.level, again.solution, around)
+        feasible = aim.met(again.solution.peak, again.solution.latency_ns)
+        return replace(plan, states=again.states, feasible=feasible)
 
     return attempt
+
+
+def plan_of_level(scratch: Scratch, level: Level, solution: Solution, around: Iterable[Graph]) -> Plan:
+    """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
+    graph = realize_level(level, solution)
+    memory, relied = scratch.judged(graph, around)
+    recomputed, swapped = repeats(solution)
+    loop = next((op for op in graph.ops if op.body is not None), None)
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=solution.latency_ns,
+        states=0,
+        seconds=0.0,
+        stopped_by_seconds=False,
+        feasible=True,
+        recomputed_ops=recomputed,
+        swapped_bytes=swapped,
+        workspaces=relied,
+        fission="" if loop is None else described(loop),
+    )
 
 
 def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from magis.api.bench import Bench, default_device
-from magis.api.dividing import described
+from magis.api.dividing import plan_of_level
 from magis.api.plans import Plan, Scratch, searched
 from magis.api.subject import Subject
 from magis.errors import UsageError
@@ -16,9 +16,8 @@ from magis.search.front import pareto as undominated
 from magis.search.front import spread
 from magis.search.fronts import Point
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
-from magis.search.levels import realize_level, repeats
 
-__all__ = ["POINTS", "best_on_front", "front_of", "pareto", "plan_of", "realized_front"]
+__all__ = ["POINTS", "best_on_front", "front_of", "pareto", "realized_front"]
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
@@ -85,8 +84,8 @@ def realized_front(
     wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget)
     divided = subject.divided_front(wanted)
     chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
-    plans = [plan_of(scratch, point) for point in chosen]
-    return _undominated(plans), whole.states + divided.states
+    plans = [_plan_of(scratch, point) for point in chosen]
+    return undominated(plans), whole.states + divided.states
 
 
 def _worth_their_parts(subject: Subject, divided: tuple[Point, ...], whole: tuple[Point, ...]) -> Iterator[Point]:
@@ -95,43 +94,16 @@ def _worth_their_parts(subject: Subject, divided: tuple[Point, ...], whole: tupl
     return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)
 
 
-def _undominated(plans: list[Plan]) -> list[Plan]:
-    """By the peaks that the realized graphs have."""
-    found: list[Plan] = []
-    for plan in sorted(plans, key=lambda each: (each.planned.peak_bytes, each.latency_ns)):
-        if not found or plan.latency_ns < found[-1].latency_ns:
-            found.append(plan)
-    return found
-
-
-def plan_of(scratch: Scratch, point: Point) -> Plan:
-    """A point of a front as a plan, realized and verified."""
-    solution = point.solution()
-    graph = realize_level(point.level, solution)
-    memory, relied = scratch.judged(graph, searched(point.level.compiled.graph))
-    recomputed, swapped = repeats(solution)
-    loop = next((op for op in graph.ops if op.body is not None), None)
-    return Plan(
-        graph=graph,
-        planned=memory,
-        latency_ns=point.latency_ns,
-        states=0,
-        seconds=0.0,
-        stopped_by_seconds=False,
-        feasible=True,
-        recomputed_ops=recomputed,
-        swapped_bytes=swapped,
-        workspaces=relied,
-        fission="" if loop is None else described(loop),
-    )
+def _plan_of(scratch: Scratch, point: Point) -> Plan:
+    return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
 
 
 def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
     front = subject.whole_front({})
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
-    found = plan_of(scratch, best)
+    found = _plan_of(scratch, best)
     states = plan.states + front.states
-    if goal.key(found.planned.peak_bytes, found.latency_ns) >= goal.key(plan.planned.peak_bytes, plan.latency_ns):
+    if goal.key(found.peak, found.latency_ns) >= goal.key(plan.peak, plan.latency_ns):
         return replace(plan, states=states)
-    return replace(found, states=states, feasible=goal.met(found.planned.peak_bytes, found.latency_ns))
+    return replace(found, states=states, feasible=goal.met(found.peak, found.latency_ns))

@@ -42,6 +42,11 @@ class Plan:
     unsplit: str = ""
     """Why nothing runs in parts although that was tried, in words."""
 
+    @property
+    def peak(self) -> int:
+        """Bytes, with the workspaces that planning used."""
+        return self.planned.peak_bytes
+
 
 @dataclass(frozen=True)
 class Scratch:

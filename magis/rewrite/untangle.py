@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from magis.analysis.windows import row_major
 from magis.ir import Arg, Const, Graph, Op, Ref, Storage, Value
 
 _FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
@@ -37,15 +38,7 @@ def _only_shape(graph: Graph, op: Op) -> bool:
     if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
         return False
     value = graph.values[op.made()[0]]
-    return value.stride == _row_major(value.shape) and not op.writes
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        stride[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(stride)
+    return value.stride == row_major(value.shape) and not op.writes
 
 
 def _factory(graph: Graph, op: Op) -> Op:
@@ -117,6 +110,6 @@ class _Rewritten:
 
     def _fresh(self, shape: tuple[int, ...], dtype: str) -> int:
         storage, value = max(self.storages) + 1, max(self.values) + 1
-        self.values[value] = Value(value, shape, _row_major(shape), dtype, storage)
+        self.values[value] = Value(value, shape, row_major(shape), dtype, storage)
         self.storages[storage] = Storage(storage, self.values[value].nbytes, "temporary")
         return value

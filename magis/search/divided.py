@@ -53,8 +53,10 @@ def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divi
 def _best(points: tuple[Point, ...], wanted: Wanted, states: int, known: tuple[int, int] | None) -> Divided | None:
     """The best configurations of a front planned thoroughly, and the best of that."""
     ranked = sorted(points, key=lambda point: wanted.key(point.peak, point.latency_ns))
-    finalists = list({point.cut: point for point in reversed(ranked)}.values())[::-1]
-    finalists.sort(key=lambda point: wanted.key(point.peak, point.latency_ns))
+    by_cut: dict[Cut | None, Point] = {}
+    for point in ranked:
+        by_cut.setdefault(point.cut, point)
+    finalists = list(by_cut.values())
     best: Divided | None = None
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:

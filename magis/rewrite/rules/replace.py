@@ -8,7 +8,7 @@ from dataclasses import replace
 import rustworkx as rx
 
 from magis.analysis.hazards import dependency_graph
-from magis.analysis.windows import fills
+from magis.analysis.windows import fills, row_major
 from magis.aten.facts import is_view
 from magis.cost.shapes import Made, describe
 from magis.cost.signature import signature
@@ -118,7 +118,7 @@ class _Change:
             looks, now = self.before.values[old], self.values[value]
             if looks.stride == now.stride or value in copies:
                 continue
-            if looks.stride != _row_major(looks.shape):
+            if looks.stride != row_major(looks.shape):
                 raise Refused(f"{op.target} would meet another layout")
             copies[value] = self._copy(value)
             found.append(
@@ -138,7 +138,7 @@ class _Change:
         number, storage = max(self.values) + 1, max(self.storages) + 1
         looks = self.values[value]
         self.values[number] = replace(
-            looks, id=number, stride=_row_major(looks.shape), storage=storage, offset=0, name=""
+            looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name=""
         )
         self.storages[storage] = Storage(storage, looks.nbytes, "temporary")
         self._changed.add(number)
@@ -198,14 +198,6 @@ def _with(op: Op, instead: Mapping[int, int]) -> Op:
     mapping = dict(instead)
     args = tuple(replace_refs(arg, mapping) for arg in op.args)
     return replace(op, args=args, kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs))
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape))):
-        stride[dim] = step
-        step *= max(1, shape[dim])
-    return tuple(stride)
 
 
 def _pruned(
