@@ -12,7 +12,13 @@ MERGING = (PART, JOIN, REDUCE)
 
 
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
-    """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are."""
+    """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are.
+
+    With the values of the call alone: a copy of all of a step's for every stretch would take longer than all the rest.
+    """
+    if op.target not in MERGING:
+        return op, values
+    values = {value: values[value] for value in (*op.inputs(), *op.made())}
     match op.target, op.args:
         case "magis.part", (Ref(whole), *_):
             made = values[op.made()[0]]

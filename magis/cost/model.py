@@ -68,6 +68,8 @@ class RooflineCosts:
     device: DeviceModel
     profile: Profile | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict)
+    _known: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Nanoseconds by signature: equal layers ask once."""
 
     @property
     def name(self) -> str:
@@ -90,11 +92,11 @@ class RooflineCosts:
             inside = op.body.graph
             return op.body.parts * sum(self.nanoseconds(each, inside.values) for each in inside.ops)
         op, values = equivalent(op, values)
-        if self.profile is not None:
-            entry = self.profile.entries.get(signature(op, values))
-            if entry is not None:
-                return entry.ns
-        return roofline_ns(self.device, op, values)
+        key = signature(op, values)
+        if key not in self._known:
+            entry = None if self.profile is None else self.profile.entries.get(key)
+            self._known[key] = roofline_ns(self.device, op, values) if entry is None else entry.ns
+        return self._known[key]
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
         if op.target in MERGING:

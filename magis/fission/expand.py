@@ -20,7 +20,7 @@ from magis.aten.splits import Cut, Halo, Overlap, part
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, leavings, region_problems
-from magis.fission.takeover import last_reader, takeovers
+from magis.fission.takeover import last_readers, takeovers
 from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
 from magis.ir.loops import JOIN, LOOP, PART, REDUCE
 
@@ -34,23 +34,45 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
     for problem in region_problems(graph, region):
         raise VerifyError(problem)
     left = leavings(graph, region)
+    return _spliced(graph, region, _body(graph, region, left, in_place), left)
+
+
+def reparted(graph: Graph, region: Region, *, in_place: bool = False) -> Loop:
+    """The loop alone of a region that ``expand`` has expanded before, now cut into another number of parts.
+
+    VerifyError if that number does not divide what is cut, or no kernel takes parts of that size.
+    """
+    for split in region.cuts.values():
+        if split.extent % region.parts:
+            raise VerifyError(f"{region.parts} parts do not divide {split.extent}")
+    return _body(graph, region, leavings(graph, region), in_place).loop()
+
+
+def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> _Body:
     over = takeovers(graph, region, left) if in_place else {}
     builder = _Body(graph, region, over)
-    ends = {leaving: _merged_at(graph, region, leaving, over) for leaving in left}
+    ends = _merged_behind(graph, region, left, over)
     for position in sorted(region.cuts):
         builder.operator(graph.ops[position], position)
-        for leaving in left:
-            if ends[leaving] == position:
-                builder.merge(leaving)
-    return _spliced(graph, region, builder, left)
+        for leaving in ends.get(position, ()):
+            builder.merge(leaving)
+    return builder
 
 
-def _merged_at(graph: Graph, region: Region, leaving: Leaving, over: Mapping[int, int]) -> int:
+def _merged_behind(
+    graph: Graph, region: Region, left: list[Leaving], over: Mapping[int, int]
+) -> dict[int, list[Leaving]]:
     """Position behind which the part of what leaves goes into the whole: it is finished, its memory no longer read."""
-    storage = graph.values[leaving.value].storage
-    finished = max([leaving.maker, *(p for p in region.cuts if storage in dict(graph.ops[p].writes))])
-    victim = over.get(storage)
-    return finished if victim is None else max(finished, last_reader(graph, region, victim))
+    written: dict[int, int] = {}
+    for position in sorted(region.cuts):
+        written |= dict.fromkeys((storage for storage, _ in graph.ops[position].writes), position)
+    read = last_readers(graph, region)
+    found: dict[int, list[Leaving]] = {}
+    for leaving in left:
+        storage = graph.values[leaving.value].storage
+        end = max(leaving.maker, written.get(storage, 0), read.get(over.get(storage, -1), 0))
+        found.setdefault(end, []).append(leaving)
+    return found
 
 
 @dataclass

@@ -65,6 +65,9 @@ def _taken(graph: Graph, region: Region) -> Mapping[int, set[tuple[int, Cut]]]:
     return found
 
 
-def last_reader(graph: Graph, region: Region, storage: int) -> int:
-    """Position of the last of the region's operators that takes a tensor on the storage."""
-    return max(p for p in region.cuts if any(graph.values[v].storage == storage for v in graph.ops[p].inputs()))
+def last_readers(graph: Graph, region: Region) -> dict[int, int]:
+    """Storage -> position of the last of the region's operators that takes a tensor on it."""
+    found: dict[int, int] = {}
+    for position in sorted(region.cuts):
+        found |= dict.fromkeys((graph.values[value].storage for value in graph.ops[position].inputs()), position)
+    return found

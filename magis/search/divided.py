@@ -12,15 +12,19 @@ from dataclasses import dataclass, replace
 
 from magis.search.fronts import Cut, FissionFront, Point, place_front
 from magis.search.judge import Goal, Wanted
-from magis.search.levels import Level, Solution, level, solve
+from magis.search.levels import Level, Solution, bound, level, solve
 from magis.simulate.compile import Costs
 
 FINALISTS = 3
 """Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
 SQUEEZES = 8
-"""Attempts to get below the peak of a finalist, by ever smaller steps."""
+"""Attempts to get below the peak of a finalist."""
 FIRST_SQUEEZE = 8
-"""The first step is this share of the peak."""
+"""The first step is this share of the peak; each failure makes the next one a third as long."""
+LEAST_ROOM = 40
+"""A peak less than this share of itself above what the configuration needs at least is not squeezed."""
+FAILURES = 3
+"""After so many, a finalist stands."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +81,18 @@ def _key(divided: Divided, wanted: Wanted) -> tuple[int, int]:
 
 def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
     """The best plan for a configuration, no worse than ``start``, and the states that it took."""
-    best, states, step = start, 0, start.peak // FIRST_SQUEEZE
+    floor = bound(here)
+    best, states, failures = start, 0, 0
+    step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
     budget = max(1, wanted.budget // 4)
     for _ in range(SQUEEZES if wanted.goal.memory_limit is None else 1):
-        limit = wanted.goal.memory_limit or best.peak - step
+        limit = wanted.goal.memory_limit or max(floor, best.peak - step)
+        if wanted.goal.memory_limit is None and best.peak - floor < best.peak // LEAST_ROOM:
+            break
         tried = solve(here, Goal(memory_limit=limit), budget, wanted.seed)
         states += tried.states
         better = wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns)
-        best, step = (tried, step) if better else (best, step // 2)
-        if wanted.over():
+        best, failures, step = (tried, failures, step) if better else (best, failures + 1, step // 3)
+        if failures == FAILURES or wanted.over():
             break
     return best, states

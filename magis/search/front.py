@@ -47,7 +47,7 @@ class Effort:
 MIXTURES = ((1, 4), (3, 4), (8, 8))
 """How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
 FULL = Effort()
-BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=16)
+BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5)
 
 
 class Costed(Protocol):

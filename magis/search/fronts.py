@@ -15,7 +15,7 @@ import numpy as np
 
 from magis.aten.splits import Split
 from magis.errors import VerifyError
-from magis.fission.expand import expand
+from magis.fission.expand import expand, reparted
 from magis.fission.grow import connected, most_parts
 from magis.fission.region import Region
 from magis.fission.suffix import Axis, axes, places, suffix
@@ -23,8 +23,8 @@ from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BRIEF, Front, pareto, spread, sweep
 from magis.search.judge import Goal, Judge, Plan, Wanted
-from magis.search.levels import Level, Solution, level, solution, with_body
-from magis.simulate.compile import Compiled, Costs, compile_problem
+from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
+from magis.simulate.compile import Costs, compile_problem
 from magis.simulate.problem import Problem
 
 PARTS = (2, 4, 8, 16, 32)
@@ -114,14 +114,16 @@ def _levels(
     graph: Graph, start: Cut, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
 ) -> Iterator[tuple[Cut, Level]]:
     """The region as a loop, by rising numbers of parts."""
-    known: Compiled | None = None
+    first: Level | None = None
     for parts in numbers_of_parts(most_parts(cuts)):
+        region = Region(cuts, parts)
         try:
-            looped = expand(graph, Region(cuts, parts), in_place=True)
+            if first is None:
+                here = first = level(expand(graph, region, in_place=True), costs, reuse=reuse)
+            else:
+                here = other_parts(first, reparted(graph, region, in_place=True), costs, reuse=reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
-        here = level(looped, costs, reuse=reuse, known=known)
-        known = here.compiled
         yield replace(start, parts=parts), here
 
 

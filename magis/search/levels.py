@@ -61,15 +61,20 @@ class Solution:
         return self.result.latency_ns
 
 
-def level(graph: Graph, costs: Costs, *, reuse: bool, known: Compiled | None = None) -> Level:
-    """Compile a graph with at most one loop, and what is inside; ``known`` is a graph that differs in the loop only."""
+def level(graph: Graph, costs: Costs, *, reuse: bool) -> Level:
+    """Compile a graph with at most one loop, and what is inside."""
     at = next((position for position, op in enumerate(graph.ops) if op.body is not None), -1)
     if at < 0:
         return Level(compile_problem(graph, costs, reuse=reuse))
-    op = graph.ops[at]
-    compiled = compile_problem(graph, costs, reuse=reuse) if known is None else _with_loop(known, op)
+    compiled = compile_problem(graph, costs, reuse=reuse)
     node = next(index for index, group in enumerate(compiled.nodes) if group[0].body is not None)
-    return Level(compiled, at, node, level(_loop(op).graph, costs, reuse=reuse))
+    return Level(compiled, at, node, level(_loop(graph.ops[at]).graph, costs, reuse=reuse))
+
+
+def other_parts(known: Level, loop: Loop, costs: Costs, *, reuse: bool) -> Level:
+    """The same level with its loop cut into another number of parts."""
+    op = replace(known.compiled.graph.ops[known.loop], body=loop)
+    return replace(known, compiled=_with_loop(known.compiled, op), inner=level(loop.graph, costs, reuse=reuse))
 
 
 def _loop(op: Op) -> Loop:
