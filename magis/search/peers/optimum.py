@@ -36,10 +36,10 @@ __all__ = ["POINTS", "Optimum", "Relaxation", "optimum"]
 
 POINTS = 48
 """Positions at which memory is counted."""
-MIB = float(1 << 20)
-US = 1000.0
+SCALE = 1000.0
+"""The step's peak, and its time, as the solver sees them: far from its tolerances."""
 TIE = 1e-6
-"""What a microsecond of the link costs: of equally good swaps the smallest."""
+"""What time of the link costs: of equally good swaps the smallest."""
 NEVER = -1
 
 
@@ -82,6 +82,8 @@ class Relaxation:
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self.base_peak, self.base_ns = self.evaluator.quick(np.full(problem.n_storages, DROP, dtype=np.int8))
         self.levels = _levels(self.evaluator)
+        self.byte = SCALE / max(1, self.base_peak)
+        self.ns = SCALE / max(1, self.base_ns)
         self.points = _worst(self.levels, points)
         self.floor = lower_bound(problem)
         gaps, step = self.evaluator.gaps, self.evaluator.step
@@ -102,10 +104,10 @@ class Relaxation:
         program = Program()
         shares = self._variables(program, timed=goal.memory_limit is not None)
         limited = goal.memory_limit is not None
-        memory = program.variable(0.0 if limited else 1.0, upper=(goal.memory_limit or self.base_peak) / MIB)
+        memory = program.variable(0.0 if limited else 1.0, upper=(goal.memory_limit or self.base_peak) * self.byte)
         if goal.memory_limit is None:
-            room = ((goal.latency_limit_ns or 0) - self.base_ns) / US
-            program.row([(x, int(self.problem.redo_ns[node]) / US) for node, x in shares.run.items()], high=room)
+            room = ((goal.latency_limit_ns or 0) - self.base_ns) * self.ns
+            program.row([(x, int(self.problem.redo_ns[node]) * self.ns) for node, x in shares.run.items()], high=room)
         early = self._inputs(program, shares)
         backlog = self._link(program, shares)
         for index, point in enumerate(self.points.tolist()):
@@ -115,7 +117,9 @@ class Relaxation:
             return None
         spent = sum(float(found[x]) * int(self.problem.redo_ns[node]) for node, x in shares.run.items())
         peak = (
-            goal.memory_limit if goal.memory_limit is not None else max(self.floor, round(float(found[memory]) * MIB))
+            goal.memory_limit
+            if goal.memory_limit is not None
+            else max(self.floor, round(float(found[memory]) / self.byte))
         )
         return Optimum(int(peak), self.base_ns + round(spent))
 
@@ -124,12 +128,12 @@ class Relaxation:
         shares = _Shares()
         problem, step = self.problem, self.evaluator.step
         for node in np.flatnonzero(self._runs()).tolist():
-            cost = int(problem.redo_ns[node]) / US if timed else 0.0
+            cost = int(problem.redo_ns[node]) * self.ns if timed else 0.0
             shares.run[node] = program.variable(cost, upper=1.0, whole=self.whole)
         for storage in np.flatnonzero(self.gap | (self.latest != NEVER)).tolist():
             shares.kept[storage] = program.variable(upper=1.0, whole=self.whole)
             if step.swappable[storage]:
-                price = TIE * int(step.xfer_ns[storage]) / US
+                price = TIE * int(step.xfer_ns[storage]) * self.ns
                 shares.swapped[storage] = program.variable(price, upper=1.0, whole=self.whole)
             producer = int(problem.producer[storage])
             if step.redoable[storage] and producer in shares.run:
@@ -192,31 +196,31 @@ class Relaxation:
         problem, count = self.problem, len(self.points)
         if problem.xfer_ns_per_byte <= 0.0 or not shares.swapped:
             return []
-        per_us = US / problem.xfer_ns_per_byte / MIB
+        per_ns = self.byte / problem.xfer_ns_per_byte
         leaving: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         coming: list[list[tuple[int, float]]] = [[] for _ in range(count)]
         for storage, w in shares.swapped.items():
             start, end = self._away(storage)
             covered = np.flatnonzero((self.points > start) & (self.points < end))
             if len(covered):
-                size = int(problem.nbytes[storage]) / MIB
+                size = int(problem.nbytes[storage]) * self.byte
                 leaving[int(covered[0])].append((w, size))
                 coming[int(covered[-1])].append((w, size))
         again: list[list[tuple[int, float]]] = [[] for _ in range(count + 1)]
         for node, x in shares.run.items():
             place = int(np.searchsorted(self.points, self._when(node)[0]))
-            again[place].append((x, int(problem.redo_ns[node]) / US * per_us))
+            again[place].append((x, int(problem.redo_ns[node]) * per_ns))
         out = [program.variable() for _ in range(count)]
         back = [program.variable() for _ in range(count)]
         starts = np.concatenate(([0], self.ends_ns))[self.points]
         for index in range(count):
             since = int(starts[index]) - (int(starts[index - 1]) if index else 0)
             terms = [(out[index], 1.0), *((w, -size) for w, size in leaving[index]), *again[index]]
-            program.row([*terms, *([(out[index - 1], -1.0)] if index else [])], low=-since / US * per_us)
+            program.row([*terms, *([(out[index - 1], -1.0)] if index else [])], low=-since * per_ns)
             until = int(starts[index + 1]) if index + 1 < count else int(self.ends_ns[-1])
             terms = [(back[index], 1.0), *((w, -size) for w, size in coming[index]), *again[index + 1]]
             following = [(back[index + 1], -1.0)] if index + 1 < count else []
-            program.row([*terms, *following], low=-(until - int(starts[index])) / US * per_us)
+            program.row([*terms, *following], low=-(until - int(starts[index])) * per_ns)
         return [out, back]
 
     def _memory(
@@ -232,11 +236,11 @@ class Relaxation:
                 if not self._idle_at(storage, point):
                     continue
                 fixed -= size
-                terms += [(copy, size / MIB) for copy in _copy_at(early.get(storage, []), point)]
+                terms += [(copy, size * self.byte) for copy in _copy_at(early.get(storage, []), point)]
             elif not int(self.last[storage]) < point < int(self.earliest[storage]):
                 continue
-            terms.append((kept, size / MIB))
-        program.row(terms, high=-fixed / MIB)
+            terms.append((kept, size * self.byte))
+        program.row(terms, high=-fixed * self.byte)
 
     def _idle_at(self, storage: int, point: int) -> bool:
         """In its gap, or at its beginning where its memory could be taken over if it did not stay."""

@@ -53,8 +53,11 @@ class Program:
         self.row_lower.append(low)
         self.row_upper.append(high)
 
-    def solve(self, gap: float = 0.0) -> Floats | None:
-        """The variables at least cost, within a relative gap where some are whole; None: no values keep all rows."""
+    def solve(self, gap: float = 0.0, nodes: int = NODES) -> Floats | None:
+        """The variables at least cost; None: no values that keep all rows were found.
+
+        Where some are whole: within a relative gap, or the best after so many nodes of branch and bound.
+        """
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import coo_array
@@ -64,7 +67,8 @@ class Program:
             ) from error
         count = len(self.costs)
         if count == 0:
-            return np.zeros(0)
+            kept = all(low <= 0.0 <= high for low, high in zip(self.row_lower, self.row_upper, strict=True))
+            return np.zeros(0) if kept else None
         rows = []
         if self.row_lower:
             shape = (len(self.row_lower), count)
@@ -76,7 +80,7 @@ class Program:
             integrality=np.array(self.whole, dtype=np.uint8),
             bounds=Bounds(np.array(self.lower), np.array(self.upper)),
             constraints=rows,
-            options={"mip_rel_gap": gap, "node_limit": NODES, "presolve": not any(self.whole)},
+            options={"mip_rel_gap": gap, "node_limit": nodes, "presolve": not any(self.whole)},
         )
         if found.x is None:
             return None
