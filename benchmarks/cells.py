@@ -36,6 +36,7 @@ from torch import nn  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.fronts import front_of  # noqa: E402
 from magis.api.planning import plan  # noqa: E402
+from magis.api.plans import Scratch, searched  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import PRESETS, resolve  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
@@ -96,7 +97,8 @@ class Peers:
 
     @staticmethod
     def of(subject: Subject) -> Peers:
-        compiled = compile_problem(subject.normal, subject.roofline, reuse=subject.source.reuse)
+        known = Scratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
+        compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
         modules = subject.fake.module.named_modules()
         called = [path for path, module in modules if type(module).forward is not nn.Module.forward]
         setting = Setting(compiled.problem, origins(compiled, called, subject.blocks))
@@ -127,7 +129,8 @@ def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plan
         bound = subject.lower_bound / subject.original.peak_bytes
         known = {"paper": paper, "published": theirs, "two-level": layered, "sac": checkpointed}
         known |= {"front": fronts, "plan": ours}
-        best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0, default="")
+        reached = {name: round(figure, 4) for name, figure in known.items() if figure is not None}
+        best = " = ".join(name for name, figure in reached.items() if figure == min(reached.values()))
         yield (
             f"{case.model:14} {case.device:12} {limit.text:>9} {_cell(paper)} {_cell(theirs):>8} {theirs_s:5.0f}"
             f" {_cell(layered):>8} {_cell(checkpointed)} {others_s:5.0f}"
