@@ -1,14 +1,19 @@
-"""Every cell of a comparison in one run: the paper, the published search, our front, our plan, and the lower bound.
+"""Every cell of a comparison in one run: the paper, the published search, other planners, our front, our plan, bounds.
 
     python benchmarks/cells.py [name or glob ...] [--device sim:rtx3090 ...] [--preset paper]
-        [--memory 0.8 0.6 0.4 0.3 0.2] [--latency 1.1 1.05] [--states 3000] [--no-plans] [--output FILE]
+        [--memory 0.8 0.6 0.4 0.3 0.2] [--latency 1.1 1.05] [--states 3000] [--no-plans] [--no-peers]
+        [--output FILE]
 
 A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
 limit the latency overhead to eager; everything is simulated. *published*: magis.search.published with that many states
-(the paper simulates about a thousand a minute for three minutes). *front*: the best point of magis.pareto's front, all
-limits from one search. *plan*: what a case of the gate would find. *bound*: no plan gets below this peak; under memory
-limits the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in the
-model's first row.
+(the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of keep,
+recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``magis.search.peers``). Both plan the whole
+step in program order; each may try dozens of budgets of its own, and its best plan by our evaluator counts. *front*:
+the best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would find.
+*linear*: the optimum of a linear program of keep, swap and recompute for the step in program order without fission: a
+guide to what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this peak; under
+memory limits the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in
+the model's first row, those of other planners mostly, too.
 """
 
 from __future__ import annotations
@@ -26,20 +31,27 @@ from magis.quiet import before_torch
 before_torch()
 
 from paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
+from torch import nn  # noqa: E402
 
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.fronts import front_of  # noqa: E402
 from magis.api.planning import plan  # noqa: E402
+from magis.api.plans import Scratch, searched  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import PRESETS, resolve  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
 from magis.rewrite.untangle import untangle  # noqa: E402
 from magis.search.judge import Goal  # noqa: E402
+from magis.search.peers.optimum import Relaxation  # noqa: E402
+from magis.search.peers.selective import selective  # noqa: E402
+from magis.search.peers.setting import Calibrated, Setting, origins  # noqa: E402
+from magis.search.peers.two_level import two_level  # noqa: E402
 from magis.search.published import STATES, published  # noqa: E402
+from magis.simulate.compile import compile_problem  # noqa: E402
 
 HEAD = (
-    f"{'model':14} {'device':12} {'limit':>9} {'paper':>7} {'publish.':>8} {'secs':>5} {'front':>7} {'secs':>5}"
-    f" {'plan':>7} {'secs':>5} {'bound':>7}  best"
+    f"{'model':14} {'device':12} {'limit':>9} {'paper':>7} {'publish.':>8} {'secs':>5} {'two-lev.':>8} {'sac':>7}"
+    f" {'secs':>5} {'front':>7} {'secs':>5} {'plan':>7} {'secs':>5} {'linear':>7} {'bound':>7}  best"
 )
 
 
@@ -75,21 +87,55 @@ class Limit:
         return table.get(model.removeprefix("seed-")) if model.startswith("seed-") else None
 
 
-def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plans: bool) -> Iterator[str]:
+@dataclass(frozen=True)
+class Peers:
+    """What others would plan for one step, and how far fractions of decisions would get."""
+
+    two_level: Calibrated
+    selective: Calibrated
+    linear: Relaxation
+
+    @staticmethod
+    def of(subject: Subject) -> Peers:
+        known = Scratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
+        compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
+        modules = subject.fake.module.named_modules()
+        called = [path for path, module in modules if type(module).forward is not nn.Module.forward]
+        setting = Setting(compiled.problem, origins(compiled, called, subject.blocks))
+        return Peers(two_level(setting), selective(setting), Relaxation(compiled.problem))
+
+    def figures(self, subject: Subject, limit: Limit) -> tuple[float | None, float | None, float | None]:
+        """The figures of the three for a limit."""
+        goal = limit.goal(subject)
+        found = (self.two_level.best(goal), self.selective.best(goal), self.linear.solve(goal))
+        first, second, third = (
+            None if each is None else limit.figure(subject, each.peak, each.latency_ns) for each in found
+        )
+        return first, second, third
+
+
+def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plans: bool, peers: bool) -> Iterator[str]:
     """The lines of one model on one device."""
     front = front_of(case, subject)
+    others = Peers.of(subject) if peers else None
     for number, limit in enumerate(limits):
         paper = limit.paper(case.model) if case.device == "sim:rtx3090" else None
         theirs, theirs_s = _published(subject, limit, states)
+        started = time.perf_counter()
+        layered, checkpointed, linear = (None, None, None) if others is None else others.figures(subject, limit)
+        others_s = time.perf_counter() - started
         fronts = _on_front(subject, front, limit)
         ours, ours_s = _planned(subject, limit) if plans else (None, 0.0)
         bound = subject.lower_bound / subject.original.peak_bytes
-        known = {"paper": paper, "published": theirs, "front": fronts, "plan": ours}
-        best = min((name for name in known if known[name] is not None), key=lambda name: known[name] or 0.0, default="")
+        known = {"paper": paper, "published": theirs, "two-level": layered, "sac": checkpointed}
+        known |= {"front": fronts, "plan": ours}
+        reached = {name: round(figure, 4) for name, figure in known.items() if figure is not None}
+        best = " = ".join(name for name, figure in reached.items() if figure == min(reached.values()))
         yield (
             f"{case.model:14} {case.device:12} {limit.text:>9} {_cell(paper)} {_cell(theirs):>8} {theirs_s:5.0f}"
+            f" {_cell(layered):>8} {_cell(checkpointed)} {others_s:5.0f}"
             f" {_cell(fronts)} {front.seconds if number == 0 else 0.0:5.1f} {_cell(ours)} {ours_s:5.0f}"
-            f" {bound if limit.memory is None else limit.memory - bound:7.3f}  {best}"
+            f" {_cell(linear)} {bound if limit.memory is None else limit.memory - bound:7.3f}  {best}"
         )
 
 
@@ -133,6 +179,7 @@ def main() -> None:
     parser.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
     parser.add_argument("--states", type=int, default=STATES)
     parser.add_argument("--no-plans", action="store_true")
+    parser.add_argument("--no-peers", action="store_true", help="without other planners, which need scipy")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     limits = [*(Limit(latency=each) for each in arguments.latency), *(Limit(memory=each) for each in arguments.memory)]
@@ -143,7 +190,8 @@ def main() -> None:
         for device in arguments.device:
             case = Case(name, "magis", device, arguments.preset)
             subject = Bench().subject(case)
-            for line in rows(subject, case, limits, arguments.states, plans=not arguments.no_plans):
+            plans, peers = not arguments.no_plans, not arguments.no_peers
+            for line in rows(subject, case, limits, arguments.states, plans=plans, peers=peers):
                 lines.append(line)
                 print(line, flush=True)
     if arguments.output is not None:
