@@ -10,6 +10,7 @@ import numpy as np
 from magis.schedule.dynamic import WIDEST
 from magis.schedule.stretches import MOST, Steps, cuts, forced, improved
 from magis.schedule.waists import NARROW, in_parts
+from magis.simulate.arrays import Step
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import KEEP
 from magis.simulate.problem import Int32s, Problem
@@ -17,9 +18,9 @@ from magis.simulate.problem import Int32s, Problem
 __all__ = ["full_order"]
 
 
-def full_order(problem: Problem, *, steps: Steps | None = None, most: int = MOST) -> Int32s:
+def full_order(problem: Problem, *, step: Step | None = None, most: int = MOST) -> Int32s:
     """A legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
-    steps = Steps(problem) if steps is None else steps
+    steps = Steps(problem, step)
     program = np.arange(problem.n_nodes, dtype=np.int32)
     order = in_parts(steps.needs, steps.waists, program)
     stretches = cuts(steps.narrowness, order, 0, len(order))
@@ -27,7 +28,7 @@ def full_order(problem: Problem, *, steps: Steps | None = None, most: int = MOST
     order = improved(steps, order, stretches, most=most)
     around = [(max(0, seam - WIDEST // 2), min(len(order), seam + WIDEST // 2)) for seam in seams]
     order = improved(steps, order, around, most=most)
-    judge = Evaluator(problem, program)
+    judge = Evaluator(problem, program, steps.step)
     flags = np.full(problem.n_storages, KEEP, dtype=np.int8)
     before, _ = judge.quick(flags)
     after, _ = Evaluator(problem, order, judge.step).quick(flags)

@@ -9,20 +9,23 @@ ordered anew             a [b x c g f] h          if the evaluator finds it no w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
+import numba
 import numpy as np
 
 from magis.ir import Op
+from magis.schedule.dynamic import WIDEST
 from magis.schedule.stretches import MOST, Steps, cuts, improved, lives_of
-from magis.schedule.waists import OUTSIDE, Precedence
+from magis.schedule.waists import OUTSIDE, Precedence, turned
+from magis.simulate.arrays import Step
 from magis.simulate.compile import Compiled
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import KEEP
 from magis.simulate.grouping import Group
-from magis.simulate.problem import Int8s, Int32s, Int64s
+from magis.simulate.problem import Int8s, Int32s, Int64s, Problem
 
-__all__ = ["incremental_order", "interval", "rescheduled", "splice", "survivors"]
+__all__ = ["incremental_order", "intervals", "rescheduled", "splice", "survivors"]
 
 FURTHEST = 20
 """Nodes that the interval grows by on either side (PAPER)."""
@@ -30,46 +33,80 @@ ENOUGH = 4
 """It stops growing where a node has fewer beside it (PAPER), once they get more."""
 
 
-def splice(needs: Precedence, rank: Int64s) -> Int32s:
-    """A legal order by rank: positions in the old order; -1 for new nodes, which run as soon as what they need has run.
+def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
+    """A legal order by rank: of nodes that may run the one of least rank comes first, then that of least number.
 
-    Of nodes that may run the one of least rank comes first, then that of least number.
+    ``rank`` [v]: position in the old order, -1 for a new node. That one runs as soon as it can if what dies with it is
+    as large as what it makes, or if all shall be ``early``; else right before its first reader.
     """
+    needs = steps.needs
+    order = np.arange(len(rank))
+    after_ptr, after_idx = turned(needs)
+    placed = rank.copy()
+    for node in order[rank < 0][::-1].tolist():  # as late as may be
+        followers = after_idx[after_ptr[node] : after_ptr[node + 1]]
+        placed[node] = placed[followers].min(initial=len(rank))
+    for node in order[rank < 0].tolist():
+        before = placed[needs.before(node)].max(initial=-1)
+        if early or placed[node] == len(rank) or _frees(steps, node, placed):
+            placed[node] = before
+    return _by_rank(needs, after_ptr, after_idx, placed)
+
+
+def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
+    """Whether a new node lets go of as many bytes as it makes, where it stands between old ones."""
+    problem = steps.problem
+    freed = 0
+    for storage in problem.inputs(node).tolist():
+        others = [placed[other] for other in steps.released_by(storage) if other != node]
+        if not problem.to_end[storage] and max(others) < placed[node]:
+            freed += int(problem.nbytes[storage])
+    return freed >= int(problem.nbytes[problem.outputs(node)].sum())
+
+
+@numba.njit(cache=True)
+def _by_rank(needs: Precedence, after_ptr: Int32s, after_idx: Int32s, rank: Int64s) -> Int32s:
     nodes = len(rank)
-    rank = rank.copy()
-    waits = np.diff(needs.ptr).tolist()
-    after: list[list[int]] = [[] for _ in range(nodes)]
-    for node in range(nodes):
-        before = needs.before(node).tolist()
-        for other in before:
-            after[other].append(node)
-        if rank[node] < 0 and before:  # numbers follow program order: those before it have their ranks
-            rank[node] = max(int(rank[other]) for other in before)
-    ranks = rank.tolist()
-    ready = [(ranks[node], node) for node in range(nodes) if not waits[node]]
+    waits = needs.ptr[1:] - needs.ptr[:-1]
+    order = np.empty(nodes, dtype=np.int32)
+    key = rank * nodes + np.arange(nodes)
+    ready = [key[node] for node in range(nodes) if waits[node] == 0]
     heapq.heapify(ready)
-    order = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for other in after[node]:
+    for place in range(nodes):
+        node = heapq.heappop(ready) % nodes
+        order[place] = node
+        for k in range(after_ptr[node], after_ptr[node + 1]):
+            other = after_idx[k]
             waits[other] -= 1
-            if not waits[other]:
-                heapq.heappush(ready, (ranks[other], other))
-    return np.array(order, dtype=np.int32)
+            if waits[other] == 0:
+                heapq.heappush(ready, key[other])
+    return order
 
 
-def interval(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> tuple[int, int]:
-    """Positions from the first touched node to behind the last, extended on both sides to where the step is narrow."""
+def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list[tuple[int, int]]:
+    """Positions from each touched node to behind it, extended on both sides to where the step is narrow; those that
+    are closer to each other than a stretch is wide are joined.
+
+    The paper takes all from the first to the last touched node, which is most of a step where a rewrite changes
+    a part of the forward pass and of the backward pass.
+    """
     position = np.empty(len(order), dtype=np.int64)
     position[order] = np.arange(len(order))
-    places = [int(position[node]) for node in touched]
-    beside = narrowness[order].tolist()
-    low = _narrow(beside, min(places) - 1, -1)  # runs before the interval
-    return low + 1, _narrow(beside, max(places), 1) + 1
+    beside = narrowness[order]
+    found: list[tuple[int, int]] = []
+    for place in sorted(int(position[node]) for node in touched):
+        if found and place < found[-1][1]:
+            continue
+        low = _narrow(beside, place - 1, -1) + 1  # behind what runs before the interval
+        high = _narrow(beside, place, 1) + 1
+        if found and low - found[-1][1] < WIDEST:
+            low, _ = found.pop()
+        found.append((low, high))
+    return found
 
 
-def _narrow(beside: Sequence[int], at: int, step: int) -> int:
+@numba.njit(cache=True)
+def _narrow(beside: Int64s, at: int, step: int) -> int:
     """The narrowest position on the way from ``at``; the end of the order is narrow."""
     best = at
     for _ in range(FURTHEST):
@@ -86,16 +123,16 @@ def _narrow(beside: Sequence[int], at: int, step: int) -> int:
 
 
 def incremental_order(
-    evaluator: Evaluator, flags: Int8s, touched: Sequence[int], *, steps: Steps | None = None, most: int = MOST
+    evaluator: Evaluator, flags: Int8s, touched: Collection[int], *, steps: Steps | None = None, most: int = MOST
 ) -> Int32s:
     """The evaluator's order with the interval around touched nodes ordered anew; never with a higher peak."""
     if not len(touched):
         return evaluator.order
     problem = evaluator.problem
-    steps = Steps(problem) if steps is None else steps
+    steps = Steps(problem, evaluator.step) if steps is None else steps
     before, _ = evaluator.quick(flags)
-    low, high = interval(steps.narrowness, evaluator.order, touched)
-    stretches = cuts(steps.narrowness, evaluator.order, low, high)
+    found = intervals(steps.narrowness, evaluator.order, touched)
+    stretches = [each for low, high in found for each in cuts(steps.narrowness, evaluator.order, low, high)]
     order = improved(steps, evaluator.order, stretches, lives_of(evaluator), most)
     if np.array_equal(order, evaluator.order):
         return evaluator.order
@@ -122,12 +159,15 @@ def _op_name(op: Op) -> tuple[object, ...]:
 
 
 def rescheduled(
-    old: Compiled, order: Int32s, new: Compiled, flags: Int8s | None = None, *, most: int = MOST
+    problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: Step | None = None, most: int = MOST
 ) -> tuple[Int32s, Int32s]:
-    """For a rewritten graph the old order spliced, and that ordered anew around the rewrite."""
-    steps = Steps(new.problem)
-    rank = survivors(old, order, new)
-    spliced = splice(steps.needs, rank)
-    touched = np.flatnonzero(rank < 0).tolist()
-    flags = np.full(new.problem.n_storages, KEEP, dtype=np.int8) if flags is None else flags
-    return spliced, incremental_order(Evaluator(new.problem, spliced), flags, touched, steps=steps, most=most)
+    """For a rewritten step the better splice (``rank`` as there), and that ordered anew around new nodes."""
+    steps = Steps(problem, step)
+    flags = np.full(problem.n_storages, KEEP, dtype=np.int8) if flags is None else flags
+    judges = [Evaluator(problem, splice(steps, rank, early=early), steps.step) for early in (False, True)]
+    judge = min(judges, key=lambda each: each.quick(flags)[0])
+    new = np.flatnonzero(rank < 0).tolist()
+    after_ptr, after_idx = turned(steps.needs)
+    touched = {*new, *(int(other) for node in new for other in steps.needs.before(node))}
+    touched.update(int(other) for node in new for other in after_idx[after_ptr[node] : after_ptr[node + 1]])
+    return judge.order, incremental_order(judge, flags, touched, steps=steps, most=most)

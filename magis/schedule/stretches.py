@@ -9,6 +9,7 @@ import numpy as np
 
 from magis.schedule.dynamic import WIDEST, Stretch, best_order
 from magis.schedule.waists import Precedence, Waists, precedence, waists
+from magis.simulate.arrays import Step, make_step
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int32s, Int64s, Problem
 
@@ -23,8 +24,9 @@ LEAST = 20
 class Steps:
     """A problem as scheduling looks at it; its parts are worked out when first asked for."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, step: Step | None = None) -> None:
         self.problem = problem
+        self.step = make_step(problem) if step is None else step
 
     @cached_property
     def needs(self) -> Precedence:
@@ -41,18 +43,12 @@ class Steps:
     @cached_property
     def triggers(self) -> list[list[int]]:
         """[b] nodes that each block waits for: last writers of what it reads, readers of what it writes."""
-        problem = self.problem
-        readers: list[list[int]] = [[] for _ in range(problem.n_written)]
-        for node in np.flatnonzero(np.diff(problem.pread_ptr)).tolist():
-            for persistent in problem.preads(node).tolist():
-                readers[persistent].append(node)
-        found = []
-        for block in range(problem.n_blocks):
-            waits = set(problem.last_write[problem.block_inputs(block)].tolist())
-            for persistent in problem.block_writes(block).tolist():
-                waits.update(readers[persistent])
-            found.append(sorted(waits))
-        return found
+        after_ptr, after_idx = self.step.blk_after_ptr.tolist(), self.step.blk_after_idx.tolist()
+        in_ptr, writers = self.step.blk_in_ptr.tolist(), self.problem.last_write[self.problem.blk_in_idx].tolist()
+        return [
+            sorted({*after_idx[after_ptr[b] : after_ptr[b + 1]], *writers[in_ptr[b] : in_ptr[b + 1]]})
+            for b in range(self.problem.n_blocks)
+        ]
 
     @cached_property
     def fires(self) -> dict[int, list[int]]:
@@ -67,28 +63,25 @@ class Steps:
     def holders(self) -> dict[int, list[int]]:
         """Storage -> blocks that read it."""
         found: dict[int, list[int]] = {}
-        for block in range(self.problem.n_blocks):
-            for storage in self.problem.block_inputs(block).tolist():
-                found.setdefault(storage, []).append(block)
+        blocks = np.repeat(np.arange(self.problem.n_blocks), np.diff(self.problem.blk_in_ptr))
+        for block, storage in zip(blocks.tolist(), self.problem.blk_in_idx.tolist(), strict=True):
+            found.setdefault(storage, []).append(block)
         return found
 
     @cached_property
-    def readers(self) -> list[list[int]]:
-        """[s] nodes that make, read or write it."""
-        found: list[list[int]] = [[] for _ in range(self.problem.n_storages)]
-        for storage, node in enumerate(self.problem.producer.tolist()):
-            found[storage].append(node)
-        nodes = np.repeat(np.arange(self.problem.n_nodes), np.diff(self.problem.in_ptr)).tolist()
-        for node, storage in zip(nodes, self.problem.in_idx.tolist(), strict=True):
-            found[storage].append(node)
-        return found
+    def _readers(self) -> tuple[Int32s, Int32s]:
+        """Rows: nodes that read or write a storage made before."""
+        problem = self.problem
+        nodes = np.repeat(np.arange(problem.n_nodes, dtype=np.int32), np.diff(problem.in_ptr))
+        ptr = np.zeros(problem.n_storages + 1, dtype=np.int32)
+        ptr[1:] = np.cumsum(np.bincount(problem.in_idx, minlength=problem.n_storages))
+        return ptr, nodes[np.argsort(problem.in_idx, kind="stable")]
 
     def released_by(self, storage: int) -> list[int]:
         """Nodes after all of which a storage is gone."""
-        blocks = self.holders.get(storage)
-        if blocks is None:
-            return self.readers[storage]
-        return [*self.readers[storage], *(node for block in blocks for node in self.triggers[block])]
+        ptr, idx = self._readers
+        touch = [int(self.problem.producer[storage]), *idx[ptr[storage] : ptr[storage + 1]].tolist()]
+        return touch + [node for block in self.holders.get(storage, ()) for node in self.triggers[block]]
 
 
 Lives = dict[int, int]
@@ -193,11 +186,10 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
     reuse_ptr, reuse_idx = _rows(reuses)
     fire_ptr, fire_idx = _rows(fires)
     blk_ptr, blk_idx = _rows([[found for found, may_die in row if may_die] for row in inputs])
-    out_bytes = [int(problem.nbytes[problem.outputs(node)].sum()) for node in nodes]
     return Stretch(
         before=_numbers(before),
-        out_bytes=_numbers(out_bytes),
-        ws=problem.node_ws[nodes],
+        out_bytes=steps.step.out_bytes[nodes],
+        ws=steps.step.ws[0, nodes],
         kill_ptr=kill_ptr,
         kill_idx=kill_idx,
         reuse_ptr=reuse_ptr,

@@ -17,7 +17,7 @@ import numpy as np
 
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
-__all__ = ["NARROW", "OUTSIDE", "Precedence", "Waists", "core", "in_parts", "precedence", "waists"]
+__all__ = ["NARROW", "OUTSIDE", "Precedence", "Waists", "core", "in_parts", "precedence", "turned", "waists"]
 
 NARROW = 1
 """A waist has at most so many nodes beside it (PAPER)."""
@@ -60,6 +60,14 @@ def precedence(problem: Problem) -> Precedence:
     after, before = np.divmod(pairs, max(1, problem.n_nodes))
     ptr = np.searchsorted(after, np.arange(problem.n_nodes + 1)).astype(np.int32)
     return Precedence(ptr, before.astype(np.int32))
+
+
+def turned(needs: Precedence) -> tuple[Int32s, Int32s]:
+    """The same the other way: ``ptr``, ``idx`` of the nodes that must come after node v."""
+    nodes = np.repeat(np.arange(len(needs.ptr) - 1, dtype=np.int32), np.diff(needs.ptr))
+    ptr = np.zeros(len(needs.ptr), dtype=np.int32)
+    ptr[1:] = np.cumsum(np.bincount(needs.idx, minlength=len(needs.ptr) - 1))
+    return ptr, nodes[np.argsort(needs.idx, kind="stable")]
 
 
 def waists(needs: Precedence, counted: Bools | None = None) -> Waists:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from magis.schedule.dynamic import best_order, floor_of, peak_of
 from magis.schedule.full import full_order
-from magis.schedule.incremental import incremental_order, interval, splice
+from magis.schedule.incremental import incremental_order, intervals, splice
 from magis.schedule.stretches import Steps, cuts, stretch
 from magis.schedule.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
 from magis.simulate.evaluator import Evaluator, check_order
@@ -209,10 +209,10 @@ def test_a_splice_keeps_the_old_order_where_it_can(problem: Problem, seed: int) 
     old = random_order(problem, rng)
     rank = np.empty(problem.n_nodes, dtype=np.int64)
     rank[old] = np.arange(problem.n_nodes)
-    needs = precedence(problem)
-    assert splice(needs, rank).tolist() == old.tolist()
+    steps = Steps(problem)
+    assert splice(steps, rank).tolist() == old.tolist()
     rank[rng.random(problem.n_nodes) < 0.3] = -1
-    check_order(problem, splice(needs, rank))
+    check_order(problem, splice(steps, rank))
 
 
 def test_nothing_outside_of_the_waists_moves() -> None:
@@ -227,7 +227,7 @@ def test_nothing_outside_of_the_waists_moves() -> None:
     problem = chained(*edges, sizes=tuple(sizes))
     steps = Steps(problem)
     assert np.flatnonzero(steps.narrowness == 0).tolist() == [0, 5, 10, 15]
-    assert interval(steps.narrowness, program(problem), [7, 8]) == (6, 11)
+    assert intervals(steps.narrowness, program(problem), [7, 8]) == [(6, 11)]
     found = incremental_order(Evaluator(problem, program(problem)), keep(problem), [7, 8], steps=steps)
     assert found.tolist()[:6] == [0, 1, 2, 3, 4, 5]
     assert found.tolist()[6:11] == [6, 8, 7, 9, 10]
@@ -236,7 +236,10 @@ def test_nothing_outside_of_the_waists_moves() -> None:
 
 def test_a_wide_step_is_not_searched_for_ever() -> None:
     """No waist for a long way: the interval ends where it was narrowest."""
-    wide = np.full(101, 50)
+    wide = np.full(201, 50)
     wide[33] = 7
-    assert interval(wide, np.arange(101, dtype=np.int32), [50]) == (34, 51)
-    assert interval(wide, np.arange(101, dtype=np.int32), [95]) == (95, 101)
+    order = np.arange(201, dtype=np.int32)
+    assert intervals(wide, order, [50]) == [(34, 51)]
+    assert intervals(wide, order, [195]) == [(195, 201)]
+    assert intervals(wide, order, [50, 70]) == [(34, 71)]
+    assert intervals(wide, order, [50, 195]) == [(34, 51), (195, 201)]
