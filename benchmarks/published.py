@@ -1,13 +1,14 @@
 """The published search (magis.search.published) beside the figures of the paper, on simulated devices.
 
     python benchmarks/published.py [name or glob ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000]
-        [--most 100] [--preset paper] [--device sim:rtx3090] [--output FILE] [--note FILE]
+        [--most 100] [--program-order] [--preset paper] [--device sim:rtx3090] [--output FILE] [--note FILE]
     python benchmarks/published.py [name or glob ...] --split [--preset paper] [--device sim:rtx3090]
 
 A row per model and limit: what the paper reached, what our implementation of its search reaches, and the difference.
 Peak ratios are to eager's simulated peak, latencies to eager's simulated latency. The budget is a number of simulated
 states; the seconds depend on the machine. The text of --note is put below the table. With --split there is no search:
-the largest candidate of each model's F-Tree alone, in 2, 4, ... parts.
+the largest candidate of each model's F-Tree alone, in 2, 4, ... parts. With --program-order a state with new loops
+starts from program order: the search without incremental scheduling.
 """
 
 from __future__ import annotations
@@ -81,14 +82,17 @@ class Row:
         )
 
 
-def searched(subject: Subject, graph: Graph, limit: str, states: int, most: int | None, *, memory: bool) -> Row:
+def searched(
+    subject: Subject, graph: Graph, limit: str, states: int, most: int | None, *, memory: bool, incremental: bool
+) -> Row:
     """One cell of the table."""
     original_ns = subject.latency_ns(subject.captured.graph)
     original = subject.original.peak_bytes
     ratio = Fraction(limit)
     goal = Goal(memory_limit=int(ratio * original)) if memory else Goal(latency_limit_ns=int(ratio * original_ns))
     started = time.perf_counter()
-    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states, most=most)
+    reuse = subject.source.reuse
+    found = published(graph, subject.roofline, goal, reuse=reuse, states=states, most=most, incremental=incremental)
     return Row(
         model=subject.source.name,
         limit=limit,
@@ -141,6 +145,7 @@ def main() -> None:
     parser.add_argument("--memory", nargs="*", default=["0.8", "0.4"])
     parser.add_argument("--states", type=int, default=STATES)
     parser.add_argument("--most", type=int, help="tensors tried per expanded state; all hot-spots if left out")
+    parser.add_argument("--program-order", action="store_true", help="no incremental scheduling of new loops")
     parser.add_argument("--preset", default="paper", choices=PRESETS)
     parser.add_argument("--device", default="sim:rtx3090")
     parser.add_argument("--split", action="store_true", help="no search: the largest candidate alone")
@@ -157,6 +162,7 @@ def main() -> None:
         f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
         f"# python benchmarks/published.py, device {arguments.device}, {arguments.preset}, {arguments.states} states",
         f"# tensors tried per expanded state: {'all hot-spots' if arguments.most is None else arguments.most}",
+        f"# new loops: {'in program order' if arguments.program_order else 'scheduled incrementally'}",
         "# paper, ours: peak ratio at a latency limit, latency overhead at a memory limit; start: peak ratio of the",
         "# step as it is; made: children generated; popped: states expanded",
         HEAD,
@@ -171,7 +177,11 @@ def main() -> None:
                 subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
                 subjects[name] = subject, untangle(subject.normal)
             subject, graph = subjects[name]
-            rows.append(searched(subject, graph, limit, arguments.states, arguments.most, memory=memory))
+            row = searched(
+                subject, graph, limit, arguments.states, arguments.most,
+                memory=memory, incremental=not arguments.program_order,
+            )  # fmt: skip
+            rows.append(row)
             print(rows[-1].text(), flush=True)
             if arguments.output is not None:
                 note = [arguments.note.read_text(encoding="utf-8")] if arguments.note is not None else []

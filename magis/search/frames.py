@@ -17,6 +17,7 @@ from magis.errors import VerifyError
 from magis.ir import Graph, Loop
 from magis.rewrite.realize import realize
 from magis.search.moves import giving_back, hot, saving
+from magis.simulate.arrays import Step
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand
 from magis.simulate.events import KEEP, SWAP
@@ -123,17 +124,24 @@ def judge(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Fi
     return _judged(level, decisions, order)[0]
 
 
+def filled(level: Frame, decisions: Decisions) -> Step:
+    """The evaluator's arrays of a level, with what its loops cost under these decisions."""
+    step = level.evaluator.step
+    if not level.inner:
+        return step
+    ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
+    for node, other in level.inner:
+        figures = judge(other, decisions)
+        ns[:, node] = other.parts * figures.latency_ns
+        ws[:, node] = figures.peak
+        tensor[:, node] = figures.tensor_peak
+    return step._replace(ns=ns, ws=ws, tensor=tensor)
+
+
 def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
     evaluator = level.evaluator
     if level.inner:
-        inner = [(node, other.parts, judge(other, decisions)) for node, other in level.inner]
-        step = evaluator.step
-        ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
-        for node, parts, figures in inner:
-            ns[:, node] = parts * figures.latency_ns
-            ws[:, node] = figures.peak
-            tensor[:, node] = figures.tensor_peak
-        step = step._replace(ns=ns, ws=ws, tensor=tensor)
+        step = filled(level, decisions)
         evaluator = Evaluator(evaluator.problem, evaluator.order if order is None else order, step)
     elif order is not None:
         evaluator = Evaluator(evaluator.problem, order, evaluator.step)

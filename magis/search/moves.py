@@ -8,13 +8,16 @@ to be made again too. So plans come from minimum cuts first, and the moves here 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
+from magis.schedule.wide import wide_orders
 from magis.schedule.window import window_orders
 from magis.search.judge import Goal, Judge, Plan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Bools, Int8s, Int64s, Problem
+from magis.simulate.problem import Bools, Int8s, Int32s, Int64s, Problem
 
 __all__ = ["alternatives", "climb", "giving_back", "hot", "relink", "reordered", "saving"]
 
@@ -99,20 +102,25 @@ def climb(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool, most: int =
 
 
 def reordered(judge: Judge, plan: Plan) -> Plan:
-    """Lower the peak of a plan by other orders of windows around it, as long as one does."""
-    better = True
-    while better:
-        better = False
-        judge.use(plan.order)
-        judge.look(plan.flags)
-        for order in list(window_orders(judge.evaluator)):
-            judge.use(order)
-            child = judge.plan(plan.flags)
-            if child.peak < plan.peak:
-                plan, better = child, True
-                break
+    """Lower the peak of a plan by other orders around it, of windows or else of wide stretches, as long as one does."""
+    child: Plan | None = plan
+    while child is not None:
+        plan = child
+        child = _lower(judge, plan, window_orders) or _lower(judge, plan, wide_orders)
     judge.use(plan.order)
     return plan
+
+
+def _lower(judge: Judge, plan: Plan, orders: Callable[[Evaluator], Iterator[Int32s]]) -> Plan | None:
+    """The plan on the first of other orders that lowers its peak."""
+    judge.use(plan.order)
+    judge.look(plan.flags)
+    for order in list(orders(judge.evaluator)):
+        judge.use(order)
+        child = judge.plan(plan.flags)
+        if child.peak < plan.peak:
+            return child
+    return None
 
 
 def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:

@@ -25,6 +25,7 @@ from magis.rewrite.untangle import untangle
 from magis.search.frames import Frame, flags_of, frame, judge, look, realized
 from magis.search.judge import Goal
 from magis.search.published import Published, published
+from magis.simulate.evaluator import check_order
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.replay import replay
 from tests.fission.cutout import Outcome, differences, draw, in_float64, tensors_of
@@ -72,15 +73,15 @@ def found(memory: str = "", latency: str = "", states: int = STATES) -> Publishe
     return published(graph, costs(), goal, states=states)
 
 
-def check(tree: FTree, decisions: dict[int, int]) -> None:
+def check(tree: FTree, decisions: dict[int, int], order: np.ndarray | None = None) -> None:
     """The realized graph is sound, computes the same, and takes the bytes that the search was promised."""
     graph, _ = step()
     level = framed(tree)
-    made = realized(level, decisions)
+    made = realized(level, decisions, order)
     verify(made)
     verify_fission(level.compiled.graph, graph)
     profile = replay(made, costs().workspace, rounding=costs().rounding)
-    figures = judge(level, decisions)
+    figures = judge(level, decisions, order)
     assert (profile.peak_bytes, profile.tensor_bytes) == (figures.peak, figures.tensor_peak)
     memory = draw(graph, 0)
     assert differences(ran(graph, memory, graph.outputs), ran(made, memory, graph.outputs), graph) == []
@@ -161,9 +162,21 @@ def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
     result = found(**limit)
     assert result.states <= STATES
     assert result.states + result.filtered + result.refused == result.generated + 1
-    check(result.best.tree, dict(result.best.decided))
-    level = framed(result.best.tree)
-    assert judge(level, dict(result.best.decided), None) == result.figures or result.best.order is not None
+    order = None if result.best.order is None else np.array(result.best.order, dtype=np.int32)
+    check(result.best.tree, dict(result.best.decided), order)
+    assert judge(framed(result.best.tree), dict(result.best.decided), order) == result.figures
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: bool) -> None:
+    graph, _ = step()
+    _, latency_ns = start()
+    result = published(graph, costs(), Goal(None, 6 * latency_ns), states=STATES, incremental=incremental)
+    assert result.loops
+    assert (result.best.order is not None) >= incremental  # windows make orders, too
+    if incremental:
+        level = framed(result.best.tree)
+        check_order(level.compiled.problem, np.array(result.best.order, dtype=np.int32))
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

@@ -1,0 +1,234 @@
+"""Cutting orders into stretches, and ordering them one after another: what full and incremental scheduling share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from magis.schedule.dynamic import WIDEST, Stretch, best_order
+from magis.schedule.waists import Precedence, Waists, precedence, waists
+from magis.simulate.arrays import Step, make_step
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.problem import Int32s, Int64s, Problem
+
+__all__ = ["MOST", "Lives", "Steps", "cuts", "improved", "lives_of"]
+
+MOST = 2048
+"""Sets of nodes that a layer of the dynamic program keeps."""
+LEAST = 20
+"""Nodes of a stretch, if more follow: cutting earlier saves little."""
+
+
+class Steps:
+    """A problem as scheduling looks at it; its parts are worked out when first asked for."""
+
+    def __init__(self, problem: Problem, step: Step | None = None) -> None:
+        self.problem = problem
+        self.step = make_step(problem) if step is None else step
+
+    @cached_property
+    def needs(self) -> Precedence:
+        return precedence(self.problem)
+
+    @cached_property
+    def waists(self) -> Waists:
+        return waists(self.needs)
+
+    @cached_property
+    def narrowness(self) -> Int64s:
+        return self.waists.narrowness()
+
+    @cached_property
+    def triggers(self) -> list[list[int]]:
+        """[b] nodes that each block waits for: last writers of what it reads, readers of what it writes."""
+        after_ptr, after_idx = self.step.blk_after_ptr.tolist(), self.step.blk_after_idx.tolist()
+        in_ptr, writers = self.step.blk_in_ptr.tolist(), self.problem.last_write[self.problem.blk_in_idx].tolist()
+        return [
+            sorted({*after_idx[after_ptr[b] : after_ptr[b + 1]], *writers[in_ptr[b] : in_ptr[b + 1]]})
+            for b in range(self.problem.n_blocks)
+        ]
+
+    @cached_property
+    def fires(self) -> dict[int, list[int]]:
+        """Node -> blocks that wait for it."""
+        found: dict[int, list[int]] = {}
+        for block, nodes in enumerate(self.triggers):
+            for node in nodes:
+                found.setdefault(node, []).append(block)
+        return found
+
+    @cached_property
+    def holders(self) -> dict[int, list[int]]:
+        """Storage -> blocks that read it."""
+        found: dict[int, list[int]] = {}
+        blocks = np.repeat(np.arange(self.problem.n_blocks), np.diff(self.problem.blk_in_ptr))
+        for block, storage in zip(blocks.tolist(), self.problem.blk_in_idx.tolist(), strict=True):
+            found.setdefault(storage, []).append(block)
+        return found
+
+    @cached_property
+    def _readers(self) -> tuple[Int32s, Int32s]:
+        """Rows: nodes that read or write a storage made before."""
+        problem = self.problem
+        nodes = np.repeat(np.arange(problem.n_nodes, dtype=np.int32), np.diff(problem.in_ptr))
+        ptr = np.zeros(problem.n_storages + 1, dtype=np.int32)
+        ptr[1:] = np.cumsum(np.bincount(problem.in_idx, minlength=problem.n_storages))
+        return ptr, nodes[np.argsort(problem.in_idx, kind="stable")]
+
+    def released_by(self, storage: int) -> list[int]:
+        """Nodes after all of which a storage is gone."""
+        ptr, idx = self._readers
+        touch = [int(self.problem.producer[storage]), *idx[ptr[storage] : ptr[storage + 1]].tolist()]
+        return touch + [node for block in self.holders.get(storage, ()) for node in self.triggers[block]]
+
+
+Lives = dict[int, int]
+"""Storage -> last position in an order at which its first copy is used; of those alone that a plan drops or swaps."""
+
+
+def lives_of(evaluator: Evaluator) -> Lives:
+    """Of the plan judged last."""
+    short = evaluator.recomputed() | evaluator.swapped()
+    if not short.any():
+        return {}
+    runs = evaluator.runs
+    placed = np.cumsum((runs & 1) == 0) - 1  # position of the node that runs last up to each run
+    _, death = evaluator.lifetimes()
+    return {s: int(placed[max(0, int(death[0, s]))]) for s in np.flatnonzero(short).tolist()}
+
+
+def cuts(narrowness: Int64s, order: Int32s, low: int, high: int) -> list[tuple[int, int]]:
+    """Stretches of the positions from ``low`` to ``high``, cut behind the narrowest nodes."""
+    found = []
+    while high - low > WIDEST:
+        here = narrowness[order[low + LEAST - 1 : low + WIDEST]]
+        end = low + WIDEST - int(np.argmin(here[::-1]))  # the last of the narrowest
+        found.append((low, end))
+        low = end
+    if high > low:
+        found.append((low, high))
+    return found
+
+
+def improved(
+    steps: Steps, order: Int32s, stretches: list[tuple[int, int]], lives: Lives | None = None, most: int = MOST
+) -> Int32s:
+    """The order with the nodes of each stretch in their best order."""
+    order = order.copy()
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    for low, high in stretches:
+        if high - low < 2:
+            continue
+        found = best_order(stretch(steps, order, position, low, high, lives or {}), most)
+        order[low:high] = order[low:high][found]
+        position[order[low:high]] = np.arange(low, high)
+    return order
+
+
+def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, lives: Lives) -> Stretch:
+    """The nodes at the positions from ``low`` to ``high`` as the dynamic program wants them.
+
+    Of a storage that leaves and comes back, what uses its later copy sees a storage of its own, which is there from the
+    beginning; that it is made again, and when, is for the evaluator to judge.
+    """
+    problem = steps.problem
+    nodes = order[low:high].tolist()
+    to_end = problem.to_end
+    number: dict[tuple[int, bool], int] = {}  # of a storage, of its first or its later copy
+    maker: list[int] = []
+    dies: list[int] = []
+    held: list[int] = []
+    nbytes: list[int] = []
+
+    def copy_of(storage: int, at: int) -> tuple[int, bool]:
+        """Number of the copy that a node at a position uses, and whether it may die here."""
+        later = at > lives.get(storage, at)
+        if (storage, later) in number:
+            found = number[storage, later]
+            return found, dies[found] != 0
+        places = [int(position[node]) for node in steps.released_by(storage)]
+        if storage in lives:
+            places = [place for place in places if (place > lives[storage]) == later]
+        stays = bool(to_end[storage]) or max(places) >= high
+        made = int(position[problem.producer[storage]]) - low
+        number[storage, later] = len(nbytes)
+        maker.append(made if made >= 0 and not later else -1)
+        dies.append(0 if stays else _mask(places, low, high))
+        waits = [int(position[n]) for block in steps.holders.get(storage, ()) for n in steps.triggers[block]]
+        held.append(0 if stays else _mask(waits, low, high))
+        nbytes.append(int(problem.nbytes[storage]))
+        return len(nbytes) - 1, not stays
+
+    before: list[int] = []
+    kills: list[list[int]] = []
+    reuses: list[list[int]] = []
+    fires: list[list[int]] = []
+    blocks: dict[int, int] = {}
+    for at, node in enumerate(nodes, low):
+        before.append(_mask(position[steps.needs.before(node)].tolist(), low, high))
+        used = [*problem.inputs(node).tolist(), *problem.outputs(node).tolist()]
+        waiting = steps.fires.get(node, ())
+        for block in waiting:
+            used += problem.block_inputs(block).tolist()
+        copies = [copy_of(storage, at) for storage in dict.fromkeys(used)]
+        kills.append([found for found, may_die in copies if may_die])
+        taken = [copy_of(storage, at) for storage in problem.reuses(node).tolist()]
+        reuses.append([found for found, may_die in taken if may_die])
+        here = [block for block in waiting if max(int(position[n]) for n in steps.triggers[block]) < high]
+        fires.append([blocks.setdefault(block, len(blocks)) for block in sorted(here)])
+    fires = [sorted(row, key=list(blocks).__getitem__) for row in fires]
+    inputs = [[copy_of(s, high - 1) for s in problem.block_inputs(block).tolist()] for block in blocks]
+    triggers = [_mask([int(position[n]) for n in steps.triggers[block]], low, high) for block in blocks]
+    kill_ptr, kill_idx = _rows(kills)
+    reuse_ptr, reuse_idx = _rows(reuses)
+    fire_ptr, fire_idx = _rows(fires)
+    blk_ptr, blk_idx = _rows([[found for found, may_die in row if may_die] for row in inputs])
+    return Stretch(
+        before=_numbers(before),
+        out_bytes=steps.step.out_bytes[nodes],
+        ws=steps.step.ws[0, nodes],
+        kill_ptr=kill_ptr,
+        kill_idx=kill_idx,
+        reuse_ptr=reuse_ptr,
+        reuse_idx=reuse_idx,
+        fire_ptr=fire_ptr,
+        fire_idx=fire_idx,
+        maker=_numbers(maker),
+        dies=_numbers(dies),
+        held=_numbers(held),
+        nbytes=_numbers(nbytes),
+        trigger=_numbers(triggers),
+        blk_ptr=blk_ptr,
+        blk_idx=blk_idx,
+        blk_ws=problem.blk_ws[list(blocks)],
+        blk_late_ws=problem.blk_late_ws[list(blocks)],
+    )
+
+
+def _mask(places: list[int], low: int, high: int) -> int:
+    """The positions from ``low`` to ``high`` among these as a bit mask."""
+    mask = 0
+    for place in places:
+        if low <= place < high:
+            mask |= 1 << place - low
+    return mask
+
+
+def _rows(rows: list[list[int]]) -> tuple[Int32s, Int32s]:
+    ptr = np.zeros(len(rows) + 1, dtype=np.int32)
+    ptr[1:] = np.cumsum([len(row) for row in rows], dtype=np.int32)
+    return ptr, np.array([item for row in rows for item in row], dtype=np.int32)
+
+
+def _numbers(values: list[int]) -> Int64s:
+    return np.array(values, dtype=np.int64)
+
+
+def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], narrow: int) -> Iterator[int]:
+    """Where stretches meet that had to be cut at a wide place."""
+    for _, end in stretches[:-1]:
+        if narrowness[order[end - 1]] > narrow:
+            yield end

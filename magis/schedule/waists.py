@@ -1,0 +1,211 @@
+"""Narrow waists: nodes at which a step can be cut into parts that are ordered one after another (PAPER, Algorithm 2).
+
+    nw(v) = |V| - |ancestors of v| - |descendants of v| - 1
+
+is the number of nodes that may run before v as well as behind it. Where it is 0, every order runs what v needs, v, and
+then what needs v. Weight gradients need v and nobody needs them; constants are needed by v's descendants and need
+nothing. They would hide every waist of a training step, so that only the *core* counts here: nodes between the ends of
+the step's longest path. What hangs on the core goes with the part that it first can, or last must, run in.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from magis.simulate.problem import Bools, Int32s, Int64s, Problem
+
+__all__ = ["NARROW", "OUTSIDE", "Precedence", "Waists", "core", "in_parts", "precedence", "turned", "waists"]
+
+NARROW = 1
+"""A waist has at most so many nodes beside it (PAPER)."""
+OUTSIDE = 2**31
+"""More than any node has beside it."""
+WORD = 62
+"""Nodes per word of a bit set: words stay positive, compiled or not."""
+
+
+class Precedence(NamedTuple):
+    """The nodes that must precede node v: ``idx[ptr[v]:ptr[v + 1]]``, ascending, each once."""
+
+    ptr: Int32s
+    idx: Int32s
+
+    def before(self, node: int) -> Int32s:
+        return self.idx[self.ptr[node] : self.ptr[node + 1]]
+
+
+class Waists(NamedTuple):
+    """What cuts of a problem need to know."""
+
+    beside: Int64s
+    """[v] nodes of the core, v left out, that may run before as well as behind v."""
+    core: Bools
+    ancestors: Int64s
+    """[v, word] bit set."""
+
+    def narrowness(self) -> Int64s:
+        """[v] nw, OUTSIDE for nodes outside of the core: no cut there."""
+        return np.where(self.core, self.beside, OUTSIDE)
+
+
+def precedence(problem: Problem) -> Precedence:
+    """Data flow and order constraints."""
+    nodes = np.arange(problem.n_nodes)
+    after = np.concatenate([np.repeat(nodes, np.diff(problem.in_ptr)), np.repeat(nodes, np.diff(problem.extra_ptr))])
+    before = np.concatenate([problem.producer[problem.in_idx], problem.extra_idx])
+    pairs = np.unique(after.astype(np.int64) * problem.n_nodes + before)
+    after, before = np.divmod(pairs, max(1, problem.n_nodes))
+    ptr = np.searchsorted(after, np.arange(problem.n_nodes + 1)).astype(np.int32)
+    return Precedence(ptr, before.astype(np.int32))
+
+
+def turned(needs: Precedence) -> tuple[Int32s, Int32s]:
+    """The same the other way: ``ptr``, ``idx`` of the nodes that must come after node v."""
+    nodes = np.repeat(np.arange(len(needs.ptr) - 1, dtype=np.int32), np.diff(needs.ptr))
+    ptr = np.zeros(len(needs.ptr), dtype=np.int32)
+    ptr[1:] = np.cumsum(np.bincount(needs.idx, minlength=len(needs.ptr) - 1))
+    return ptr, nodes[np.argsort(needs.idx, kind="stable")]
+
+
+def waists(needs: Precedence, counted: Bools | None = None) -> Waists:
+    """The waists of a problem; ``counted`` in place of its core."""
+    counted = core(needs) if counted is None else counted
+    ancestors = _ancestors(needs)
+    return Waists(_beside(needs, ancestors, counted), counted, ancestors)
+
+
+@numba.njit(cache=True)
+def _ancestors(needs: Precedence) -> Int64s:
+    nodes = len(needs.ptr) - 1
+    words = (nodes + WORD - 1) // WORD
+    found = np.zeros((nodes, words), dtype=np.int64)
+    for node in range(nodes):
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            other = int(needs.idx[k])  # wide enough to shift by
+            for word in range(words):
+                found[node, word] |= found[other, word]
+            found[node, other // WORD] |= 1 << (other % WORD)
+    return found
+
+
+@numba.njit(cache=True)
+def _ones(word: int) -> int:
+    """Bits set in a word that is not negative."""
+    word -= word >> 1 & 0x5555555555555555
+    word = (word & 0x3333333333333333) + (word >> 2 & 0x3333333333333333)
+    word = word + (word >> 4) & 0x0F0F0F0F0F0F0F0F
+    word += word >> 8
+    word += word >> 16
+    word += word >> 32
+    return word & 0x7F
+
+
+@numba.njit(cache=True)
+def _beside(needs: Precedence, ancestors: Int64s, counted: Bools) -> Int64s:
+    nodes, words = ancestors.shape
+    mask = np.zeros(words, dtype=np.int64)
+    total = 0
+    for node in range(nodes):
+        if counted[node]:
+            mask[node // WORD] |= 1 << (node % WORD)
+            total += 1
+    descendants = np.zeros((nodes, words), dtype=np.int64)
+    beside = np.zeros(nodes, dtype=np.int64)
+    for node in range(nodes - 1, -1, -1):  # its own set is complete once all that come later are done
+        related = 0
+        for word in range(words):
+            related += _ones((ancestors[node, word] | descendants[node, word]) & mask[word])
+        beside[node] = total - related - (1 if counted[node] else 0)
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            other = needs.idx[k]
+            for word in range(words):
+                descendants[other, word] |= descendants[node, word]
+            descendants[other, node // WORD] |= 1 << (node % WORD)
+    return beside
+
+
+@numba.njit(cache=True)
+def core(needs: Precedence) -> Bools:
+    """[v] whether v lies between the ends of the longest path; of several the one that begins and ends first."""
+    nodes = len(needs.ptr) - 1
+    depth = np.zeros(nodes, dtype=np.int64)
+    start = np.arange(nodes)
+    end = 0
+    for node in range(nodes):
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            if depth[needs.idx[k]] >= depth[node]:
+                depth[node] = depth[needs.idx[k]] + 1
+                start[node] = start[needs.idx[k]]
+        if depth[node] > depth[end]:
+            end = node
+    behind = np.zeros(nodes, dtype=np.bool_)  # the start
+    ahead = np.zeros(nodes, dtype=np.bool_)  # of the end
+    if nodes:
+        behind[start[end]] = True
+        ahead[end] = True
+    for node in range(nodes):
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            behind[node] |= behind[needs.idx[k]]
+    for node in range(nodes - 1, -1, -1):
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            ahead[needs.idx[k]] |= ahead[node]
+    return behind & ahead
+
+
+def in_parts(needs: Precedence, found: Waists, order: Int32s) -> Int32s:
+    """The order with all that a waist needs before it, and what hangs on the core as said above; still legal."""
+    hangs = _hanging(needs, found.core)
+    part = _parts(needs, found.ancestors, found.core, hangs, found.beside <= NARROW)
+    return order[np.argsort(part[order], kind="stable")]
+
+
+@numba.njit(cache=True)
+def _hanging(needs: Precedence, core: Bools) -> Bools:
+    """[v] needs the core, and the core does not need it."""
+    hangs = np.zeros(len(core), dtype=np.bool_)
+    for node in range(len(core)):
+        if not core[node]:
+            for k in range(needs.ptr[node], needs.ptr[node + 1]):
+                hangs[node] |= core[needs.idx[k]] or hangs[needs.idx[k]]
+    return hangs
+
+
+@numba.njit(cache=True)
+def _parts(  # noqa: C901 (compiled, and plain: pass by pass)
+    needs: Precedence, ancestors: Int64s, core: Bools, hangs: Bools, narrow: Bools
+) -> Int64s:
+    """[v] number of the part: one for each of a chain of waists, and one for what comes behind the last."""
+    nodes = len(needs.ptr) - 1
+    parts = 0
+    last = -1
+    far = 1 << 62
+    part = np.full(nodes, far, dtype=np.int64)
+    for node in range(nodes):
+        chain = last < 0 or ancestors[node, last // WORD] >> (last % WORD) & 1
+        if core[node] and narrow[node] and chain:
+            part[node] = parts
+            parts += 1
+            last = node
+    for node in range(nodes - 1, -1, -1):
+        if hangs[node]:
+            continue
+        if core[node] and part[node] == far:
+            part[node] = parts  # needed by no waist
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            part[needs.idx[k]] = min(part[needs.idx[k]], part[node])
+    for node in range(nodes):
+        if hangs[node]:
+            part[node] = 0
+            for k in range(needs.ptr[node], needs.ptr[node + 1]):
+                if part[needs.idx[k]] < far:
+                    part[node] = max(part[node], part[needs.idx[k]])
+    for node in range(nodes - 1, -1, -1):  # constants that only such nodes need
+        if part[node] == far:
+            part[node] = parts
+        for k in range(needs.ptr[node], needs.ptr[node + 1]):
+            if not core[needs.idx[k]] and not hangs[needs.idx[k]]:
+                part[needs.idx[k]] = min(part[needs.idx[k]], part[node])
+    return part
