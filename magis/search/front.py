@@ -17,15 +17,12 @@ import numpy as np
 from magis.search.judge import Goal, Judge, Plan, SearchOver
 from magis.search.moves import climb, relink, reordered
 from magis.search.prices import CutModel, checkpoints, slide_prices
-from magis.search.propose import NO_SWAPS
+from magis.search.propose import NO_SWAPS, Proposer
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.events import DROP
 from magis.simulate.problem import Bools, Problem
 
-__all__ = ["BRIEF", "FULL", "Effort", "Front", "pareto", "spread", "sweep"]
-
-MOST_STATES = 60_000
-"""Of one sweep: what it keeps in memory grows with them."""
+__all__ = ["BODY", "BRIEF", "FULL", "Effort", "Front", "pareto", "spread", "sweep"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,19 @@ class Effort:
     """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
     polished: int = 64
     """Plans of the front whose neighbours and mixtures are judged."""
+    approaches: tuple[int, ...] = (16, 8, 4)
+    """Attempts to get below the leanest plan, by these shares of what is above the floor."""
+    states: int = 60_000
+    """At most: what a sweep keeps in memory grows with them."""
 
 
 MIXTURES = ((1, 4), (3, 4), (8, 8))
 """How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
 FULL = Effort()
-BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5)
+BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, approaches=(6,), states=15_000)
+"""For the step around a loop."""
+BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, approaches=(), states=15_000)
+"""For the body of a loop, whose leanest plans the step around it seldom wants."""
 
 
 class Costed(Protocol):
@@ -95,11 +99,13 @@ def spread(front: Sequence[C], count: int) -> list[C]:
 def sweep(problem: Problem, effort: Effort = FULL) -> Front:
     """The front of one step; deterministic."""
     floor = lower_bound(problem)
-    judge = Judge(problem, Goal(memory_limit=floor), MOST_STATES)
+    judge = Judge(problem, Goal(memory_limit=floor), effort.states)
     allow_swap = problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         for start in _orders(judge):
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
+        for share in effort.approaches:
+            _approach(judge, floor, share, allow_swap=allow_swap)
         for plan in spread(judge.front(), effort.polished):
             _climb(judge, plan, allow_swap=allow_swap)
         _mix(judge, spread(judge.front(), effort.polished), allow_swap=allow_swap)
@@ -127,6 +133,17 @@ def _slide(judge: Judge, start: Plan, floor: int, effort: Effort, *, allow_swap:
             slide_prices(judge, model, limits, rounds=effort.rounds, link_price=link_price, kept=kept)
 
 
+def _approach(judge: Judge, floor: int, share: int, *, allow_swap: bool) -> None:
+    """Proposals for one limit between the leanest plan and the floor, with prices that rise from nothing.
+
+    Prices that came down a long way rise without end where nothing can be gained any more, and hide what still can.
+    """
+    leanest = judge.front()[0]
+    limit = leanest.peak - (leanest.peak - floor) // share
+    make = Proposer(judge, allow_swap=allow_swap, brief=True)
+    make.mix(make.propose(leanest.order, limit, thorough=False), Goal(memory_limit=limit))
+
+
 def _climb(judge: Judge, plan: Plan, *, allow_swap: bool) -> None:
     """Neighbours of a plan that are faster at its peak, or leaner at its latency."""
     judge.use(plan.order)
@@ -140,9 +157,10 @@ def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
     for first, lean in enumerate(front):
         for distance, shares in MIXTURES:
             cheap = front[min(len(front) - 1, first + distance)]
-            if cheap.peak - lean.peak < max(1, apart) or not np.array_equal(cheap.order, lean.order):
+            if cheap.peak - lean.peak < max(1, apart):
                 continue
             judge.use(lean.order)
+            cheap = judge.plan(cheap.flags)  # it may come from another order
             for share in range(1, shares):
                 goal = Goal(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
                 mixed = relink(judge, goal, cheap, lean)

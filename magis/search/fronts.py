@@ -21,7 +21,7 @@ from magis.fission.region import Region
 from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
-from magis.search.front import BRIEF, Front, pareto, spread, sweep
+from magis.search.front import BODY, BRIEF, Front, pareto, spread, sweep
 from magis.search.judge import Goal, Judge, Plan, Wanted
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
@@ -33,6 +33,10 @@ SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
 BODIES = 8
 """Plans of a loop's body that are tried in the step around it."""
+
+
+AROUND = 32
+"""Plans of the step around a loop, of each sweep, that are tried for other bodies."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
-            swept = sweep(inner.compiled.problem, BRIEF)
+            swept = sweep(inner.compiled.problem, BODY)
             model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
@@ -157,7 +161,7 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
                 swept = sweep(outside, BRIEF)
-                around, states = [*around, *swept.plans], states + swept.states
+                around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
             found = _judged(outside, around)
             states += found.states
             points += [Point(here, plan, cut, body) for plan in found.plans]
