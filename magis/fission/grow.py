@@ -30,8 +30,8 @@ def grow(
 
     In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
     needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
-    parts can be had of what is there before the region begins. ``across`` follows the axis there, too: no region, but
-    what might be the beginning of one.
+    parts can be had of what is there before the region begins. ``across`` follows the axis there, too, and through
+    dropout, which is never cut but has the same elements behind it: no region, but what might be the beginning of one.
     """
     dag = dependency_graph(graph) if dag is None else dag
     state: dict[int, How] = dict(start)
@@ -52,9 +52,18 @@ def grow(
             made.update(op.made())
             outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
             state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
+        elif across and touched and op.random:
+            state.update(_kept(op, graph, state))
         elif any(p in cuts for p in before):
             behind.add(position)
     return cuts
+
+
+def _kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
+    """Results of an operator that look like an input whose cut is known."""
+    known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
+    shapes = {value: graph.values[value].shape for value in op.made()}
+    return {value: known[shape] for value, shape in shapes.items() if shape in known}
 
 
 def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[int]) -> Split | None:
