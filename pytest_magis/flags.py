@@ -42,6 +42,8 @@ OPTIONS = (
     Option("budget", "STATES", "work budget of the search, in states evaluated"),
     Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
     Option("seed", "N", "seed of models, batches and searches (default: 0)"),
+    Option("processes", "N", "processes that share each search with fission (default: 1); the result is the same"),
+    Option("resume", "DIR", "keep finished pieces of searches there, so that a run that was cut off goes on"),
     Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),

@@ -123,11 +123,14 @@ def prepare(config: pytest.Config) -> Gate:
     if not is_worker:
         check_writable(settings.csv)
         if settings.pareto is not None:
-            _check_directory(settings.pareto, [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")])
+            names = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
+            _check_directory("--magis-pareto", settings.pareto, names)
+        if settings.resume is not None:
+            _check_directory("--magis-resume", settings.resume, ["place.npz"])
     return Gate(settings, cases, fronts, baselines, columns, is_worker)
 
 
-def _check_directory(directory: Path, names: Iterable[str]) -> None:
+def _check_directory(flag: str, directory: Path, names: Iterable[str]) -> None:
     """Raise UsageError unless these files can be written there, once what is missing of the path is made."""
     try:
         there = next(path for path in (directory, *directory.parents) if path.exists())
@@ -135,7 +138,7 @@ def _check_directory(directory: Path, names: Iterable[str]) -> None:
             check_writable(there / (name if there == directory else f".{name}"))
     except (OSError, UsageError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(f"--magis-pareto: cannot write to {directory}: {reason}") from error
+        raise UsageError(f"{flag}: cannot write to {directory}: {reason}") from error
 
 
 def _take_node_ids(config: pytest.Config, *, only_gate: bool) -> list[str]:

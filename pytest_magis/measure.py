@@ -11,6 +11,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
+from pytest_magis.options import read_sharing
 
 if TYPE_CHECKING:
     from magis.api import Bench
@@ -121,7 +122,8 @@ def _bench(config: pytest.Config) -> Bench:
     from magis.api import Bench
 
     if _BENCH not in config.stash:
-        config.stash[_BENCH] = Bench()
+        processes, resume = read_sharing(config)
+        config.stash[_BENCH] = Bench(processes=processes, resume=resume)
     return config.stash[_BENCH]
 
 

@@ -19,7 +19,7 @@ from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = ["Settings", "read_settings"]
+__all__ = ["Settings", "read_settings", "read_sharing"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 PRESETS = ("small", "paper")
@@ -41,6 +41,10 @@ class Settings:
     csv: Path
     pareto: Path | None
     """Where fronts are written; None: they are not asked for."""
+    processes: int
+    """That share each search."""
+    resume: Path | None
+    """Where finished pieces of searches are kept; None: nowhere."""
     tolerances: Tolerances
     only_gate: bool
     """Models were named on the command line: without paths, nothing but the gate is collected."""
@@ -66,6 +70,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
     )
+    processes, resume = read_sharing(config)
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
@@ -79,7 +84,9 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         updates=frozenset() if ignored else updates,
         updates_ignored=ignored,
         csv=config.invocation_params.dir / (_scalar(config, "csv") or "results.csv"),
-        pareto=_pareto(config),
+        pareto=_folder(config, "pareto"),
+        processes=processes,
+        resume=resume,
         tolerances=Tolerances(
             memory=_tolerance(config, "memory-tolerance", Tolerances.memory),
             latency=_tolerance(config, "latency-tolerance", Tolerances.latency),
@@ -87,6 +94,11 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
+
+
+def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
+    """How many processes share each search, and where its finished pieces are kept."""
+    return _whole("processes", _scalar(config, "processes"), least=1) or 1, _folder(config, "resume")
 
 
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
@@ -199,12 +211,10 @@ def _usable(flag: str, directory: Path) -> Path:
     return directory
 
 
-def _pareto(config: pytest.Config) -> Path | None:
-    """The directory of the fronts; made when the first of them is written."""
-    given = _scalar(config, "pareto")
-    if given is None:
-        return None
-    return _usable("--magis-pareto", config.invocation_params.dir / given)
+def _folder(config: pytest.Config, name: str) -> Path | None:
+    """A directory that is made when something is written there; None if it was not given."""
+    given = _scalar(config, name)
+    return None if given is None else _usable(BY_NAME[name].flag, config.invocation_params.dir / given)
 
 
 def _given(config: pytest.Config) -> Iterator[tuple[str, str]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 
+from magis.api.sharing import Sharing
 from magis.api.subject import Source, Subject
 from magis.cost.devices import device_names
 from magis.errors import UsageError
@@ -18,9 +20,13 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Bench:
-    """Keeps the last subjects, so that cases of one model capture and measure the original once."""
+    """Keeps the last subjects, so that cases of one model capture and measure the original once.
 
-    def __init__(self) -> None:
+    ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
+    """
+
+    def __init__(self, *, processes: int = 1, resume: Path | None = None) -> None:
+        self._sharing = Sharing(processes, resume)
         self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
 
     def subject(self, case: Case) -> Subject:
@@ -38,7 +44,7 @@ class Bench:
     def keep(self, what: tuple[object, ...], source: Source) -> Subject:
         """The subject of a source; ``what`` tells sources of one name apart."""
         key = (*what, source.dtype, source.device, source.seed)
-        subject = self._subjects.pop(key, None) or Subject(source)
+        subject = self._subjects.pop(key, None) or Subject(source, self._sharing)
         self._subjects[key] = subject
         while len(self._subjects) > KEPT:
             self._subjects.popitem(last=False)

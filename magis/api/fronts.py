@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from magis.api.bench import Bench, default_device
 from magis.api.dividing import plan_of_level
@@ -32,21 +33,31 @@ def pareto(
     seed: int = 0,
     budget: int | None = None,
     points: int = POINTS,
+    processes: int = 1,
+    resume: Path | None = None,
     cache: Bench | None = None,
 ) -> ParetoFront:
     """Peak memory against latency of a training step, simulated: a registered model or "package.module:factory".
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
     the work of cutting the step into parts (states, as for cases). At most ``points`` plans are realized, evenly spread
-    over the peaks. Deterministic but for ``seconds``. Raises MagisError for what cannot be captured or asked for.
+    over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
+    ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
+    ``seconds``. Raises MagisError for what cannot be captured or asked for.
     """
-    for name, number, least in (("points", points, 2), ("budget", budget, 1), ("seed", seed, 0)):
+    for name, number, least in (
+        ("points", points, 2),
+        ("budget", budget, 1),
+        ("seed", seed, 0),
+        ("processes", processes, 1),
+    ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget)
-    return front_of(case, (Bench() if cache is None else cache).subject(case), points)
+    bench = Bench(processes=processes, resume=resume) if cache is None else cache
+    return front_of(case, bench.subject(case), points)
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:

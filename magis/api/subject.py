@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from magis.api.sharing import Sharing
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
 from magis.backend.timing import alone
@@ -31,6 +32,7 @@ from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
 
 ROUNDS_ALONE = 5
+ALONE = Sharing()
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Source:
 class Subject:
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, sharing: Sharing = ALONE) -> None:
         self._asked = source
+        self._share = sharing if sharing.needed else None
         self.simulated_only = source.device.startswith("sim:")
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._workspaces: dict[str, int] = {}
@@ -127,7 +130,7 @@ class Subject:
         known = self._fronts.get(wanted.budget)
         if known is not None:
             return known
-        found = divided_front(self.untangled, self.roofline, wanted, reuse=self.source.reuse)
+        found = divided_front(self.untangled, self.roofline, wanted, reuse=self.source.reuse, share=self._share)
         if not wanted.over():  # else it may be incomplete
             self._fronts[wanted.budget] = found
         return found

@@ -9,11 +9,16 @@ from pathlib import Path
 
 from magis.errors import UsageError
 
-__all__ = ["check_writable", "write_text_atomically"]
+__all__ = ["check_writable", "write_bytes_atomically", "write_text_atomically"]
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` (UTF-8): a reader sees the old file or the new one, never a part.
+    """As `write_bytes_atomically`, with text in UTF-8."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Replace the file `path` by `content`: a reader sees the old file or the new one, never a part.
 
     Links are followed, so that the file they name is replaced and the link stays. When anything goes wrong, an
     interrupt included, the old file is untouched and the temporary one is removed. Raises UsageError for a path that
@@ -24,8 +29,8 @@ def write_text_atomically(path: Path, text: str) -> None:
     try:
         _refuse_special(path, target)
         # "x" rather than mkstemp: the new file gets the permissions that any new file gets
-        with temporary.open("x", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        with temporary.open("xb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         if target.exists():

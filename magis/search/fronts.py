@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,12 +22,14 @@ from magis.fission.region import Region
 from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
-from magis.search.front import BODY, BRIEF, Front, pareto, spread, sweep
+from magis.search.front import BODY, BRIEF, Costed, Front, pareto, spread, sweep
 from magis.search.judge import Goal, Judge, Plan, Wanted
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
+from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Problem
 
+C_co = TypeVar("C_co", bound=Costed, covariant=True)
 PARTS = (2, 4, 8, 16, 32)
 PLACES = 8
 SCREENING = 100
@@ -86,46 +89,148 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
     return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
 
 
-def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> FissionFront:
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A step, in functional form and free of needless constraints, and where regions of it may begin: along which axis,
+    from which position on."""
+
+    graph: Graph
+    costs: Costs
+    reuse: bool
+    places: tuple[tuple[Axis, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """A point without its graphs: what another process, or a file, hands over."""
+
+    cut: Cut
+    plan: Plan
+    body: Plan
+
+    @property
+    def peak(self) -> int:
+        return self.plan.peak
+
+    @property
+    def latency_ns(self) -> int:
+        return self.plan.latency_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The front of one place, and the states evaluated for it."""
+
+    points: tuple[Finding, ...]
+    states: int
+
+
+class Share(Protocol):
+    """Has ``findings`` computed for places of a step, and hands them over in the order of the places."""
+
+    def __call__(self, work: Work, numbers: Sequence[int]) -> Iterator[Findings]: ...
+
+
+def divided_front(
+    graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool, share: Share | None = None
+) -> FissionFront:
     """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
     without any points where nothing can be cut.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
-    until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part.
+    until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part, nor does
+    it matter who computes the places.
     """
-    points: list[Point] = []
+    work = Work(graph, costs, reuse, tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES)))
+    numbers = range(len(work.places))
+    if share is not None:
+        found, spent = _until_spent(share(work, numbers), wanted)
+        return FissionFront(tuple(pareto(_restored(work, found))), spent)
+    points, spent = _until_spent((_place(work, number) for number in numbers), wanted)
+    return FissionFront(tuple(pareto(points)), spent)
+
+
+class Part(Protocol[C_co]):
+    """A front of some place, in either form."""
+
+    @property
+    def points(self) -> tuple[C_co, ...]: ...
+    @property
+    def states(self) -> int: ...
+
+
+def _until_spent(fronts: Iterator[Part[C_co]], wanted: Wanted) -> tuple[list[C_co], int]:
+    """What the places have, until a few times the budget of states is spent or the search is over."""
+    points: list[C_co] = []
     spent = 0
-    for number, (axis, at) in enumerate(_places(graph)):
-        if wanted.over() or spent > SCREENING * wanted.budget:
+    while not wanted.over() and spent <= SCREENING * wanted.budget:
+        front = next(fronts, None)
+        if front is None:
             break
-        cuts = suffix(graph, axis, at).cuts
-        if cuts:
-            region = connected(graph, cuts, 1)[0].cuts
-            found = place_front(list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse)))
-            points = pareto([*points, *found.points])
-            spent += found.states
-    return FissionFront(tuple(points), spent)
+        points, spent = pareto([*points, *front.points]), spent + front.states
+    return points, spent
 
 
-def _places(graph: Graph) -> Iterator[tuple[Axis, int]]:
-    """Where regions may begin, and the axis that they are cut along."""
-    for axis in axes(graph):
-        for at in places(graph, axis, PLACES):
-            yield axis, at
+def findings(work: Work, number: int) -> Findings:
+    """The front of one of a step's places."""
+    front = _place(work, number)
+    points = (
+        Finding(point.cut, point.plan, _plan(point.body.result))
+        for point in front.points
+        if point.cut is not None and point.body is not None
+    )
+    return Findings(tuple(points), front.states)
 
 
-def _levels(
-    graph: Graph, start: Cut, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
-) -> Iterator[tuple[Cut, Level]]:
+def _plan(result: SearchResult) -> Plan:
+    return Plan(result.order, result.flags, result.peak, result.latency_ns)
+
+
+def _place(work: Work, number: int) -> FissionFront:
+    start, cuts = _start(work, number)
+    return place_front(list(_levels(work, start, cuts))) if cuts else FissionFront((), 0)
+
+
+def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
+    """Where a place is, and what can be cut from there on."""
+    axis, at = work.places[number]
+    cuts = suffix(work.graph, axis, at).cuts
+    return Cut(at, 0, number), connected(work.graph, cuts, 1)[0].cuts if cuts else {}
+
+
+def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
+    """The points of findings; VerifyError if they are not of this step."""
+    for number in sorted({each.cut.number for each in found}):
+        ours = [each for each in found if each.cut.number == number]
+        start, cuts = _start(work, number)
+        for cut, here in _levels(work, start, cuts):
+            for each in ours:
+                if each.cut == cut and here.inner is not None:
+                    inner = here.inner.compiled.problem
+                    _check(inner, each.body)
+                    body = solution(here.inner, inner, _result(each.body), None)
+                    _check(with_body(here, body), each.plan)
+                    yield Point(here, each.plan, cut, body)
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """VerifyError unless the plan is one of this problem, with the costs that it claims."""
+    fits = (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages)
+    if not fits or Evaluator(problem, plan.order).quick(plan.flags) != (plan.peak, plan.latency_ns):
+        raise VerifyError("findings of another step were handed over", hint="delete the folder that they were kept in")
+
+
+def _levels(work: Work, start: Cut, cuts: Mapping[int, Split]) -> Iterator[tuple[Cut, Level]]:
     """The region as a loop, by rising numbers of parts."""
     first: Level | None = None
     for parts in numbers_of_parts(most_parts(cuts)):
         region = Region(cuts, parts)
         try:
             if first is None:
-                here = first = level(expand(graph, region, in_place=True), costs, reuse=reuse)
+                here = first = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
             else:
-                here = other_parts(first, reparted(graph, region, in_place=True), costs, reuse=reuse)
+                loop = reparted(work.graph, region, in_place=True)
+                here = other_parts(first, loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
         yield replace(start, parts=parts), here

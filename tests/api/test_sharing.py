@@ -1,0 +1,159 @@
+"""Searches shared among processes and kept in a folder: the same front, whoever found its pieces and when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import magis
+from magis.api.bench import Bench
+from magis.api.sharing import Sharing
+from magis.api.subject import Subject
+from magis.errors import UsageError, VerifyError
+from magis.results import Case
+from magis.search.fronts import Findings, FissionFront, Share, Work, divided_front, findings
+from magis.search.judge import Goal, Wanted
+
+BLOCKS = "tests.api.nets:blocks"
+WANTED = Wanted(Goal(memory_limit=0), 0)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Bench().subject(Case(BLOCKS, "magis", "sim:rtx3090", "small"))
+
+
+@pytest.fixture(scope="module")
+def alone(subject: Subject) -> FissionFront:
+    return front(subject, None)
+
+
+def front(subject: Subject, share: Share | None) -> FissionFront:
+    return divided_front(subject.untangled, subject.roofline, WANTED, reuse=True, share=share)
+
+
+@pytest.fixture(scope="module")
+def pieces(subject: Subject) -> list[Findings]:
+    """What every place has: computed once, so that tests of files are quick."""
+    found: list[Findings] = []
+
+    def computed(work: Work, number: int) -> Findings:
+        found.append(findings(work, number))
+        return found[number]
+
+    front(subject, lambda work, numbers: (computed(work, number) for number in numbers))
+    return found
+
+
+def kept(folder: Path, pieces: list[Findings]) -> Sharing:
+    return Sharing(folder=folder, compute=lambda _work, number: pieces[number])
+
+
+def same(one: FissionFront, other: FissionFront) -> bool:
+    if (one.states, len(one.points)) != (other.states, len(other.points)):
+        return False
+    return all(
+        (a.peak, a.latency_ns, a.cut) == (b.peak, b.latency_ns, b.cut)
+        and np.array_equal(a.plan.flags, b.plan.flags)
+        and np.array_equal(a.plan.order, b.plan.order)
+        and a.solution().peak == b.solution().peak
+        for a, b in zip(one.points, other.points, strict=True)
+    )
+
+
+def dying(work: Work, number: int) -> Findings:
+    """The second place takes its worker with it."""
+    if number == 1 and multiprocessing.parent_process() is not None:
+        os._exit(9)
+    return findings(work, number)
+
+
+def never(_work: Work, number: int) -> Findings:
+    raise AssertionError(f"place {number} was computed again")
+
+
+def test_two_processes_find_the_same_front(subject: Subject, alone: FissionFront) -> None:
+    assert alone.points
+    assert same(front(subject, Sharing(processes=2)), alone)
+
+
+def test_a_worker_that_dies_leaves_its_work_to_this_process(subject: Subject, alone: FissionFront) -> None:
+    with pytest.warns(RuntimeWarning, match="a worker process died"):
+        assert same(front(subject, Sharing(processes=2, compute=dying)), alone)
+
+
+def test_what_was_found_is_not_searched_again(
+    subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path
+) -> None:
+    folder = tmp_path / "made/when/needed"
+    assert same(front(subject, kept(folder, pieces)), alone)
+    assert same(front(subject, Sharing(folder=folder, compute=never)), alone)
+    assert [path.suffix for path in folder.iterdir()] == [".npz"] * len(pieces)
+
+
+def test_a_search_that_was_cut_off_goes_on(
+    subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path
+) -> None:
+    def failing(_work: Work, number: int) -> Findings:
+        if number == 2:
+            raise KeyboardInterrupt
+        return pieces[number]
+
+    def rest(_work: Work, number: int) -> Findings:
+        assert number >= 2
+        return pieces[number]
+
+    with pytest.raises(KeyboardInterrupt):
+        front(subject, Sharing(folder=tmp_path, compute=failing))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert same(front(subject, Sharing(folder=tmp_path, compute=rest)), alone)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "another kind", "flipped"])
+def test_a_damaged_file_is_made_again(
+    subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path, damage: str
+) -> None:
+    front(subject, kept(tmp_path, pieces))
+    path = max(tmp_path.iterdir(), key=lambda each: each.stat().st_size)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    kinds = {"cut short": whole[:-40], "emptied": b"", "another kind": b"PK but not much of it", "flipped": flipped}
+    path.write_bytes(kinds[damage])
+    with pytest.warns(RuntimeWarning, match=r"\.npz is damaged"):
+        assert same(front(subject, kept(tmp_path, pieces)), alone)
+    assert path.read_bytes() == whole
+
+
+def test_findings_that_claim_too_much_are_refused(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
+    front(subject, kept(tmp_path, pieces))
+    for path in tmp_path.iterdir():
+        with np.load(path, allow_pickle=False) as arrays:
+            changed = {name: np.array(arrays[name]) for name in arrays.files}
+        if len(changed["cut"]):
+            changed["plan costs"][:, 0] //= 2
+            np.savez_compressed(path, allow_pickle=False, **changed)
+    with pytest.raises(VerifyError, match=r"findings of another step.*delete the folder"):
+        front(subject, kept(tmp_path, pieces))
+
+
+def test_other_costs_are_other_findings(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
+    front(subject, kept(tmp_path, pieces))
+    other = Bench().subject(Case(BLOCKS, "magis", "sim:h200", "small"))
+    empty = kept(tmp_path, [Findings((), 1)] * len(pieces))
+    assert front(other, empty).states == len(pieces)
+    assert len(list(tmp_path.iterdir())) == 2 * len(pieces)
+
+
+def test_wrong_requests_are_refused(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="processes is 0"):
+        magis.pareto(BLOCKS, device="sim:rtx3090", preset="small", processes=0)
+    with pytest.raises(UsageError, match="at least 1 process"):
+        Bench(processes=-1)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match=r"cannot (read|write)"):
+        front(subject, kept(tmp_path / "file", pieces))
