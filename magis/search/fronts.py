@@ -22,7 +22,7 @@ from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BODY, BRIEF, Front, pareto, spread, sweep
-from magis.search.judge import Goal, Judge, Plan, Wanted
+from magis.search.judge import Goal, Judge, Over, Plan, Wanted, never
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
 from magis.simulate.problem import Problem
@@ -79,10 +79,10 @@ class FissionFront:
     states: int
 
 
-def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool, over: Over = never) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
     here = Level(compile_problem(graph, costs, reuse=reuse))
-    found = sweep(here.compiled.problem)
+    found = sweep(here.compiled.problem, over=over)
     return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
 
 
@@ -91,7 +91,8 @@ def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) ->
     without any points where nothing can be cut.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
-    until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part.
+    until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept); the
+    goal itself plays no part.
     """
     points: list[Point] = []
     spent = 0
@@ -101,7 +102,8 @@ def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) ->
         cuts = suffix(graph, axis, at).cuts
         if cuts:
             region = connected(graph, cuts, 1)[0].cuts
-            found = place_front(list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse)))
+            levels = list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse, over=wanted.over))
+            found = place_front(levels, wanted.over)
             points = pareto([*points, *found.points])
             spent += found.states
     return FissionFront(tuple(points), spent)
@@ -115,12 +117,14 @@ def _places(graph: Graph) -> Iterator[tuple[Axis, int]]:
 
 
 def _levels(
-    graph: Graph, start: Cut, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool
+    graph: Graph, start: Cut, cuts: Mapping[int, Split], costs: Costs, *, reuse: bool, over: Over
 ) -> Iterator[tuple[Cut, Level]]:
-    """The region as a loop, by rising numbers of parts."""
+    """The region as a loop, by rising numbers of parts; only the first of them where all is ``over``."""
     first: Level | None = None
     for parts in numbers_of_parts(most_parts(cuts)):
         region = Region(cuts, parts)
+        if first is not None and over():
+            return
         try:
             if first is None:
                 here = first = level(expand(graph, region, in_place=True), costs, reuse=reuse)
@@ -137,10 +141,11 @@ def numbers_of_parts(most: int) -> list[int]:
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
-def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
+def place_front(levels: Sequence[tuple[Cut, Level]], over: Over = never) -> FissionFront:
     """The front of one region, cut into the numbers of parts that are given.
 
-    The step around the loop is swept for the first and the last of these, with the leanest plan of the body.
+    The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
+    ``over`` ends that, there is at least one plan of the first.
     """
     model: Level | None = None
     inside: Sequence[Plan] = ()
@@ -148,19 +153,23 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
     points: list[Point] = []
     states = 0
     for number, (cut, here) in enumerate(levels):
+        if points and over():
+            break
         inner = here.inner
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
-            swept = sweep(inner.compiled.problem, BODY)
+            swept = sweep(inner.compiled.problem, BODY, over)
             model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
         for rank, plan in enumerate(spread(bodies.plans, BODIES)):
+            if points and over():
+                break
             body = solution(inner, inner.compiled.problem, _result(plan), None)
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
-                swept = sweep(outside, BRIEF)
+                swept = sweep(outside, BRIEF, over)
                 around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
             found = _judged(outside, around)
             states += found.states
