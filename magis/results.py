@@ -128,6 +128,8 @@ class CaseResult:
     """Memory of the device (its limit), bytes."""
     lower_bound_bytes: int
     """Persistent bytes + the most that one operator needs whole, however it is cut: no plan gets below it."""
+    bound: str = ""
+    """What makes that bound, in words: the persistent tensors, the operator, what it needs whole."""
     numbers: str = "not run"
     """ "bit-identical", "within tolerance", "differs: <what>" or "not run"."""
     graph_digest: str = ""

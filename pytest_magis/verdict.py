@@ -265,7 +265,12 @@ def _notes(
     if result.search.stopped_by_seconds:
         yield "stopped by the cap in seconds: the optimized step is not gated"
     if not result.search.feasible:
-        yield f"{PROVEN if _is_proven(result) else NOT_FOUND}: {_shortfall(result)}"
+        why = (
+            f"; the bound: {' '.join(result.bound.split())}"
+            if result.bound and result.memory_limit_bytes is not None
+            else ""
+        )
+        yield f"{PROVEN if _is_proven(result) else NOT_FOUND}: {_shortfall(result)}{why}"
     if stored is not None and measured is None:
         yield (
             f"only tensor bytes are gated: the baseline has no measurement of this device ({identity_key(result)}); "
@@ -300,7 +305,11 @@ def _shortfall(result: CaseResult) -> str:
     if limit is None:
         return "the search found none within the latency limit"
     if _is_proven(result):
-        return f"the lower bound {bound:,} ({format_bytes(bound)}) exceeds the limit {limit:,} ({format_bytes(limit)})"
+        best = result.memory.peak_bytes
+        return (
+            f"the lower bound {bound:,} ({format_bytes(bound)}) exceeds the limit {limit:,} ({format_bytes(limit)}); "
+            f"best peak found {best:,} ({format_bytes(best)})"
+        )
     return (
         f"best peak bytes {_against(result.memory.peak_bytes, limit)}; the lower bound {bound:,} does not rule it out"
     )

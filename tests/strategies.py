@@ -23,8 +23,12 @@ from tests.nets import FORWARD, Block, Net
 
 def examples(quick: int) -> settings:
     """So many examples of a test in every run, twenty times as many in a soak run."""
-    soak = settings.get_current_profile_name() == "soak"
-    return settings(max_examples=20 * quick if soak else quick)
+    return settings(max_examples=20 * quick if is_soak() else quick)
+
+
+def is_soak() -> bool:
+    """Whether this is a soak run."""
+    return settings.get_current_profile_name() == "soak"
 
 
 # --- text: any graph that can be written down, sound or not -----------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -87,6 +88,7 @@ class CaseRun:
     ) -> None:
         if case.strategy not in STRATEGIES:
             raise UsageError(f"unknown strategy {case.strategy!r}", hint=f"use one of {', '.join(STRATEGIES)}")
+        check_amounts(case)
         self.graph: Graph | None = None
         self._case = case
         self._subject = subject
@@ -268,12 +270,28 @@ class CaseRun:
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
             device_memory_bytes=subject.roofline.memory_bytes,
             lower_bound_bytes=subject.lower_bound,
+            bound=str(subject.floor),
             numbers=numbers,
             graph_digest=subject.digest,
             note=refusal or "",
             search=candidate.stats,
             planning_workspaces=dict(candidate.workspaces),
         )
+
+
+def check_amounts(case: Case) -> None:
+    """Raise UsageError for a limit, a budget or a cap of the case that is not above 0, or a seed below it."""
+    amounts = {
+        "memory ratio": case.memory_ratio,
+        "latency ratio": case.latency_ratio,
+        "budget": case.budget,
+        "cap in seconds": case.seconds,
+    }
+    for name, amount in amounts.items():
+        if amount is not None and not 0 < amount < math.inf:
+            raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
+    if case.seed < 0:
+        raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")
 
 
 def require_blocks(subject: Subject) -> None:

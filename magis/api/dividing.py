@@ -136,7 +136,8 @@ def plan_of_level(scratch: Scratch, level: Level, solution: Solution, around: It
 
 def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
     """Plans of a step with loops around single operators."""
-    plain = attempts(request.scratch, found.graph, budget=request.wanted.budget, seed=request.wanted.seed)
+    wanted = request.wanted
+    plain = attempts(request.scratch, found.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
     return lambda aim: replace(plain(aim), fission=_listed(found))
 
 

@@ -16,7 +16,7 @@ from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.front import pareto as undominated
 from magis.search.front import spread
 from magis.search.fronts import Point
-from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
+from magis.search.judge import DEFAULT_BUDGET, Goal, Over, Wanted, never
 
 __all__ = ["POINTS", "best_on_front", "front_of", "pareto", "realized_front"]
 
@@ -109,12 +109,13 @@ def _plan_of(scratch: Scratch, point: Point) -> Plan:
     return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
 
 
-def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan) -> Plan:
+def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan, over: Over = never) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
-    front = subject.whole_front({})
+    front = subject.whole_front({}, over)
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
     found = _plan_of(scratch, best)
-    states = plan.states + front.states
+    states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()
     if goal.key(found.peak, found.latency_ns) >= goal.key(plan.peak, plan.latency_ns):
-        return replace(plan, states=states)
-    return replace(found, states=states, feasible=goal.met(found.peak, found.latency_ns))
+        return replace(plan, states=states, stopped_by_seconds=stopped)
+    feasible = goal.met(found.peak, found.latency_ns)
+    return replace(found, states=states, feasible=feasible, stopped_by_seconds=stopped)

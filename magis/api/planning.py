@@ -49,7 +49,7 @@ def plan(
     request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET:  # a CPU needs measured workspaces
-        best = replace(best, stopped_by_seconds=True) if over() else best_on_front(subject, scratch, goal, best)
+        best = replace(best, stopped_by_seconds=True) if over() else best_on_front(subject, scratch, goal, best, over)
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
     return replace(best, seconds=time.perf_counter() - started)

@@ -13,7 +13,7 @@ from magis.ir import Graph, verify
 from magis.results import Memory
 from magis.rewrite.realize import realize
 from magis.search.driver import SearchResult, search
-from magis.search.judge import Goal
+from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.replay import replay
@@ -90,11 +90,17 @@ def searched(graph: Graph) -> tuple[Graph, Graph]:
 
 
 def attempts(
-    scratch: Scratch, graph: Graph, *, budget: int, seed: int, left: Callable[[], float | None] = lambda: None
+    scratch: Scratch,
+    graph: Graph,
+    *,
+    budget: int,
+    seed: int,
+    left: Callable[[], float | None] = lambda: None,
+    over: Over = never,
 ) -> Callable[[Goal], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
-    ``left`` says how many seconds a search may still take.
+    ``left`` says how many seconds a search may still take, ``over`` ends one.
     """
     subject = scratch.subject
     around = searched(graph)
@@ -109,6 +115,7 @@ def attempts(
             budget=budget,
             seconds=left(),
             seed=seed,
+            over=over,
         )
         return _realized(scratch, compiled, result, around)
 

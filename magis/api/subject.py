@@ -20,14 +20,14 @@ from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.signature import signature
-from magis.fission.floor import lower_bound
+from magis.fission.floor import Floor, floor
 from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.models.names import is_factory
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
 from magis.search.fronts import FissionFront, divided_front, whole_front
-from magis.search.judge import Wanted
+from magis.search.judge import Over, Wanted, never
 from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
 
@@ -118,12 +118,16 @@ class Subject:
         verify(found.graph)
         return found
 
-    def whole_front(self, workspaces: Mapping[str, int]) -> FissionFront:
+    def whole_front(self, workspaces: Mapping[str, int], over: Over = never) -> FissionFront:
         """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
         key = tuple(sorted(workspaces.items()))
-        if key not in self._whole:
-            self._whole[key] = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse)
-        return self._whole[key]
+        known = self._whole.get(key)
+        if known is not None:
+            return known
+        found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, over=over)
+        if not over():  # else it may be incomplete
+            self._whole[key] = found
+        return found
 
     def divided_front(self, wanted: Wanted) -> FissionFront:
         """The front of the step cut into parts; kept, since cases that differ in their limits share it."""
@@ -257,12 +261,17 @@ class Subject:
         storages = self.captured.graph.storages.values()
         return sum(storage.nbytes for storage in storages if storage.kind == "parameter")
 
-    @cached_property
+    @property
     def lower_bound(self) -> int:
-        """Bytes below which no plan gets: persistent ones and what one operator needs whole (``fission.floor``)."""
+        """Bytes below which no plan gets: persistent ones and what one operator needs whole."""
+        return self.floor.nbytes
+
+    @cached_property
+    def floor(self) -> Floor:
+        """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.runs else {}
         costs = self.costs(known)
-        return lower_bound(self.untangled, costs.workspace, costs.rounding)
+        return floor(self.untangled, costs.workspace, costs.rounding)
 
     @cached_property
     def predicted_bytes(self) -> int:

@@ -1,12 +1,82 @@
-"""Bytes that no plan avoids, not even one that runs everything in parts."""
+"""Bytes that no plan avoids, not even one that runs everything in parts; and what makes them, in words."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from magis.analysis.hazards import is_pure_view
 from magis.aten.facts import IN_PLACE_FORM, OUT_FORM
 from magis.aten.splits import splits
-from magis.ir import Graph, Op
+from magis.ir import Graph, Op, Value
 from magis.simulate.replay import Workspace, rounded
+from magis.units import format_bytes
+
+NAMED = 3
+"""Tensors that a text lists; it counts the others."""
+WORDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "state": "optimizer state",
+    "batch": "batch",
+    "constant": "constants",
+}
+"""Persistent kinds of storages."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A tensor that is there whole. ``name`` is that of a parameter, input, ...; empty where it has none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        sizes = ",".join(str(size) for size in self.shape)
+        return f"{self.name} {self.dtype}[{sizes}] {format_bytes(self.nbytes)}".lstrip()
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The bound, and what makes it: all that stays, and one operator with the tensors that it needs whole."""
+
+    nbytes: int
+    kinds: tuple[tuple[str, int], ...]
+    """Persistent bytes by kind of storage, most first."""
+    largest: Needed | None
+    """Of the persistent tensors."""
+    op: str = ""
+    """Empty: every operator can be cut, and only what stays counts."""
+    module: str = ""
+    phase: str = ""
+    tensors: tuple[Needed, ...] = ()
+    """Temporary ones, most bytes first."""
+    scratch_bytes: int = 0
+
+    @property
+    def persistent_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.kinds)
+
+    def __str__(self) -> str:
+        """One line."""
+        kinds = ", ".join(f"{WORDS[kind]} {format_bytes(nbytes)}" for kind, nbytes in self.kinds)
+        largest = "" if self.largest is None else f" (largest: {self.largest})"
+        stays = f"{format_bytes(self.persistent_bytes)} that stay{': ' if kinds else ''}{kinds}{largest}"
+        if not self.op:
+            return f"{stays}; every operator can be cut"
+        where = f" of {self.module}" if self.module else ""
+        own = format_bytes(self.nbytes - self.persistent_bytes)
+        return f"{stays}; + {own} that {self.op}{where} ({self.phase}) needs whole: {', '.join(self._wholes())}"
+
+    def _wholes(self) -> Iterator[str]:
+        named, others = self.tensors[:NAMED], self.tensors[NAMED:]
+        yield from map(str, named)
+        if others:
+            yield f"{len(others)} more {format_bytes(sum(tensor.nbytes for tensor in others))}"
+        if self.scratch_bytes:
+            yield f"scratch {format_bytes(self.scratch_bytes)}"
 
 
 def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
@@ -15,25 +85,76 @@ def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
     An operator that can be cut may run on ever smaller parts of what is cut, one way within the other; only one that
     cannot be cut at all needs its scratch and, unless it may write over an input, all that it makes.
     """
-    persistent = sum(rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent)
-    return persistent + max((_needed(graph, op, workspace, rounding) for op in graph.ops), default=0)
+    return floor(graph, workspace, rounding).nbytes
 
 
-def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> int:
+def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
+    """The same, explained."""
+    sizes = {s.id: rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent}
+    kinds: dict[str, int] = {}
+    for storage, nbytes in sizes.items():
+        kind = graph.storages[storage].kind
+        kinds[kind] = kinds.get(kind, 0) + nbytes
+    stays = Floor(
+        nbytes=sum(sizes.values()),
+        kinds=tuple(sorted(((kind, n) for kind, n in kinds.items() if n), key=lambda item: (-item[1], item[0]))),
+        largest=_largest(graph, sizes),
+    )
+    worst = max(graph.ops, key=lambda op: sum(_needed(graph, op, workspace, rounding)), default=None)
+    scratch, *needed = (0,) if worst is None else _needed(graph, worst, workspace, rounding)
+    if worst is None or not scratch + sum(needed):
+        return stays
+    wholes = [_described(value, nbytes) for value, nbytes in zip(_wholes(graph, worst), needed, strict=True)]
+    return Floor(
+        nbytes=stays.nbytes + scratch + sum(needed),
+        kinds=stays.kinds,
+        largest=stays.largest,
+        op=worst.target,
+        module=worst.module,
+        phase=worst.phase,
+        tensors=tuple(sorted(wholes, key=lambda tensor: -tensor.nbytes)),
+        scratch_bytes=scratch,
+    )
+
+
+def _largest(graph: Graph, sizes: dict[int, int]) -> Needed | None:
+    """The first of the largest persistent tensors."""
+    there = [graph.values[value] for value in graph.inputs if graph.values[value].storage in sizes]
+    found = max(there, key=lambda value: value.nbytes, default=None)
+    return None if found is None else _described(found, sizes[found.storage])
+
+
+def _described(value: Value, nbytes: int) -> Needed:
+    return Needed(value.name, value.shape, value.dtype, nbytes)
+
+
+def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> Sequence[int]:
+    """Scratch bytes, and those of each tensor that the operator needs whole."""
     if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
-        return 0
+        return (0,)
+    scratch = 0 if splits(op, graph.values) else workspace(op, graph.values)
+    return (scratch, *(rounded(_extent(graph, value), rounding) for value in _wholes(graph, op)))
+
+
+def _wholes(graph: Graph, op: Op) -> list[Value]:
+    """Temporary tensors that the operator needs whole, one of each storage."""
     ways = splits(op, graph.values)
-    whole = set(op.inputs())
+    whole = dict.fromkeys(op.inputs())
     if not ways and op.target not in (*IN_PLACE_FORM, *OUT_FORM):
-        whole |= set(op.made())
+        whole.update(dict.fromkeys(op.made()))
     for way in ways:
-        whole -= {value for value, dim in zip(op.inputs(), way.inputs, strict=True) if dim is not None}
-    # Tensors, not storages: some operators leave room behind a small result, which they need not when cut.
-    needed: dict[int, int] = {}
-    for value in whole:
-        storage = graph.storages[graph.values[value].storage]
-        if storage.kind == "temporary":
-            nbytes = min(storage.nbytes, graph.values[value].nbytes)
-            needed[storage.id] = max(needed.get(storage.id, 0), nbytes)
-    scratch = 0 if ways else workspace(op, graph.values)
-    return scratch + sum(rounded(nbytes, rounding) for nbytes in needed.values())
+        for taken, dim in zip(op.inputs(), way.inputs, strict=True):
+            if dim is not None:
+                whole.pop(taken, None)
+    found: dict[int, Value] = {}
+    for number in whole:
+        value = graph.values[number]
+        if graph.storages[value.storage].kind == "temporary":
+            other = found.get(value.storage, value)
+            found[value.storage] = max(other, value, key=lambda each: _extent(graph, each))
+    return list(found.values())
+
+
+def _extent(graph: Graph, value: Value) -> int:
+    """Tensors, not storages: some operators leave room behind a small result, which they need not when cut."""
+    return min(graph.storages[value.storage].nbytes, value.nbytes)

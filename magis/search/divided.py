@@ -49,7 +49,7 @@ def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None
 def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divided:
     """The same configuration planned with other costs, or under another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
-    front = place_front([(found.cuts[0], here)])
+    front = place_front([(found.cuts[0], here)], wanted.over)
     best = _best(front.points, wanted, front.states, None)
     return found if best is None else best
 
@@ -89,7 +89,7 @@ def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution,
         limit = wanted.goal.memory_limit or max(floor, best.peak - step)
         if wanted.goal.memory_limit is None and best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = solve(here, Goal(memory_limit=limit), budget, wanted.seed)
+        tried = solve(here, Goal(memory_limit=limit), budget, wanted.seed, over=wanted.over)
         states += tried.states
         better = wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns)
         best, failures, step = (tried, failures, step) if better else (best, failures + 1, step // 3)

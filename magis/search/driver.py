@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magis.errors import UsageError
+from magis.errors import UsageError, VerifyError
 from magis.search.anneal import anneal
 from magis.search.best_first import best_first
-from magis.search.judge import DEFAULT_BUDGET, Goal, Judge, Plan, SearchOver
+from magis.search.judge import DEFAULT_BUDGET, Goal, Judge, Over, Plan, SearchOver, never
 from magis.search.moves import climb, reordered
 from magis.search.propose import Proposer, distinct
 from magis.simulate.evaluator import lower_bound
@@ -61,24 +61,26 @@ def search(
     allow_swap: bool = True,
     seed: int = 0,
     brief: bool = False,
+    over: Over = never,
 ) -> SearchResult:
     """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
-    good enough to tell promising problems from others. UsageError unless exactly one limit is given.
+    good enough to tell promising problems from others. However little time ``seconds`` and ``over`` leave, the step
+    as it stands is judged. UsageError unless exactly one limit is given.
     """
     if (memory_limit is None) == (latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if budget < 1:
         raise UsageError(f"a search needs a budget of at least 1 state, not {budget}")
     goal = Goal(memory_limit, latency_limit_ns)
-    judge = Judge(problem, goal, budget, seconds)
+    judge = Judge(problem, goal, budget, seconds, over=over)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()
     best = judge.best
     if best is None:
-        raise UsageError(f"the search was given {seconds} seconds, not enough for a single plan")
+        raise VerifyError("a search judged no plan")
     return SearchResult(
         order=best.order.copy(),
         flags=best.flags,

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from magis.search.judge import Goal, Judge, Plan, SearchOver
+from magis.search.judge import Goal, Judge, Over, Plan, SearchOver, never
 from magis.search.moves import climb, relink, reordered
 from magis.search.prices import CutModel, checkpoints, slide_prices
 from magis.search.propose import NO_SWAPS, Proposer
@@ -96,10 +96,10 @@ def spread(front: Sequence[C], count: int) -> list[C]:
     return [front[index] for index in sorted(chosen)]
 
 
-def sweep(problem: Problem, effort: Effort = FULL) -> Front:
-    """The front of one step; deterministic."""
+def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
+    """The front of one step; deterministic. Where ``over`` ends it, of what was judged until then."""
     floor = lower_bound(problem)
-    judge = Judge(problem, Goal(memory_limit=floor), effort.states)
+    judge = Judge(problem, Goal(memory_limit=floor), effort.states, over=over)
     allow_swap = problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         for start in _orders(judge):

@@ -23,7 +23,7 @@ from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BODY, BRIEF, Costed, Front, pareto, spread, sweep
-from magis.search.judge import Goal, Judge, Plan, Wanted
+from magis.search.judge import Goal, Judge, Over, Plan, Wanted, never
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
@@ -82,10 +82,10 @@ class FissionFront:
     states: int
 
 
-def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool, over: Over = never) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
     here = Level(compile_problem(graph, costs, reuse=reuse))
-    found = sweep(here.compiled.problem)
+    found = sweep(here.compiled.problem, over=over)
     return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
 
 
@@ -138,15 +138,15 @@ def divided_front(
     without any points where nothing can be cut.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
-    until a few times the budget of states is spent, or ``wanted.over`` says so; the goal itself plays no part, nor does
-    it matter who computes the places.
+    until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept; of
+    places that are shared only whole ones). The goal itself plays no part, nor does it matter who computes the places.
     """
     work = Work(graph, costs, reuse, tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES)))
     numbers = range(len(work.places))
     if share is not None:
         found, spent = _until_spent(share(work, numbers), wanted)
         return FissionFront(tuple(pareto(_restored(work, found))), spent)
-    points, spent = _until_spent((_place(work, number) for number in numbers), wanted)
+    points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
     return FissionFront(tuple(pareto(points)), spent)
 
 
@@ -186,9 +186,9 @@ def _plan(result: SearchResult) -> Plan:
     return Plan(result.order, result.flags, result.peak, result.latency_ns)
 
 
-def _place(work: Work, number: int) -> FissionFront:
+def _place(work: Work, number: int, over: Over = never) -> FissionFront:
     start, cuts = _start(work, number)
-    return place_front(list(_levels(work, start, cuts))) if cuts else FissionFront((), 0)
+    return place_front(list(_levels(work, start, cuts, over)), over) if cuts else FissionFront((), 0)
 
 
 def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
@@ -220,11 +220,13 @@ def _check(problem: Problem, plan: Plan) -> None:
         raise VerifyError("findings of another step were handed over", hint="delete the folder that they were kept in")
 
 
-def _levels(work: Work, start: Cut, cuts: Mapping[int, Split]) -> Iterator[tuple[Cut, Level]]:
-    """The region as a loop, by rising numbers of parts."""
+def _levels(work: Work, start: Cut, cuts: Mapping[int, Split], over: Over = never) -> Iterator[tuple[Cut, Level]]:
+    """The region as a loop, by rising numbers of parts; only the first of them where all is ``over``."""
     first: Level | None = None
     for parts in numbers_of_parts(most_parts(cuts)):
         region = Region(cuts, parts)
+        if first is not None and over():
+            return
         try:
             if first is None:
                 here = first = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
@@ -242,10 +244,11 @@ def numbers_of_parts(most: int) -> list[int]:
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
-def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
+def place_front(levels: Sequence[tuple[Cut, Level]], over: Over = never) -> FissionFront:
     """The front of one region, cut into the numbers of parts that are given.
 
-    The step around the loop is swept for the first and the last of these, with the leanest plan of the body.
+    The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
+    ``over`` ends that, there is at least one plan of the first.
     """
     model: Level | None = None
     inside: Sequence[Plan] = ()
@@ -253,19 +256,23 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
     points: list[Point] = []
     states = 0
     for number, (cut, here) in enumerate(levels):
+        if points and over():
+            break
         inner = here.inner
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
-            swept = sweep(inner.compiled.problem, BODY)
+            swept = sweep(inner.compiled.problem, BODY, over)
             model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
         for rank, plan in enumerate(spread(bodies.plans, BODIES)):
+            if points and over():
+                break
             body = solution(inner, inner.compiled.problem, _result(plan), None)
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
-                swept = sweep(outside, BRIEF)
+                swept = sweep(outside, BRIEF, over)
                 around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
             found = _judged(outside, around)
             states += found.states

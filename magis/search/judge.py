@@ -11,10 +11,19 @@ import numpy as np
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int8s, Int32s, Problem
 
-__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Plan", "SearchOver", "Wanted"]
+__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Over", "Plan", "SearchOver", "Wanted", "never"]
 
 DEFAULT_BUDGET = 30_000
 """States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
+
+
+Over = Callable[[], bool]
+"""Asked before every state but the first: whether a search shall end with the best that it has found so far."""
+
+
+def never() -> bool:
+    """The search ends by its budget alone."""
+    return False
 
 
 class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands; nothing went wrong)
@@ -48,7 +57,7 @@ class Wanted:
     goal: Goal
     seed: int
     budget: int = DEFAULT_BUDGET
-    over: Callable[[], bool] = lambda: False
+    over: Over = never
 
     def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
         return self.goal.key(peak, latency_ns)
@@ -73,9 +82,9 @@ class Plan:
 class Judge:
     """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
 
-    Plans are judged on the order of the last ``use``. ``seconds`` is an extra cap: when it ends the search,
-    ``stopped_by_seconds`` says so, and the result depends on the machine's speed. Without it the same calls give
-    the same answers everywhere.
+    Plans are judged on the order of the last ``use``. ``seconds`` and ``over`` are further caps, though never on the
+    first plan: when they end the search, ``stopped_by_seconds`` says so, and the result depends on the machine's speed.
+    Without them the same calls give the same answers everywhere.
     """
 
     def __init__(
@@ -85,6 +94,7 @@ class Judge:
         budget: int,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        over: Over = never,
     ) -> None:
         self.problem = problem
         self.goal = goal
@@ -93,6 +103,7 @@ class Judge:
         self.stopped_by_seconds = False
         self.best: Plan | None = None
         self._clock = clock
+        self._over = over
         self._deadline = None if seconds is None else clock() + seconds
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self._seen: dict[bytes, tuple[int, int]] = {}
@@ -149,6 +160,6 @@ class Judge:
         """Raise SearchOver if nothing may be evaluated any more."""
         if self.states >= self.budget:
             raise SearchOver
-        if self._deadline is not None and self._clock() > self._deadline:
+        if self.states and (self._over() or (self._deadline is not None and self._clock() > self._deadline)):
             self.stopped_by_seconds = True
             raise SearchOver

@@ -14,7 +14,7 @@ from magis.errors import VerifyError
 from magis.ir import Graph, Loop, Op
 from magis.rewrite.realize import realize
 from magis.search.driver import SearchResult, search
-from magis.search.judge import Goal
+from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand, lower_bound
 from magis.simulate.problem import Problem
@@ -134,39 +134,46 @@ def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: in
     )
 
 
-def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool = False) -> Solution:
+def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool = False, over: Over = never) -> Solution:
     """The best plan found for a level under a goal; each of its searches may look at ``budget`` states.
 
     The body is planned for what the step around it leaves, which depends on the body: a few rounds.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, goal, budget, seed, None, brief)
+        return _searched(level, level.compiled.problem, goal, budget, seed, None, brief, over)
     floor = bound(level.inner)
     best: Solution | None = None
-    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief)
+    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief, over=over)
     states = 0
     for _ in range(SQUEEZES):
         problem = with_body(level, inner)
-        found = _searched(level, problem, goal, budget, seed, inner, brief)
+        found = _searched(level, problem, goal, budget, seed, inner, brief, over)
         states += found.states
         if best is None or goal.key(found.peak, found.latency_ns) < goal.key(best.peak, best.latency_ns):
             best = found
         target = goal.memory_limit
-        if target is None or found.peak <= target:
+        if target is None or found.peak <= target or over():
             break
         limit = target - found.around
         if not floor < limit < inner.peak:
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed, brief=brief)
+        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed, brief=brief, over=over)
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
 def _searched(
-    level: Level, problem: Problem, goal: Goal, budget: int, seed: int, inner: Solution | None, brief: bool
+    level: Level,
+    problem: Problem,
+    goal: Goal,
+    budget: int,
+    seed: int,
+    inner: Solution | None,
+    brief: bool,
+    over: Over,
 ) -> Solution:
     result = search(
         problem,
@@ -175,6 +182,7 @@ def _searched(
         budget=budget,
         seed=seed,
         brief=brief,
+        over=over,
     )
     return solution(level, problem, result, inner)
 

@@ -69,8 +69,8 @@ class _State:
 def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relieved | None:
     """The best plan found with loops around operators at the peak; None if no loop helps.
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). No
-    further round begins once ``wanted.over`` says so.
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Once
+    ``wanted.over`` says so, it ends with what has been found.
     """
     compiled = compile_problem(graph, costs, reuse=reuse)
     result = _planned(compiled, wanted, brief=False)
@@ -81,8 +81,10 @@ def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relie
         if wanted.over():
             break
         start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
-        tried = []
+        tried: list[tuple[tuple[int, int], int, _State, tuple[str, ...]]] = []
         for state, made in _chain(start, costs, reuse):
+            if tried and wanted.over():
+                break
             quick = _planned(state.compiled, replace(wanted, budget=QUICK), brief=True)
             states += quick.states
             tried.append((wanted.key(quick.peak, quick.latency_ns), len(made), state, made))
@@ -108,6 +110,7 @@ def _planned(compiled: Compiled, wanted: Wanted, *, brief: bool) -> SearchResult
         budget=wanted.budget,
         seed=wanted.seed,
         brief=brief,
+        over=wanted.over,
     )
 
 

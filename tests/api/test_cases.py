@@ -156,6 +156,13 @@ def test_compare_names_what_differs(bench: Bench) -> None:
         (case("checkpoint", model="tests.api.nets:no_blocks"), "names no blocks to checkpoint"),
         (case(dtype="int3"), "unknown data type 'int3'"),
         (dataclasses.replace(case(), preset="huge"), "unknown preset 'huge'"),
+        (dataclasses.replace(case(), budget=0), "budget of a case must be a number above 0, not 0"),
+        (dataclasses.replace(case(), budget=-1), "budget of a case must be a number above 0, not -1"),
+        (dataclasses.replace(case(), seconds=0.0), "cap in seconds of a case must be a number above 0, not 0.0"),
+        (dataclasses.replace(case(), seconds=float("nan")), "cap in seconds of a case .* not nan"),
+        (dataclasses.replace(case(), memory_ratio=-0.5), "memory ratio of a case .* not -0.5"),
+        (dataclasses.replace(case(), latency_ratio=float("inf")), "latency ratio of a case .* not inf"),
+        (dataclasses.replace(case(), seed=-1), "seed of a case must not be negative"),
         (dataclasses.replace(case(), memory_ratio=None), "needs a memory ratio or a latency ratio"),
     ],
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from magis.api.bench import Bench
-from magis.fission.floor import lower_bound
+from magis.fission.floor import Floor, Needed, floor, lower_bound
 from magis.ir import Graph, Op, Value, parse, verify
 from magis.results import Case
 from magis.search.divided import divide
@@ -16,6 +16,7 @@ from magis.search.judge import Goal, Wanted
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
 from magis.simulate.replay import replay
+from tests.golden.golden import check_golden
 
 BUDGET = 300
 VECTOR = "float64 [8] {1} +0"
@@ -58,6 +59,45 @@ def test_one_operator_that_nothing_cuts_is_all_that_counts() -> None:
     graph = step(*CUMSUM)
     assert lower_bound(graph, of_cumsum) == 64 + 64 + 64 + 7
     assert lower_bound(graph, of_cumsum, rounding=512) == 3 * 512 + 7
+
+
+def test_the_explanation_names_the_operator_and_what_it_needs_whole() -> None:
+    found = floor(step(*CUMSUM), of_cumsum)
+    vector = Needed("", (8,), "float64", 64)
+    assert found == Floor(
+        64 + 64 + 64 + 7, (("batch", 64),), vector, "aten.cumsum.default", "", "forward", (vector, vector), 7
+    )
+    assert str(found) == (
+        "64 B that stay: batch 64 B (largest: float64[8] 64 B); + 135 B that aten.cumsum.default (forward) "
+        "needs whole: float64[8] 64 B, float64[8] 64 B, scratch 7 B"
+    )
+
+
+def test_a_bound_of_what_stays_says_so() -> None:
+    graph = step(
+        "op 1 %3 = aten.mul.Tensor(%1, %2) reads 1:0 2:0 phase forward",
+        "op 2 %4 = aten.neg.default(%3) reads 3:0 phase forward",
+        "output 4",
+    )
+    found = floor(graph, of_cumsum)
+    assert (found.op, found.tensors, found.persistent_bytes) == ("", (), found.nbytes)
+    assert str(found) == "64 B that stay: batch 64 B (largest: float64[8] 64 B); every operator can be cut"
+    assert str(floor(parse("magis graph 1\n"), none)) == "0 B that stay; every operator can be cut"
+
+
+@pytest.mark.parametrize("model", ["mlp", "bert", "seed-unet"])
+def test_the_parts_of_a_bound_add_up(model: str) -> None:
+    subject = Bench().subject(Case(model, "magis", "sim:rtx3090", "small"))
+    found = subject.floor
+    assert found.nbytes == subject.lower_bound
+    whole = sum(tensor.nbytes for tensor in found.tensors) + found.scratch_bytes
+    assert found.persistent_bytes + whole == found.nbytes
+    assert found.largest is not None
+    assert found.largest.name
+    assert {kind for kind, _ in found.kinds} >= {"parameter", "batch"}
+    if model == "bert":
+        check_golden("bound_bert.txt", f"{found}\n")
+    assert "\n" not in str(found)
 
 
 def test_it_is_exact_where_that_operator_is_the_peak() -> None:

@@ -83,8 +83,22 @@ def while_timing(shown, told):
     return False
 
 
-@pytest.mark.parametrize(("moment", "is_first_run"), [(after_first_line, True), (while_timing, False)])
-def test_ctrl_c_leaves_whole_files_and_nothing_else(gate, moment, is_first_run):
+def while_searching(shown, told):
+    if told.endswith("magis: searching\n"):
+        time.sleep(0.5)
+        return True
+    return False
+
+
+ENDLESS = (*RUN[:-1], f"--magis-budget={10**12}")
+"""Searches for much longer than until the interrupt."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "is_first_run", "run"),
+    [(after_first_line, True, RUN), (while_timing, False, RUN), (while_searching, False, ENDLESS)],
+)
+def test_ctrl_c_leaves_whole_files_and_nothing_else(gate, moment, is_first_run, run):
     gate.use_real_core()
     (gate.root / "conftest.py").write_text(CONFTEST)
     if not is_first_run:
@@ -93,7 +107,7 @@ def test_ctrl_c_leaves_whole_files_and_nothing_else(gate, moment, is_first_run):
         (gate.root / BASELINE).write_text(json.dumps(empty))
         (gate.root / "out.csv").write_text("rows of an earlier run\n")
     before = gate.files()
-    shown = interrupted(gate, moment, *RUN, "--magis-update=new", "--magis-csv=out.csv")
+    shown = interrupted(gate, moment, *run, "--magis-update=new", "--magis-csv=out.csv")
     assert "KeyboardInterrupt" in shown
     assert "baselines are not updated: the run was interrupted" in shown
     assert "Traceback" not in shown

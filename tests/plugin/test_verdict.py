@@ -212,7 +212,8 @@ def test_an_infeasible_case_passes_only_if_the_baseline_says_so():
     met = replace(infeasible, search=replace(infeasible.search, feasible=True), memory_limit_bytes=950)
     verdict = compare(infeasible, met)
     check(verdict, "FAIL worse", "worse", passed=False)
-    expected = "the limit is no longer met: the lower bound 890 (890 B) exceeds the limit 880 (880 B)"
+    bound = "the lower bound 890 (890 B) exceeds the limit 880 (880 B)"
+    expected = f"the limit is no longer met: {bound}; best peak found 950 (950 B)"
     assert verdict.findings[0].text == expected
     verdict = compare(met, infeasible)
     check(verdict, "pass, better", "better", passed=True)
@@ -226,15 +227,19 @@ def test_a_limit_that_was_only_not_reached_does_not_look_like_one_that_cannot_be
     proven = missed(lower_bound_bytes=881)
     assert compare(proven, proven).label == "infeasible, proven"
     assert compare(proven, proven).notes == (
-        "infeasible, proven: the lower bound 881 (881 B) exceeds the limit 880 (880 B)",
+        "infeasible, proven: the lower bound 881 (881 B) exceeds the limit 880 (880 B); best peak found 950 (950 B)",
     )
+    told = missed(lower_bound_bytes=881, bound="881 B that\nstay")
+    assert compare(told, told).notes == (f"{compare(proven, proven).notes[0]}; the bound: 881 B that stay",)
     for bound in (880, 500):  # a plan of just the lower bound would meet the limit
         unproven = missed(lower_bound_bytes=bound)
         verdict = compare(unproven, unproven)
         check(verdict, "no plan found", passed=True)
         best = "best peak bytes 950 (950 B), allowed 880 (880 B), +8.0%"
         assert verdict.notes == (f"no plan found: {best}; the lower bound {bound} does not rule it out",)
-    unlimited = missed(memory_limit_bytes=None, lower_bound_bytes=881)
+        told = compare(replace(unproven, bound="what stays"), None)
+        assert told.notes == (f"{verdict.notes[0]}; the bound: what stays",)
+    unlimited = missed(memory_limit_bytes=None, lower_bound_bytes=881, bound="what stays")
     verdict = compare(unlimited, unlimited)
     check(verdict, "no plan found", passed=True)
     assert verdict.notes == ("no plan found: the search found none within the latency limit",)

@@ -1,0 +1,115 @@
+"""Plans under the smallest and absurd budgets and caps: verified, never a crash; and what an interrupt leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from magis.api import planning
+from magis.api.bench import Bench
+from magis.api.cases import run_case
+from magis.api.planning import Plan, plan
+from magis.api.subject import Subject
+from magis.ir import verify
+from magis.results import Case
+from magis.simulate.replay import replay
+
+BLOCKS = "tests.api.nets:blocks"
+
+
+def subject_of(model: str, device: str) -> Subject:
+    return Bench().subject(Case(model, "magis", device, "small"))
+
+
+def planned(subject: Subject, ratio: float, budget: int | None, seconds: float | None) -> Plan:
+    limit = int(ratio * subject.original.peak_bytes)
+    return plan(
+        subject,
+        memory_limit=limit,
+        latency_limit_ns=None,
+        budget=budget,
+        seconds=seconds,
+        seed=0,
+        stored=None,
+    )
+
+
+def assert_sound(subject: Subject, found: Plan) -> None:
+    """Realized, verified, of the bytes that it says; eager's order at worst."""
+    verify(found.graph)
+    costs = subject.costs(subject.workspaces(found.graph))
+    profile = replay(found.graph, costs.workspace, rounding=costs.rounding)
+    assert profile.peak_bytes == found.peak <= subject.original.peak_bytes
+
+
+@pytest.mark.parametrize(("model", "device"), [("mlp", "sim:rtx3090"), (BLOCKS, "cpu")])
+@pytest.mark.parametrize(("budget", "seconds"), [(1, None), (1, 0.001), (None, 0.001), (10**12, 0.001), (10**12, 1.0)])
+@pytest.mark.parametrize("ratio", [0.6, 1e-9])
+def test_any_budget_and_any_cap_give_a_sound_plan(
+    model: str, device: str, ratio: float, budget: int | None, seconds: float | None
+) -> None:
+    subject = subject_of(model, device)
+    found = planned(subject, ratio, budget, seconds)
+    assert_sound(subject, found)
+    assert found.feasible == (found.peak <= int(ratio * subject.original.peak_bytes))
+    assert found.stopped_by_seconds or seconds != 0.001
+    if budget == 1 and seconds is None:
+        assert not found.stopped_by_seconds
+
+
+@pytest.mark.parametrize("budget", [1, 10**12])
+def test_a_case_of_any_budget_is_run_with_eagers_numbers(budget: int) -> None:
+    case = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.001, budget=budget, seconds=0.5, timing_rounds=6)
+    result = run_case(case)
+    assert result.numbers in ("bit-identical", "within tolerance")
+    assert not result.search.feasible
+    assert "that stay" in result.bound
+
+
+@dataclass
+class Clock:
+    """Stands for ``time``: a second passes whenever somebody looks; at some look, it may raise."""
+
+    ends_at: int = -1
+    looks: int = field(default=0)
+
+    def perf_counter(self) -> float:
+        self.looks += 1
+        if self.looks == self.ends_at:
+            raise KeyboardInterrupt
+        return float(self.looks)
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Clock]:
+    def start(**given: int) -> Clock:
+        clock = Clock(**given)
+        monkeypatch.setattr(planning, "time", clock)
+        return clock
+
+    return start
+
+
+@pytest.mark.parametrize("looks", [3, 20, 1000])
+def test_a_plan_that_is_ended_at_any_moment_is_sound(clocked: Callable[..., Clock], looks: int) -> None:
+    subject = subject_of(BLOCKS, "sim:rtx3090")
+    clocked()
+    found = planned(subject, 0.3, None, float(looks))
+    assert_sound(subject, found)
+    assert found.stopped_by_seconds
+
+
+@pytest.mark.parametrize("looks", [300])
+def test_an_interrupt_leaves_nothing_half_made(clocked: Callable[..., Clock], looks: int) -> None:
+    """Neither does a cap: later cases of the same subject plan as if nothing had been before."""
+    expected = planned(subject_of(BLOCKS, "sim:rtx3090"), 0.3, 1, None)
+    subject = subject_of(BLOCKS, "sim:rtx3090")
+    clocked(ends_at=looks)
+    with pytest.raises(KeyboardInterrupt):
+        planned(subject, 0.3, 1, 1e9)
+    clocked()
+    planned(subject, 0.3, 1, float(looks))
+    found = planned(subject, 0.3, 1, None)
+    assert (found.peak, found.latency_ns, found.states) == (expected.peak, expected.latency_ns, expected.states)
