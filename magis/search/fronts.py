@@ -21,8 +21,8 @@ from magis.fission.region import Region
 from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
-from magis.search.front import BODY, BRIEF, Front, pareto, spread, sweep
-from magis.search.judge import Goal, Judge, Plan, Wanted
+from magis.search.front import BODY, BRIEF, FULL, Effort, Front, pareto, spread, sweep
+from magis.search.judge import Goal, Judge, Plan, Wanted, Watch
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
 from magis.simulate.problem import Problem
@@ -37,6 +37,17 @@ BODIES = 8
 
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
+
+
+@dataclass(frozen=True)
+class Efforts:
+    """What may be tried for the body of a loop, and for the step around it."""
+
+    body: Effort = BODY
+    around: Effort = BRIEF
+
+
+USUAL = Efforts()
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,14 @@ class FissionFront:
     states: int
 
 
-def whole_front(graph: Graph, costs: Costs, *, reuse: bool) -> FissionFront:
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
     here = Level(compile_problem(graph, costs, reuse=reuse))
-    found = sweep(here.compiled.problem)
+    found = sweep(here.compiled.problem, effort)
     return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
 
 
-def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> FissionFront:
+def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool, efforts: Efforts = USUAL) -> FissionFront:
     """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
     without any points where nothing can be cut.
 
@@ -101,7 +112,7 @@ def divided_front(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) ->
         cuts = suffix(graph, axis, at).cuts
         if cuts:
             region = connected(graph, cuts, 1)[0].cuts
-            found = place_front(list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse)))
+            found = place_front(list(_levels(graph, Cut(at, 0, number), region, costs, reuse=reuse)), efforts)
             points = pareto([*points, *found.points])
             spent += found.states
     return FissionFront(tuple(points), spent)
@@ -137,7 +148,7 @@ def numbers_of_parts(most: int) -> list[int]:
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
-def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
+def place_front(levels: Sequence[tuple[Cut, Level]], efforts: Efforts = USUAL) -> FissionFront:
     """The front of one region, cut into the numbers of parts that are given.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body.
@@ -152,7 +163,7 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
-            swept = sweep(inner.compiled.problem, BODY)
+            swept = sweep(inner.compiled.problem, efforts.body)
             model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
@@ -160,9 +171,9 @@ def place_front(levels: Sequence[tuple[Cut, Level]]) -> FissionFront:
             body = solution(inner, inner.compiled.problem, _result(plan), None)
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
-                swept = sweep(outside, BRIEF)
+                swept = sweep(outside, efforts.around)
                 around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
-            found = _judged(outside, around)
+            found = _judged(outside, around, efforts.around.watch)
             states += found.states
             points += [Point(here, plan, cut, body) for plan in found.plans]
         points = pareto(points)
@@ -183,9 +194,9 @@ def _problems(level: Level) -> list[Problem]:
     return [level.compiled.problem, *inner]
 
 
-def _judged(problem: Problem, plans: Sequence[Plan]) -> Front:
+def _judged(problem: Problem, plans: Sequence[Plan], watch: Watch | None = None) -> Front:
     """The front of plans that were made for a problem of the same structure."""
-    judge = Judge(problem, Goal(memory_limit=0), len(plans))
+    judge = Judge(problem, Goal(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)
         judge.plan(plan.flags)
