@@ -1,6 +1,6 @@
 """The best figure over time, ours and the published search's, with heuristics left out (PAPER, Figure 13).
 
-    python benchmarks/progress.py NAME [--limit lat 1.1 | --limit mem 0.4] [--states 3000] [--device sim:rtx3090]
+    python benchmarks/progress.py [NAME] [--limit lat 1.1 | --limit mem 0.4] [--states 3000] [--device sim:rtx3090]
         [--preset paper] [--output FILE.svg]
 
 Under a latency limit the figure is the peak as a share of eager's, under a memory limit the latency overhead to eager,
@@ -202,7 +202,7 @@ def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
 def main() -> None:
     """Print the table; write it and the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name")
+    parser.add_argument("name", nargs="?", default="seed-vit")
     parser.add_argument("--limit", nargs=2, default=["lat", "1.1"], metavar=("lat|mem", "RATIO"))
     parser.add_argument("--states", type=int, default=STATES)
     parser.add_argument("--device", default="sim:rtx3090")
