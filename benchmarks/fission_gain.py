@@ -21,7 +21,7 @@ before_torch()
 
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.cases import once_in_turns  # noqa: E402
-from magis.api.numbers import compare, compare_rounding  # noqa: E402
+from magis.api.numbers import compare_by_kind  # noqa: E402
 from magis.api.planning import Plan, plan, plan_whole  # noqa: E402
 from magis.api.plans import Scratch  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
@@ -57,7 +57,7 @@ def simulated(subject: Subject, found: Plan) -> Point:
 def measured(subject: Subject, found: Plan, rounds: int) -> Point:
     """What the machine says; SystemExit if numbers or bytes are not as they should be."""
     eager, step = subject.eager(), subject.generated(found.graph)
-    numbers = compare_rounding(subject, found.graph, 0) if found.fission else compare(eager, step, 0)
+    numbers = compare_by_kind(subject, found.graph, eager, step, 0)
     memory = subject.measure(step)
     if numbers.startswith("differs") or memory != subject.simulate_graph(found.graph):
         raise SystemExit(f"{subject.source.name}: numbers {numbers}; {memory}, {subject.simulate_graph(found.graph)}")

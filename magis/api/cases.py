@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 
 from magis.api.bench import Bench
-from magis.api.numbers import compare, compare_rounding
+from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.subject import Subject
 from magis.backend.measure import collector_spared, device_identity
@@ -214,16 +214,11 @@ class CaseRun:
             eager = subject.eager()
             step = candidate.make(stack)
             self._progress("comparing numbers")
-            numbers = self._numbers(eager, step)
+            numbers = compare_by_kind(subject, self.graph, eager, step, case.seed)
             self._progress("measuring memory")
             memory = subject.measure(step)
             self._progress("timing")
             return numbers, memory, self._time(eager, step)
-
-    def _numbers(self, eager: Step, step: Step) -> str:
-        if self.graph is not None and any(op.body is not None for op in self.graph.ops):
-            return compare_rounding(self._subject, self.graph, self._case.seed)
-        return compare(eager, step, self._case.seed)
 
     def _time(self, eager: Step, step: Step) -> _Times:
         """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""

@@ -19,6 +19,13 @@ BUFFER_SLACK = 1e-5
 """Share of a buffer's largest element by which it may differ from eager's: statistics of activations."""
 
 
+def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
+    """What ``compare_rounding`` says of a step with loops (``graph``), and ``compare`` of any other one."""
+    if graph is not None and any(op.body is not None for op in graph.ops):
+        return compare_rounding(subject, graph, seed)
+    return compare(eager, step, seed)
+
+
 def compare(eager: Step, step: Step, seed: int) -> str:
     """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
     for index in range(STEPS_COMPARED):

@@ -99,7 +99,8 @@ def _deaf() -> None:
 
 def _key(work: Work) -> str:
     """What findings depend on."""
-    text = f"{FORMAT} {__version__} {digest(work.graph)} {work.costs!r} {work.reuse} {[at for _, at in work.places]}"
+    step = f"{digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts} {[at for _, at in work.places]}"
+    text = f"{FORMAT} {__version__} {step}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

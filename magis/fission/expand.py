@@ -56,6 +56,8 @@ def _body(graph: Graph, region: Region, left: list[Leaving], in_place: bool) -> 
         builder.operator(graph.ops[position], position)
         for leaving in ends.get(position, ()):
             builder.merge(leaving)
+    # In the order in which the loop hands them out, whichever is merged first.
+    builder.wholes = {leaving.value: builder.wholes[leaving.value] for leaving in left}
     return builder
 
 

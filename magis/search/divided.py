@@ -49,7 +49,7 @@ def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None
 def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divided:
     """The same configuration planned with other costs, or under another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
-    front = place_front([(found.cuts[0], here)], wanted.over)
+    front = place_front([(found.cuts[0], here)], over=wanted.over)
     best = _best(front.points, wanted, front.states, None)
     return found if best is None else best
 

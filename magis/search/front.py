@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from magis.search.judge import Goal, Judge, Over, Plan, SearchOver, never
+from magis.search.judge import Goal, Judge, Over, Plan, SearchOver, Watch, never
 from magis.search.moves import climb, relink, reordered
 from magis.search.prices import CutModel, checkpoints, slide_prices
 from magis.search.propose import NO_SWAPS, Proposer
@@ -38,19 +38,29 @@ class Effort:
     link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
     """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
     polished: int = 64
-    """Plans of the front whose neighbours and mixtures are judged."""
+    """Plans of the front whose neighbours are judged."""
+    mixed: int = 64
+    """Plans of the front whose mixtures are judged."""
     approaches: tuple[int, ...] = (16, 8, 4)
     """Attempts to get below the leanest plan, by these shares of what is above the floor."""
     states: int = 60_000
     """At most: what a sweep keeps in memory grows with them."""
+    reorder: bool = True
+    """Whether operators may run in another order than the program's."""
+    recompute: bool = True
+    """Whether tensors may be made again."""
+    swap: bool = True
+    """Whether tensors may be swapped, where the device has a link."""
+    watch: Watch | None = None
+    """Told of every plan that is judged."""
 
 
 MIXTURES = ((1, 4), (3, 4), (8, 8))
 """How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
 FULL = Effort()
-BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, approaches=(6,), states=15_000)
+BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000)
 """For the step around a loop."""
-BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, approaches=(), states=15_000)
+BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
 """For the body of a loop, whose leanest plans the step around it seldom wants."""
 
 
@@ -86,8 +96,8 @@ def pareto(every: Iterable[C]) -> list[C]:
 
 def spread(front: Sequence[C], count: int) -> list[C]:
     """At most so many of a front, evenly spread over its peaks, the first and the last among them."""
-    if len(front) <= count:
-        return list(front)
+    if len(front) <= count or not count:
+        return list(front[:count])
     low, high = front[0].peak, front[-1].peak
     chosen = {0, len(front) - 1}
     for step in range(1, count - 1):
@@ -98,24 +108,28 @@ def spread(front: Sequence[C], count: int) -> list[C]:
 
 def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
     """The front of one step; deterministic. Where ``over`` ends it, of what was judged until then."""
+    if not effort.recompute:
+        problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
     floor = lower_bound(problem)
-    judge = Judge(problem, Goal(memory_limit=floor), effort.states, over=over)
-    allow_swap = problem.xfer_ns_per_byte > 0.0
+    judge = Judge(problem, Goal(memory_limit=floor), effort.states, over=over, watch=effort.watch)
+    allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
-        for start in _orders(judge):
+        for start in _orders(judge, reorder=effort.reorder):
             _slide(judge, start, floor, effort, allow_swap=allow_swap)
         for share in effort.approaches:
             _approach(judge, floor, share, allow_swap=allow_swap)
         for plan in spread(judge.front(), effort.polished):
             _climb(judge, plan, allow_swap=allow_swap)
-        _mix(judge, spread(judge.front(), effort.polished), allow_swap=allow_swap)
+        _mix(judge, spread(judge.front(), effort.mixed), allow_swap=allow_swap)
     return Front(tuple(judge.front()), judge.states)
 
 
-def _orders(judge: Judge) -> list[Plan]:
+def _orders(judge: Judge, *, reorder: bool) -> list[Plan]:
     """Without any recomputation, in program order and re-ordered around its peak."""
     untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
     base = judge.plan(untouched)
+    if not reorder:
+        return [base]
     other = reordered(judge, base)
     return [base] if np.array_equal(base.order, other.order) else [base, other]
 

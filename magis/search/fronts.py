@@ -22,8 +22,8 @@ from magis.fission.region import Region
 from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
-from magis.search.front import BODY, BRIEF, Costed, Front, pareto, spread, sweep
-from magis.search.judge import Goal, Judge, Over, Plan, Wanted, never
+from magis.search.front import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
+from magis.search.judge import Goal, Judge, Over, Plan, Wanted, Watch, never
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
@@ -40,6 +40,17 @@ BODIES = 8
 
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
+
+
+@dataclass(frozen=True)
+class Efforts:
+    """What may be tried for the body of a loop, and for the step around it."""
+
+    body: Effort = BODY
+    around: Effort = BRIEF
+
+
+USUAL = Efforts()
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,10 @@ class FissionFront:
     states: int
 
 
-def whole_front(graph: Graph, costs: Costs, *, reuse: bool, over: Over = never) -> FissionFront:
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
     here = Level(compile_problem(graph, costs, reuse=reuse))
-    found = sweep(here.compiled.problem, over=over)
+    found = sweep(here.compiled.problem, effort, over)
     return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
 
 
@@ -98,6 +109,7 @@ class Work:
     costs: Costs
     reuse: bool
     places: tuple[tuple[Axis, int], ...]
+    efforts: Efforts = USUAL
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +144,13 @@ class Share(Protocol):
 
 
 def divided_front(
-    graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool, share: Share | None = None
+    graph: Graph,
+    costs: Costs,
+    wanted: Wanted,
+    *,
+    reuse: bool,
+    efforts: Efforts = USUAL,
+    share: Share | None = None,
 ) -> FissionFront:
     """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
     without any points where nothing can be cut.
@@ -141,7 +159,8 @@ def divided_front(
     until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept; of
     places that are shared only whole ones). The goal itself plays no part, nor does it matter who computes the places.
     """
-    work = Work(graph, costs, reuse, tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES)))
+    starts = tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES))
+    work = Work(graph, costs, reuse, starts, efforts)
     numbers = range(len(work.places))
     if share is not None:
         found, spent = _until_spent(share(work, numbers), wanted)
@@ -188,7 +207,9 @@ def _plan(result: SearchResult) -> Plan:
 
 def _place(work: Work, number: int, over: Over = never) -> FissionFront:
     start, cuts = _start(work, number)
-    return place_front(list(_levels(work, start, cuts, over)), over) if cuts else FissionFront((), 0)
+    if not cuts:
+        return FissionFront((), 0)
+    return place_front(list(_levels(work, start, cuts, over)), work.efforts, over)
 
 
 def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
@@ -244,7 +265,7 @@ def numbers_of_parts(most: int) -> list[int]:
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
-def place_front(levels: Sequence[tuple[Cut, Level]], over: Over = never) -> FissionFront:
+def place_front(levels: Sequence[tuple[Cut, Level]], efforts: Efforts = USUAL, over: Over = never) -> FissionFront:
     """The front of one region, cut into the numbers of parts that are given.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
@@ -262,7 +283,7 @@ def place_front(levels: Sequence[tuple[Cut, Level]], over: Over = never) -> Fiss
         if inner is None:
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
-            swept = sweep(inner.compiled.problem, BODY, over)
+            swept = sweep(inner.compiled.problem, efforts.body, over)
             model, inside, around, states = here, swept.plans, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
@@ -272,9 +293,9 @@ def place_front(levels: Sequence[tuple[Cut, Level]], over: Over = never) -> Fiss
             body = solution(inner, inner.compiled.problem, _result(plan), None)
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
-                swept = sweep(outside, BRIEF, over)
+                swept = sweep(outside, efforts.around, over)
                 around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
-            found = _judged(outside, around)
+            found = _judged(outside, around, efforts.around.watch)
             states += found.states
             points += [Point(here, plan, cut, body) for plan in found.plans]
         points = pareto(points)
@@ -295,9 +316,9 @@ def _problems(level: Level) -> list[Problem]:
     return [level.compiled.problem, *inner]
 
 
-def _judged(problem: Problem, plans: Sequence[Plan]) -> Front:
+def _judged(problem: Problem, plans: Sequence[Plan], watch: Watch | None = None) -> Front:
     """The front of plans that were made for a problem of the same structure."""
-    judge = Judge(problem, Goal(memory_limit=0), len(plans))
+    judge = Judge(problem, Goal(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)
         judge.plan(plan.flags)

@@ -11,8 +11,10 @@ import numpy as np
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int8s, Int32s, Problem
 
-__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Over", "Plan", "SearchOver", "Wanted", "never"]
+__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Over", "Plan", "SearchOver", "Wanted", "Watch", "never"]
 
+Watch = Callable[[int, int], None]
+"""Told the peak (bytes) and the latency (ns) of a plan as it is judged."""
 DEFAULT_BUDGET = 30_000
 """States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
 
@@ -95,6 +97,7 @@ class Judge:
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         over: Over = never,
+        watch: Watch | None = None,
     ) -> None:
         self.problem = problem
         self.goal = goal
@@ -104,6 +107,7 @@ class Judge:
         self.best: Plan | None = None
         self._clock = clock
         self._over = over
+        self._watch = watch
         self._deadline = None if seconds is None else clock() + seconds
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
         self._seen: dict[bytes, tuple[int, int]] = {}
@@ -127,6 +131,8 @@ class Judge:
         self.states += 1
         found = self.evaluator.quick(flags)
         self._seen[digest] = found
+        if self._watch is not None:
+            self._watch(*found)
         if self.best is None or self.goal.key(*found) < self.best.key(self.goal):
             self.best = Plan(self.evaluator.order, flags.copy(), *found)
         return found

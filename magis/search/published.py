@@ -20,6 +20,7 @@ tries, most bytes per nanosecond first: the paper's search simulated about 100 c
 from __future__ import annotations
 
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -68,10 +69,11 @@ class State:
 
 @dataclass(frozen=True)
 class Point:
-    """The best so far after so many simulated states."""
+    """The best so far after so many simulated states, and seconds of the processor."""
 
     states: int
     figures: Figures
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,11 +140,12 @@ class Search:
         self.queue: list[tuple[tuple[int, int], int, State]] = []
         self.states = self.generated = self.filtered = self.expanded = self.refused = 0
         self.curve: list[Point] = []
+        self.began = time.process_time()
         self.best = State(FTree())
         self.start = self.figures = judge(self._whole(self.best), {})
         self.states = 1
         self.seen = {self.best.mark}
-        self.curve.append(Point(1, self.start))
+        self.curve.append(self._point(self.start))
         self._push(self.best, self.start)
 
     def run(self) -> None:
@@ -194,9 +197,12 @@ class Search:
         key, best = self._key(found), self._key(self.figures)
         if key < best:
             self.best, self.figures = state, found
-            self.curve.append(Point(self.states, found))
+            self.curve.append(self._point(found))
         if tuple(RELAXED_DEN * mine for mine in key) < tuple(RELAXED_NUM * its for its in best):
             self._push(state, found)
+
+    def _point(self, figures: Figures) -> Point:
+        return Point(self.states, figures, time.process_time() - self.began)
 
     def _push(self, state: State, figures: Figures) -> None:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))

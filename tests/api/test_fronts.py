@@ -10,9 +10,10 @@ import pytest
 import magis
 from magis.api.bench import Bench
 from magis.api.fronts import realized_front
-from magis.api.numbers import compare, compare_rounding
+from magis.api.numbers import compare_by_kind
 from magis.errors import UsageError
 from magis.ir import verify
+from magis.models import GATE_NAMES, SEED_NAMES
 from magis.results import Case
 
 BLOCKS = "tests.api.nets:blocks"
@@ -32,16 +33,19 @@ def test_a_front_is_monotone_and_between_the_bound_and_eager(model: str, device:
     assert (again.points, again.states) == (front.points, front.states)
 
 
-def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers() -> None:
-    subject = Bench().subject(Case(BLOCKS, "magis", "cpu", "small"))
-    found, _ = realized_front(subject, points=6)
-    assert len(found) > 3
+@pytest.mark.parametrize(
+    ("model", "points"),
+    [(BLOCKS, 6), *(pytest.param(name, 15, marks=pytest.mark.soak) for name in (*GATE_NAMES, *SEED_NAMES))],
+)
+def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers(model: str, points: int) -> None:
+    subject = Bench().subject(Case(model, "magis", "cpu", "small"))
+    found, _ = realized_front(subject, points=points)
+    assert len(found) > points // 2
     for plan in found:
         verify(plan.graph)
         eager, step = subject.eager(), subject.generated(plan.graph)
-        split = bool(plan.fission)
-        numbers = compare_rounding(subject, plan.graph, 0) if split else compare(eager, step, 0)
-        assert numbers == ("within tolerance" if split else "bit-identical")
+        numbers = compare_by_kind(subject, plan.graph, eager, step, 0)
+        assert numbers == ("within tolerance" if plan.fission else "bit-identical")
         assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from magis.aten.splits import splits
 from magis.errors import VerifyError
-from magis.fission.expand import expand
+from magis.fission.expand import expand, reparted
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph, Op, Ref, dump, parse, verify
@@ -163,6 +163,32 @@ def test_a_product_lies_on_what_it_was_made_of() -> None:
     assert simulated(found)[1] == 128 + 128 + 64
     assert simulated(beside)[1] == 128 + 128 + 128 + 64
     assert simulated(expand(graph, replace(region, parts=4), in_place=True))[1] == 128 + 128 + 32
+
+
+def test_what_is_merged_late_leaves_in_its_own_place() -> None:
+    """The first result waits for the last reader of the memory that it takes over; the second one does not."""
+    graph = step(
+        *HEAD,
+        "storage 5 temporary 128",
+        "storage 6 temporary 128",
+        f"value 5 @5 {SQUARE}",
+        f"value 6 @6 {SQUARE}",
+        MADE,
+        PRODUCT,
+        "op 2 %5 = aten.mm.default(%3, %1) reads 1:0 3:0 phase forward",
+        "op 3 %6 = aten.mul.Tensor(%2, %5) reads 2:0 5:0 phase forward",
+        "op 4 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward",
+        "output 4",
+        "output 5",
+        "output 6",
+    )
+    region = rows(graph, 1, 2, 3)
+    found = in_place(graph, region)
+    assert victims(found) == [2]
+    assert found.values[3].storage == 2
+    four = expand(graph, replace(region, parts=4), in_place=True)
+    (loop,) = loops(four)
+    assert loop.body == reparted(graph, replace(region, parts=4), in_place=True)
 
 
 def test_the_same_twice_in_a_row() -> None:

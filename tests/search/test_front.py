@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +15,10 @@ from magis.fission.proof import verify_fission
 from magis.ir import verify
 from magis.search.front import BRIEF, FULL, Effort, Front, pareto, spread, sweep
 from magis.search.fronts import Cut, Point, divided_front, place_front, whole_front
-from magis.search.judge import Goal, Judge, Wanted
+from magis.search.judge import Goal, Judge, Plan, Wanted
 from magis.search.levels import level, realize_level
 from magis.search.moves import alternatives
-from magis.simulate.evaluator import Evaluator, check_order, evaluate
+from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand
 from magis.simulate.events import DROP, KEEP, RECOMPUTE
 from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.replay import replay
@@ -53,6 +54,37 @@ def test_plans_of_a_sweep_cost_what_they_say(name: str, effort: Effort) -> None:
     assert front.plans[-1].latency_ns == base.latency_ns
     assert front.plans[-1].peak <= base.peak
     assert front.plans[0].peak < base.peak
+
+
+def test_a_sweep_leaves_out_what_it_is_told_to() -> None:
+    problem = replace(step("seed-unet").compiled.problem, xfer_ns_per_byte=2.0)
+    usual = sweep(problem, BRIEF)
+    repeats = [every_repeat(problem, plan) for plan in usual.plans]
+    assert np.any(np.array(repeats), axis=0).all()
+    for plan in sweep(problem, replace(BRIEF, recompute=False)).plans:
+        assert every_repeat(problem, plan)[0] == 0
+        found = evaluate(problem, plan.order, plan.flags)  # of the problem in which more is allowed
+        assert (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns)
+    for plan in sweep(problem, replace(BRIEF, swap=False)).plans:
+        assert every_repeat(problem, plan)[1] == 0
+    for plan in sweep(problem, replace(BRIEF, reorder=False)).plans:
+        assert plan.order.tolist() == list(range(problem.n_nodes))
+    for less in (replace(BRIEF, polished=0), replace(BRIEF, mixed=0)):
+        assert sweep(problem, less).states < usual.states
+
+
+def every_repeat(problem: Problem, plan: Plan) -> tuple[int, int]:
+    """Operators run again, bytes swapped."""
+    return expand(problem, plan.order, plan.flags).repeats(problem.nbytes)
+
+
+def test_whoever_watches_a_sweep_is_told_every_plan() -> None:
+    seen: list[tuple[int, int]] = []
+    problem = step("blocks").compiled.problem
+    found = sweep(problem, replace(BRIEF, watch=lambda peak, latency_ns: seen.append((peak, latency_ns))))
+    assert len(seen) == found.states
+    assert set(costs(found)) <= set(seen)
+    assert costs(found) == costs(sweep(problem, BRIEF))
 
 
 def every_plan(problem: Problem) -> list[tuple[int, int]]:
@@ -118,6 +150,10 @@ def test_the_front_of_a_judge_is_that_of_all_it_has_judged() -> None:
     assert set(front) <= set(judged)
     for peak, latency in judged:
         assert any(lean <= peak and fast <= latency for lean, fast in front)
+
+
+def test_nothing_of_a_front_is_nothing() -> None:
+    assert spread(sweep(step("perceptron").compiled.problem).plans, 0) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 100])

@@ -190,6 +190,7 @@ def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
     keys = [goal.key(point.figures.peak, point.figures.latency_ns) for point in result.curve]
     assert keys == sorted(set(keys), reverse=True)
     assert [point.states for point in result.curve] == sorted({point.states for point in result.curve})
+    assert [point.seconds for point in result.curve] == sorted(point.seconds for point in result.curve)
     assert result.curve[0].figures == result.start
     assert result.curve[-1].figures == result.figures
 

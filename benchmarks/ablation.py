@@ -1,0 +1,205 @@
+"""What each part of the search is worth: the front of a step with one part left out at a time.
+
+    python benchmarks/ablation.py [name or glob ...] [--latency 1.1] [--memory 0.4] [--device sim:rtx3090]
+        [--preset paper] [--only no-mix ...] [--states 3000] [--output FILE]
+
+A row per model (all seed networks unless named) and limit. Under a latency limit a figure is the least peak on the
+front as a share of eager's, under a memory limit the least latency overhead to eager, in %; below it the difference to
+*full*: of the peak in % of full's, of the latency in % of eager's; "missed": the limit is not kept. All figures are
+simulated. Columns: *full*: the front of the whole step and that with fission together; *no-fission*: the first alone;
+*no-redo*: nothing is made again, *no-swap*: nothing is swapped, both inside of loops as well; *no-order*: program
+order; *no-mix*: plans of a front are not mixed; *no-polish*: their neighbours are not judged; *no-lean*: no proposals
+below the leanest plan; *rules*: all aggregations (``magis.rewrite.rules.greedy``) first, which the search does not use;
+*no-plan*: the published search with so many states instead. At the end: for each part the largest gain in any cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from magis.quiet import before_torch
+
+before_torch()
+
+from cells import Limit  # noqa: E402
+
+import magis  # noqa: E402
+from magis.api.bench import Bench  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
+from magis.ir import Graph  # noqa: E402
+from magis.models import SEED_NAMES, resolve  # noqa: E402
+from magis.results import Case  # noqa: E402
+from magis.rewrite.rules.greedy import aggregated  # noqa: E402
+from magis.search.front import BODY, BRIEF, FULL, Effort  # noqa: E402
+from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.judge import Goal, Wanted  # noqa: E402
+from magis.search.published import STATES, published  # noqa: E402
+
+Plans = list[tuple[int, int]]
+"""Peaks in bytes and latencies in nanoseconds."""
+
+LEFT_OUT = {
+    "no-redo": {"recompute": False},
+    "no-swap": {"swap": False},
+    "no-order": {"reorder": False},
+    "no-mix": {"mixed": 0},
+    "no-polish": {"polished": 0},
+    "no-lean": {"approaches": ()},
+}
+COLUMNS = ("full", "no-fission", *LEFT_OUT, "rules", "no-plan")
+GAIN = 1.0
+"""A part that is worth less than so many percent in every cell is named as a candidate for deletion."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure, or None where the limit is missed; and its difference to full's."""
+
+    figure: float | None
+    change: float | None
+
+
+def fronts(
+    subject: Subject, changes: dict[str, object], graphs: tuple[Graph, Graph] | None = None
+) -> tuple[Plans, Plans]:
+    """The front of the whole step and that with fission; of other ``graphs`` than the step's own two if given."""
+
+    def less(effort: Effort) -> Effort:
+        return replace(effort, **changes)  # type: ignore[arg-type]
+
+    normal, untangled = graphs or (subject.normal, subject.untangled)
+    reuse, costs = subject.source.reuse, subject.roofline
+    whole = whole_front(normal, costs, reuse=reuse, effort=less(FULL))
+    wanted = Wanted(Goal(memory_limit=0), 0)
+    divided = divided_front(untangled, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF)))
+    first, second = ([(point.peak, point.latency_ns) for point in found.points] for found in (whole, divided))
+    return first, second
+
+
+def best(subject: Subject, limit: Limit, plans: Plans) -> float | None:
+    """The least figure of some plans."""
+    goal = limit.goal(subject)
+    return limit.figure(subject, *min(plans, key=lambda plan: goal.key(*plan)))
+
+
+def figures(subject: Subject, limits: Sequence[Limit], column: str, states: int, known: Plans) -> list[float | None]:
+    """A column of one model; ``known`` are the plans without fission."""
+    if column == "no-plan":
+        return [_published(subject, limit, states) for limit in limits]
+    if column == "no-fission":
+        plans = known
+    elif column == "rules":
+        graph, _ = aggregated(subject.untangled)
+        whole, divided = fronts(subject, {}, (graph, graph))
+        plans = [*whole, *divided]
+    else:
+        whole, divided = fronts(subject, LEFT_OUT.get(column, {}))
+        plans = [*whole, *divided]
+        if column == "full":
+            known += whole
+    return [best(subject, limit, plans) for limit in limits]
+
+
+def _published(subject: Subject, limit: Limit, states: int) -> float | None:
+    found = published(
+        subject.untangled, subject.roofline, limit.goal(subject), reuse=subject.source.reuse, states=states
+    )
+    return best(subject, limit, [(found.figures.peak, found.figures.latency_ns)])
+
+
+def change(limit: Limit, full: float | None, other: float | None) -> float | None:
+    """How much worse than full, in % of its peak or of eager's latency."""
+    if full is None or other is None:
+        return None
+    return 100 * (other / full - 1.0) if limit.memory is None else 100 * (other - full)
+
+
+def text(name: str, limit: Limit, cells: Sequence[Cell]) -> list[str]:
+    """The two lines of a row."""
+
+    def shown(figure: float | None) -> str:
+        if figure is None:
+            return f"{'missed':>10}"
+        return f"{figure:10.4f}" if limit.memory is None else f"{100 * figure:9.2f}%"
+
+    changes = (f"{'':>10}" if cell.change is None else f"{cell.change:+9.2f}%" for cell in cells)
+    return [
+        f"{name:14} {limit.text:>8} {' '.join(shown(cell.figure) for cell in cells)}".rstrip(),
+        f"{'':23} {' '.join(changes)}".rstrip(),
+    ]
+
+
+def summary(rows: Sequence[Sequence[Cell]], columns: Sequence[str]) -> list[str]:
+    """What each part gains at most and at least, and in how many cells the limit is kept with it alone."""
+    lines = []
+    for index, column in enumerate(columns):
+        if column == "full":
+            continue
+        cells = [(row[index], row[0]) for row in rows]
+        lost = sum(cell.figure is None and full.figure is not None for cell, full in cells)
+        changes = [cell.change for cell, _ in cells if cell.change is not None]
+        most, least = max(changes, default=0.0), min(changes, default=0.0)
+        verdict = f"gains {most:+.2f}% at most, {least:+.2f}% at least, {lost} limits missed without it"
+        if column == "rules":
+            verdict = f"changes by {least:+.2f}% to {most:+.2f}%, {lost} limits missed with them"
+        elif most < GAIN and not lost:
+            verdict += f": improves no cell by {GAIN:g}%"
+        lines.append(f"{column:10} {verdict}")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(SEED_NAMES))
+    parser.add_argument("--latency", type=float, nargs="*", default=[1.1])
+    parser.add_argument("--memory", type=float, nargs="*", default=[0.4])
+    parser.add_argument("--device", default="sim:rtx3090")
+    parser.add_argument("--preset", default="paper")
+    parser.add_argument("--only", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
+    parser.add_argument("--states", type=int, default=STATES)
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    limits = [*(Limit(latency=each) for each in arguments.latency), *(Limit(memory=each) for each in arguments.memory)]
+    columns = [column for column in COLUMNS if column == "full" or column in arguments.only]
+    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
+    lines = [
+        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
+        f"# python benchmarks/ablation.py {shlex.join(sys.argv[1:])}".rstrip(),
+        "# peak ratio at a latency limit, latency overhead at a memory limit; below: how much worse than full",
+        f"{'model':14} {'limit':>8} {' '.join(f'{column:>10}' for column in columns)}",
+    ]
+    print("\n".join(lines), flush=True)
+    rows: list[list[Cell]] = []
+    for name in resolve(arguments.names):
+        subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+        found: list[list[float | None]] = []
+        seconds: list[float] = []
+        whole: Plans = []
+        for column in columns:
+            started = time.perf_counter()
+            found.append(figures(subject, limits, column, arguments.states, whole))
+            seconds.append(time.perf_counter() - started)
+            print(f"  {name} {column}: {found[-1]} in {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
+        for number, limit in enumerate(limits):
+            row = [Cell(each[number], change(limit, found[0][number], each[number])) for each in found]
+            rows.append(row)
+            lines += text(name, limit, row)
+        lines.append(f"{'':14} {'seconds':>8} {' '.join(f'{each:10.0f}' for each in seconds)}")
+        print("\n".join(lines[-2 * len(limits) - 1 :]), flush=True)
+        if arguments.output is not None:
+            arguments.output.write_text("\n".join([*lines, "", *summary(rows, columns)]) + "\n", encoding="utf-8")
+    print("\n".join(["", *summary(rows, columns)]))
+
+
+if __name__ == "__main__":
+    main()

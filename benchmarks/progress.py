@@ -1,0 +1,235 @@
+"""The best figure over time, ours and the published search's, with heuristics left out (PAPER, Figure 13).
+
+    python benchmarks/progress.py [NAME] [--limit lat 1.1 | --limit mem 0.4] [--states 3000] [--device sim:rtx3090]
+        [--preset paper] [--output FILE.svg]
+
+Under a latency limit the figure is the peak as a share of eager's, under a memory limit the latency overhead to eager,
+of the best plan judged so far; everything is simulated. *ours*: the front of the whole step, then that with fission;
+it serves all limits. *no fission* is the first part of it, *no mixing* leaves plans of a front unmixed. *published*:
+``magis.search.published``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this machine's
+(processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture; the table
+stands beside it in FILE.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import math
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from importlib import metadata
+from pathlib import Path
+
+from magis.quiet import before_torch
+
+before_torch()
+
+from cells import Limit  # noqa: E402
+
+import magis  # noqa: E402
+from magis.api.bench import Bench  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
+from magis.models import resolve  # noqa: E402
+from magis.results import Case  # noqa: E402
+from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
+from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.judge import Goal, Wanted  # noqa: E402
+from magis.search.published import LEVELS, STATES, published  # noqa: E402
+
+PAPER_SECONDS = 180.0
+"""What the paper gives its search."""
+WARMING = "seed-resnet50"
+"""Searched first, small, so that compiled code is loaded."""
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
+GRID, TEXT = "#cccccc", "#333333"
+COLOURS = ("#1f618d", "#85c1e9", "#7d8a2e", "#b03a2e", "#e59866")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The best figure after so many seconds, and when the search ended."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    seconds: float
+
+    @property
+    def last(self) -> float | None:
+        return self.points[-1][1] if self.points else None
+
+    def first_at(self, figure: float) -> float | None:
+        """Seconds after which the figure is reached."""
+        return next((seconds for seconds, reached in self.points if reached <= figure), None)
+
+
+class Progress:
+    """The best plan under a limit of those that it is told of, with the time."""
+
+    def __init__(self, subject: Subject, limit: Limit) -> None:
+        self._original = (subject.original.peak_bytes, subject.latency_ns(subject.captured.graph))
+        self._goal = limit.goal(subject)
+        self._by_memory = limit.memory is not None
+        self._began = time.process_time()
+        self.points: list[tuple[float, float]] = []
+
+    def figure(self, peak: int, latency_ns: int) -> float:
+        return latency_ns / self._original[1] - 1.0 if self._by_memory else peak / self._original[0]
+
+    def see(self, peak: int, latency_ns: int) -> None:
+        if self._goal.met(peak, latency_ns):
+            figure = self.figure(peak, latency_ns)
+            if not self.points or figure < self.points[-1][1]:
+                self.points.append((self.seconds, figure))
+
+    @property
+    def seconds(self) -> float:
+        return time.process_time() - self._began
+
+    def curve(self, name: str) -> Curve:
+        return Curve(name, tuple(self.points), self.seconds)
+
+
+def ours(subject: Subject, limit: Limit, name: str, *, mixing: bool) -> tuple[Curve, Curve]:
+    """The curve of the front without fission, and that of both fronts."""
+    normal, untangled, costs, reuse = subject.normal, subject.untangled, subject.roofline, subject.source.reuse
+    progress = Progress(subject, limit)
+
+    def some(effort: Effort, watch: Watch | None) -> Effort:
+        return replace(effort, mixed=effort.mixed if mixing else 0, watch=watch)
+
+    whole_front(normal, costs, reuse=reuse, effort=some(FULL, progress.see))
+    first = progress.curve("no fission")
+    efforts = Efforts(some(BODY, None), some(BRIEF, progress.see))
+    divided_front(untangled, costs, Wanted(Goal(memory_limit=0), 0), reuse=reuse, efforts=efforts)
+    return first, progress.curve(name)
+
+
+def theirs(subject: Subject, limit: Limit, name: str, states: int, levels: int) -> Curve:
+    """The curve of the published search."""
+    graph, goal, progress = subject.untangled, limit.goal(subject), Progress(subject, limit)
+    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states, levels=levels)
+    points = [
+        (point.seconds, progress.figure(point.figures.peak, point.figures.latency_ns))
+        for point in found.curve
+        if goal.met(point.figures.peak, point.figures.latency_ns)
+    ]
+    return Curve(name, tuple(points), progress.seconds)
+
+
+def curves(subject: Subject, limit: Limit, states: int) -> list[Curve]:
+    whole, both = ours(subject, limit, "ours", mixing=True)
+    _, unmixed = ours(subject, limit, "no mixing", mixing=False)
+    return [
+        both,
+        whole,
+        unmixed,
+        theirs(subject, limit, "published", states, LEVELS),
+        theirs(subject, limit, "one level", states, 1),
+    ]
+
+
+def table(found: Sequence[Curve], limit: Limit) -> Iterator[str]:
+    """A row per curve, and how long ours takes to where the published search ends."""
+    yield f"{'search':12} {'best':>8} {'reached s':>9} {'ended s':>8}"
+    for each in found:
+        best = f"{'missed':>8} {'-':>9}" if each.last is None else f"{each.last:8.4f} {each.points[-1][0]:9.2f}"
+        yield f"{each.name:12} {best} {each.seconds:8.1f}"
+    mine, other = found[0], next(each for each in found if each.name == "published")
+    yield ""
+    if other.last is None:
+        yield f"the published search does not keep {limit.text}"
+        return
+    reached = mine.first_at(other.last)
+    if reached is None:
+        yield f"ours never reaches {other.last:.4f}, the published search's best"
+        return
+    yield f"ours reaches the published search's best, {other.last:.4f}, after {reached:.2f} s:"
+    for what, seconds in (
+        ("its own seconds to its best", other.points[-1][0]),
+        ("its own seconds to its end", other.seconds),
+        ("the paper's three minutes", PAPER_SECONDS),
+    ):
+        yield f"  {seconds / reached:7.1f} times less than {what}, {seconds:.1f}"
+
+
+def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
+    """Steps over time, which is drawn to a logarithmic scale."""
+    every = [point for each in found for point in each.points]
+    early = max(0.01, min((seconds for seconds, _ in every), default=0.1))
+    low, high = math.floor(math.log10(early)), math.log10(max(each.seconds for each in found))
+    most = max((figure for _, figure in every), default=1.0) if limit.memory is not None else 1.0
+
+    def x(seconds: float) -> float:
+        return LEFT + (math.log10(max(seconds, early)) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def y(figure: float) -> float:
+        return HEIGHT - BOTTOM - min(1.0, figure / most) * (HEIGHT - TOP - BOTTOM)
+
+    def label(where: tuple[float, float], words: str, anchor: str = "start", colour: str = TEXT) -> str:
+        return (
+            f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
+            f'text-anchor="{anchor}">{escape(words)}</text>'
+        )
+
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">'
+    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
+    yield label((LEFT, 22), title)
+    yield label((LEFT - 56, TOP - 10), "overhead" if limit.memory is not None else "peak / eager's")
+    for fifth in range(6):
+        at = most * fifth / 5
+        yield f'<line x1="{LEFT}" y1="{y(at):.1f}" x2="{WIDTH - RIGHT}" y2="{y(at):.1f}" stroke="{GRID}"/>'
+        yield label((LEFT - 8, y(at) + 4), f"{at:.1f}" if limit.memory is None else f"{100 * at:.0f}%", "end")
+    for power in range(low, math.floor(high) + 1):
+        yield label((x(10.0**power), HEIGHT - BOTTOM + 18), f"{10.0**power:g}", "middle")
+    yield label(((LEFT + WIDTH) / 2, HEIGHT - 12), "seconds", "middle")
+    for number, (each, colour) in enumerate(zip(found, COLOURS, strict=True)):
+        steps: list[str] = []
+        for (seconds, figure), after in zip(each.points, [*each.points[1:], None], strict=True):
+            until = each.seconds if after is None else after[0]
+            steps += [f"{x(seconds):.1f},{y(figure):.1f}", f"{x(until):.1f},{y(figure):.1f}"]
+        yield f'<polyline points="{" ".join(steps)}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        yield label((WIDTH - RIGHT - 100, TOP + 16 + 16 * number), each.name, colour=colour)
+    yield "</svg>"
+
+
+def main() -> None:
+    """Print the table; write it and the picture."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", default="seed-vit")
+    parser.add_argument("--limit", nargs=2, default=["lat", "1.1"], metavar=("lat|mem", "RATIO"))
+    parser.add_argument("--states", type=int, default=STATES)
+    parser.add_argument("--device", default="sim:rtx3090")
+    parser.add_argument("--preset", default="paper")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    kind, ratio = arguments.limit
+    if kind not in ("lat", "mem"):
+        parser.error(f"--limit takes lat or mem, not {kind}")
+    limit = Limit(latency=float(ratio)) if kind == "lat" else Limit(memory=float(ratio))
+    warm = Bench().subject(Case(WARMING, "magis", arguments.device, "small"))
+    curves(warm, limit, 100)
+    (name,) = resolve([arguments.name])
+    subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+    found = curves(subject, limit, arguments.states)
+    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
+    lines = [
+        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
+        f"# python benchmarks/progress.py {shlex.join(sys.argv[1:])}",
+        *table(found, limit),
+    ]
+    print("\n".join(lines))
+    if arguments.output is not None:
+        title = f"{name} ({arguments.preset}) on {arguments.device}, {limit.text}: best plan so far"
+        arguments.output.write_text("\n".join(picture(title, found, limit)) + "\n", encoding="utf-8")
+        arguments.output.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
