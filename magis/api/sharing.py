@@ -1,33 +1,38 @@
 """Pieces of a search shared among processes, and kept in a folder so that a search that was cut off goes on.
 
 A piece is one place of a step (``magis.search.fronts``). Who computes it, in which order and when, changes nothing of
-the result. A worker that dies leaves its pieces to this process; a file that is not whole is made again.
+the result. A worker that dies leaves its pieces to this process; a file that is not whole is made again. No worker
+outlives the search that it works for, nor the process that asked.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
 import signal
+import threading
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from importlib import metadata
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
-from magis import __version__
 from magis.errors import UsageError
 from magis.ir import digest
 from magis.report.files import write_bytes_atomically
 from magis.search.fronts import Cut, Finding, Findings, Work, findings
-from magis.search.judge import Plan
+from magis.search.judge import Over, Plan, never
 from magis.simulate.events import DROP
 from magis.simulate.problem import Int8s, Int32s
 
@@ -35,7 +40,22 @@ __all__ = ["Sharing"]
 
 FORMAT = 1
 Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-BROKEN = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
+DIMENSIONS = {"states": 1, "cut": 2} | {
+    f"{plan} {what}": 2 for plan in ("plan", "body") for what in ("costs", "flags", "order")
+}
+MOST_BYTES = 1 << 28
+"""Of a file's arrays: the largest steps need a hundredth."""
+POLL_S = 0.2
+# all that numpy and zipfile raise for files that are not what they seem
+BROKEN = (
+    OSError, ValueError, LookupError, EOFError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
+)  # fmt: skip
+
+
+class Compute(Protocol):
+    """``magis.search.fronts.findings``, or what stands for it."""
+
+    def __call__(self, work: Work, number: int, over: Over = never) -> Findings: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,7 @@ class Sharing:
 
     processes: int = 1
     folder: Path | None = None
-    compute: Callable[[Work, int], Findings] = findings
+    compute: Compute = findings
 
     def __post_init__(self) -> None:
         if self.processes < 1:
@@ -58,9 +78,9 @@ class Sharing:
         """Whether there is anything to share or to keep."""
         return self.processes > 1 or self.folder is not None
 
-    def __call__(self, work: Work, numbers: Sequence[int]) -> Iterator[Findings]:
-        """The findings of the places, in their order."""
-        store = None if self.folder is None else _Store(self.folder, _key(work), work)
+    def __call__(self, work: Work, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
+        """The findings of the places, in their order, until ``over`` ends them."""
+        store = None if self.folder is None else _Store(self.folder, _key(work))
         known = {} if store is None else {n: found for n in numbers if (found := store.load(n)) is not None}
         missing = [number for number in numbers if number not in known]
         with ExitStack() as stack:
@@ -68,40 +88,70 @@ class Sharing:
             for number in numbers:
                 found = known.get(number)
                 if found is None:
-                    found = self._computed(work, number, futures.get(number))
-                    if store is not None:
+                    found = self._computed(work, number, futures.get(number), over)
+                    if store is not None and found is not None and not over():  # else it may be incomplete
                         store.save(number, found)
+                if found is None:
+                    return
                 yield found
 
     def _futures(self, work: Work, missing: Sequence[int], stack: ExitStack) -> dict[int, Future[Findings]]:
         workers = min(self.processes, len(missing))
         if workers < 2:
             return {}
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_deaf)
-        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        before = set(active_children())
+        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_prepared)
+
+        def end() -> None:
+            pool.shutdown(wait=False, cancel_futures=True)
+            ours = [child for child in active_children() if child not in before]
+            for child in ours:
+                child.terminate()
+            for child in ours:
+                child.join()
+
+        stack.callback(end)
         return {number: pool.submit(self.compute, work, number) for number in missing}
 
-    def _computed(self, work: Work, number: int, future: Future[Findings] | None) -> Findings:
-        if future is not None:
+    def _computed(self, work: Work, number: int, future: Future[Findings] | None, over: Over) -> Findings | None:
+        """None where ``over`` came before a worker's answer."""
+        while future is not None:
             try:
-                return future.result()
+                return future.result(timeout=POLL_S)
+            except NotYet:
+                if over():
+                    return None
             except BrokenProcessPool:
-                warnings.warn(
-                    "a worker process died: its part of the search is done here", RuntimeWarning, stacklevel=2
-                )
-        return self.compute(work, number)
+                text = "a worker process died: its part of the search is done here"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                break
+        return self.compute(work, number, over)
 
 
-def _deaf() -> None:
-    """Ctrl-C goes to the process that asked; it cancels what its workers have not begun."""
+def _prepared() -> None:
+    """A worker leaves Ctrl-C to the process that asked, and ends with it, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _key(work: Work) -> str:
-    """What findings depend on."""
-    step = f"{digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts} {[at for _, at in work.places]}"
-    text = f"{FORMAT} {__version__} {step}"
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    """What findings depend on: the step, its costs, where it may be cut, and the code that searches."""
+    found = hashlib.sha256(f"{FORMAT} {digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts}".encode())
+    for axis, at in work.places:
+        found.update(f"{at} {sorted(axis.dims.items())}".encode())
+    for name in ("numpy", "numba", "rustworkx"):
+        found.update(f"{name} {metadata.version(name)}".encode())
+    package = Path(__file__).parent.parent
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}".encode() + path.read_bytes())
+    return found.hexdigest()[:24]
 
 
 @dataclass(frozen=True)
@@ -110,7 +160,6 @@ class _Store:
 
     folder: Path
     key: str
-    work: Work
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{self.key}-{number}.npz"
@@ -124,8 +173,8 @@ class _Store:
             return None
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-        with suppress(*BROKEN), np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return _findings(arrays, number)
+        with suppress(*BROKEN):
+            return _findings(_read(content), number)
         warnings.warn(f"{path} is damaged: that part of the search is done again", RuntimeWarning, stacklevel=2)
         return None
 
@@ -137,6 +186,19 @@ class _Store:
         stream = io.BytesIO()
         np.savez_compressed(stream, allow_pickle=False, **_arrays(found))
         write_bytes_atomically(self._path(number), stream.getvalue())
+
+
+def _read(content: bytes) -> dict[str, Table]:
+    """The arrays of a file; one of the errors ``BROKEN`` for anything else."""
+    with zipfile.ZipFile(io.BytesIO(content)) as members:
+        if sum(member.file_size for member in members.infolist()) > MOST_BYTES:
+            raise ValueError("more than any step needs")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        tables = {name: np.array(arrays[name]) for name in DIMENSIONS}
+    for name, dimensions in DIMENSIONS.items():
+        if tables[name].dtype != np.int64 or tables[name].ndim != dimensions:
+            raise ValueError("arrays of another kind")
+    return tables
 
 
 def _arrays(found: Findings) -> dict[str, Table]:

@@ -53,13 +53,13 @@ def grow(
             outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
             state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
         elif across and touched and op.random:
-            state.update(_kept(op, graph, state))
+            state.update(kept(op, graph, state))
         elif any(p in cuts for p in before):
             behind.add(position)
     return cuts
 
 
-def _kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
+def kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
     """Results of an operator that look like an input whose cut is known."""
     known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
     shapes = {value: graph.values[value].shape for value in op.made()}

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from magis.aten.splits import Halo, Split, dimension
-from magis.fission.grow import grow
+from magis.fission.grow import grow, kept
 from magis.ir import Graph
 
 
@@ -41,13 +41,14 @@ class Axis:
 def batch_axis(graph: Graph, start: Mapping[int, int]) -> Axis:
     """The axis that runs through the values of ``start`` (value -> dimension)."""
     cuts = grow(graph, start, range(len(graph.ops)), across=True)
-    made = {
-        value: dim
-        for position, split in cuts.items()
-        for value, dim in zip(graph.ops[position].outputs, map(dimension, split.outputs), strict=True)
-        if value is not None and dim is not None
-    }
-    return Axis({**start, **made}, cuts)
+    dims = dict(start)
+    for position, op in enumerate(graph.ops):
+        if position in cuts:
+            ways = zip(op.outputs, map(dimension, cuts[position].outputs), strict=True)
+            dims.update({value: dim for value, dim in ways if value is not None and dim is not None})
+        elif op.random:
+            dims.update({value: dim for value, dim in kept(op, graph, dims).items() if isinstance(dim, int)})
+    return Axis(dims, cuts)
 
 
 def axes(graph: Graph) -> Iterator[Axis]:

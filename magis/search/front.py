@@ -154,6 +154,8 @@ def _approach(judge: Judge, floor: int, share: int, *, allow_swap: bool) -> None
     """
     leanest = judge.front()[0]
     limit = leanest.peak - (leanest.peak - floor) // share
+    if limit == leanest.peak:
+        return
     make = Proposer(judge, allow_swap=allow_swap, brief=True)
     make.mix(make.propose(leanest.order, limit, thorough=False), Goal(memory_limit=limit))
 
@@ -175,6 +177,8 @@ def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
                 continue
             judge.use(lean.order)
             cheap = judge.plan(cheap.flags)  # it may come from another order
+            if cheap.peak - lean.peak < max(1, apart):
+                continue
             for share in range(1, shares):
                 goal = Goal(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
                 mixed = relink(judge, goal, cheap, lean)

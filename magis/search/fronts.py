@@ -8,7 +8,8 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from magis.search.front import BODY, BRIEF, FULL, Costed, Effort, Front, pareto,
 from magis.search.judge import Goal, Judge, Over, Plan, Wanted, Watch, never
 from magis.search.levels import Level, Solution, level, other_parts, solution, with_body
 from magis.simulate.compile import Costs, compile_problem
-from magis.simulate.evaluator import Evaluator
+from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
 
 C_co = TypeVar("C_co", bound=Costed, covariant=True)
@@ -38,6 +39,7 @@ BODIES = 8
 """Plans of a loop's body that are tried in the step around it."""
 
 
+STRANGE, DELETE = "findings of another step were handed over", "delete the folder that they were kept in"
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
 
@@ -138,9 +140,9 @@ class Findings:
 
 
 class Share(Protocol):
-    """Has ``findings`` computed for places of a step, and hands them over in the order of the places."""
+    """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
 
-    def __call__(self, work: Work, numbers: Sequence[int]) -> Iterator[Findings]: ...
+    def __call__(self, work: Work, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
 
 
 def divided_front(
@@ -157,13 +159,15 @@ def divided_front(
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
     until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept; of
-    places that are shared only whole ones). The goal itself plays no part, nor does it matter who computes the places.
+    places that other processes compute only whole ones). The goal itself plays no part, nor does it matter who computes
+    the places.
     """
     starts = tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES))
     work = Work(graph, costs, reuse, starts, efforts)
     numbers = range(len(work.places))
     if share is not None:
-        found, spent = _until_spent(share(work, numbers), wanted)
+        with contextlib.closing(share(work, numbers, wanted.over)) as shared:
+            found, spent = _until_spent(shared, wanted)
         return FissionFront(tuple(pareto(_restored(work, found))), spent)
     points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
     return FissionFront(tuple(pareto(points)), spent)
@@ -190,9 +194,9 @@ def _until_spent(fronts: Iterator[Part[C_co]], wanted: Wanted) -> tuple[list[C_c
     return points, spent
 
 
-def findings(work: Work, number: int) -> Findings:
+def findings(work: Work, number: int, over: Over = never) -> Findings:
     """The front of one of a step's places."""
-    front = _place(work, number)
+    front = _place(work, number, over)
     points = (
         Finding(point.cut, point.plan, _plan(point.body.result))
         for point in front.points
@@ -224,7 +228,10 @@ def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
         start, cuts = _start(work, number)
-        for cut, here in _levels(work, start, cuts):
+        levels = list(_levels(work, start, cuts))
+        if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
+            raise VerifyError(STRANGE, hint=DELETE)
+        for cut, here in levels:
             for each in ours:
                 if each.cut == cut and here.inner is not None:
                     inner = here.inner.compiled.problem
@@ -236,9 +243,11 @@ def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
 
 def _check(problem: Problem, plan: Plan) -> None:
     """VerifyError unless the plan is one of this problem, with the costs that it claims."""
-    fits = (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages)
-    if not fits or Evaluator(problem, plan.order).quick(plan.flags) != (plan.peak, plan.latency_ns):
-        raise VerifyError("findings of another step were handed over", hint="delete the folder that they were kept in")
+    if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
+        found = evaluate(problem, plan.order, plan.flags)  # which refuses what is no plan
+        if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):
+            return
+    raise VerifyError(STRANGE, hint=DELETE)
 
 
 def _levels(work: Work, start: Cut, cuts: Mapping[int, Split], over: Over = never) -> Iterator[tuple[Cut, Level]]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import magis
@@ -16,7 +20,7 @@ from magis.api.subject import Subject
 from magis.errors import UsageError, VerifyError
 from magis.results import Case
 from magis.search.fronts import Findings, FissionFront, Share, Work, divided_front, findings
-from magis.search.judge import Goal, Wanted
+from magis.search.judge import Goal, Over, Wanted, never
 
 BLOCKS = "tests.api.nets:blocks"
 WANTED = Wanted(Goal(memory_limit=0), 0)
@@ -41,16 +45,16 @@ def pieces(subject: Subject) -> list[Findings]:
     """What every place has: computed once, so that tests of files are quick."""
     found: list[Findings] = []
 
-    def computed(work: Work, number: int) -> Findings:
+    def computed(work: Work, number: int, over: Over = never) -> Findings:
         found.append(findings(work, number))
         return found[number]
 
-    front(subject, lambda work, numbers: (computed(work, number) for number in numbers))
+    front(subject, lambda work, numbers, _over: (computed(work, number) for number in numbers))
     return found
 
 
 def kept(folder: Path, pieces: list[Findings]) -> Sharing:
-    return Sharing(folder=folder, compute=lambda _work, number: pieces[number])
+    return Sharing(folder=folder, compute=lambda _work, number, _over=never: pieces[number])
 
 
 def same(one: FissionFront, other: FissionFront) -> bool:
@@ -65,14 +69,14 @@ def same(one: FissionFront, other: FissionFront) -> bool:
     )
 
 
-def dying(work: Work, number: int) -> Findings:
+def dying(work: Work, number: int, over: Over = never) -> Findings:
     """The second place takes its worker with it."""
     if number == 1 and multiprocessing.parent_process() is not None:
         os._exit(9)
-    return findings(work, number)
+    return findings(work, number, over)
 
 
-def never(_work: Work, number: int) -> Findings:
+def never(_work: Work, number: int, over: Over = never) -> Findings:
     raise AssertionError(f"place {number} was computed again")
 
 
@@ -84,6 +88,65 @@ def test_two_processes_find_the_same_front(subject: Subject, alone: FissionFront
 def test_a_worker_that_dies_leaves_its_work_to_this_process(subject: Subject, alone: FissionFront) -> None:
     with pytest.warns(RuntimeWarning, match="a worker process died"):
         assert same(front(subject, Sharing(processes=2, compute=dying)), alone)
+
+
+def test_workers_end_with_the_search(subject: Subject, pieces: list[Findings]) -> None:
+    before = set(multiprocessing.active_children())
+    calls: list[bool] = []
+
+    def over() -> bool:
+        calls.append(True)
+        return len(calls) > 3
+
+    cut_short = divided_front(
+        subject.untangled, subject.roofline, Wanted(Goal(memory_limit=0), 0, over=over), reuse=True, share=Sharing(2)
+    )
+    assert set(multiprocessing.active_children()) <= before
+    assert cut_short.states < sum(piece.states for piece in pieces)
+
+
+def test_a_worker_ends_with_the_process_that_asked(tmp_path: Path) -> None:
+    program = tmp_path / "asks.py"
+    program.write_text(
+        """
+import multiprocessing, os, signal
+from magis.api.sharing import _prepared
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("spawn").Pool(1, initializer=_prepared)
+    print(worker.apply(os.getpid), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    worker = int(done.stdout)
+    for _ in range(100):
+        if not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"worker {worker} outlived the process that asked")
+
+
+@pytest.mark.parametrize("arrays", ["a scalar", "floats", "too few", "huge"])
+def test_arrays_of_another_kind_are_made_again(
+    subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path, arrays: str
+) -> None:
+    front(subject, kept(tmp_path, pieces))
+    path = max(tmp_path.iterdir(), key=lambda each: each.stat().st_size)
+    with np.load(path, allow_pickle=False) as stored:
+        changed = {name: np.array(stored[name]) for name in stored.files}
+    match arrays:
+        case "a scalar":
+            with path.open("wb") as stream:
+                np.save(stream, np.arange(3))
+        case "floats":
+            np.savez_compressed(path, **{**changed, "plan costs": changed["plan costs"].astype(np.float64)})
+        case "too few":
+            np.savez_compressed(path, **{**changed, "body costs": changed["body costs"][:0]})
+        case _:
+            np.savez_compressed(path, **{**changed, "plan flags": np.zeros((1 << 13, 1 << 13), dtype=np.int64)})
+    with pytest.warns(RuntimeWarning, match=r"\.npz is damaged"):
+        assert same(front(subject, kept(tmp_path, pieces)), alone)
 
 
 def test_what_was_found_is_not_searched_again(
@@ -98,12 +161,12 @@ def test_what_was_found_is_not_searched_again(
 def test_a_search_that_was_cut_off_goes_on(
     subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path
 ) -> None:
-    def failing(_work: Work, number: int) -> Findings:
+    def failing(_work: Work, number: int, over: Over = never) -> Findings:
         if number == 2:
             raise KeyboardInterrupt
         return pieces[number]
 
-    def rest(_work: Work, number: int) -> Findings:
+    def rest(_work: Work, number: int, over: Over = never) -> Findings:
         assert number >= 2
         return pieces[number]
 
