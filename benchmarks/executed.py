@@ -1,6 +1,6 @@
 """Every plan of every front run for real: measured bytes against the plan's, numbers against eager's.
 
-    python benchmarks/executed.py [name or glob ...] [--points 15] [--device cpu] [--preset small] [--output FILE]
+    python benchmarks/executed.py [name or glob ...] [--points 16] [--device cpu] [--preset small] [--output FILE]
 
 A row per model: points of the front (all networks, real and seed, unless named); for how many measured tensor bytes and
 peak are the plan's to the byte; for how many numbers are eager's, bit by bit, or, with fission, as close to the exact
@@ -104,7 +104,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=[*GATE_NAMES, *SEED_NAMES])
-    parser.add_argument("--points", type=int, default=15)
+    parser.add_argument("--points", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--preset", default="small")
     parser.add_argument("--output", type=Path)

@@ -35,7 +35,7 @@ def test_a_front_is_monotone_and_between_the_bound_and_eager(model: str, device:
 
 @pytest.mark.parametrize(
     ("model", "points"),
-    [(BLOCKS, 6), *(pytest.param(name, 15, marks=pytest.mark.soak) for name in (*GATE_NAMES, *SEED_NAMES))],
+    [(BLOCKS, 6), *(pytest.param(name, 16, marks=pytest.mark.soak) for name in (*GATE_NAMES, *SEED_NAMES))],
 )
 def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers(model: str, points: int) -> None:
     subject = Bench().subject(Case(model, "magis", "cpu", "small"))

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from magis.aten.splits import splits
 from magis.errors import VerifyError
 from magis.fission.expand import expand, reparted
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, Op, Ref, dump, parse, verify
+from magis.ir import Graph, Op, Ref, dump, verify
 from magis.ir.loops import taken_over
 from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
 from tests.fission.draws import NETWORKS, Fission, footprint, normal, position_of_loop, regions
+from tests.fission.rows import HEAD, MADE, PRODUCT, SQUARE, SUMMED, in_place, rows, step, victims
 
 MIB = 1 << 20
 FRESH = 10**6
@@ -95,54 +95,6 @@ def test_many_regions_in_place_compute_the_same_in_the_bytes_said(name: str) -> 
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
-
-SQUARE = "float64 [4, 4] {4, 1} +0"
-HEAD = (
-    "storage 1 batch 128",
-    "storage 2 temporary 128",
-    "storage 3 temporary 128",
-    "storage 4 temporary 32",
-    f"value 1 @1 {SQUARE}",
-    f"value 2 @2 {SQUARE}",
-    f"value 3 @3 {SQUARE}",
-    "value 4 @4 float64 [4] {1} +0",
-    "input 1",
-)
-MADE = "op 0 %2 = aten.exp.default(%1) reads 1:0 phase forward"
-PRODUCT = "op 1 %3 = aten.mm.default(%2, %1) reads 1:0 2:0 phase forward"
-SUMMED = "op 2 %4 = aten.sum.dim_IntList(%3, [1]) reads 3:0 phase forward"
-
-
-def step(*lines: str) -> Graph:
-    graph = parse("\n".join(["magis graph 1", *lines]) + "\n")
-    verify(graph)
-    return graph
-
-
-def rows(graph: Graph, *positions: int, parts: int = 2) -> Region:
-    """The operators with all that they make cut along the first dimension."""
-    cuts = {}
-    for at in positions:
-        ways = splits(graph.ops[at], graph.values)
-        (cuts[at],) = [way for way in ways if set(way.outputs) == {0}]
-    return Region(cuts, parts)
-
-
-def in_place(graph: Graph, region: Region) -> Graph:
-    """The step with a loop in place: sound, proven, equal, and with the bytes that it says."""
-    found = expand(graph, region, in_place=True)
-    verify(found)
-    verify_fission(found, graph)
-    assert dump(parse(dump(found))) == dump(found)
-    memory = draw(graph, 0)
-    assert differences(outcome(graph, memory), outcome(found, memory), graph) == []
-    assert simulated(found) == measured(found, memory)
-    return found
-
-
-def victims(graph: Graph) -> list[int]:
-    """Storages that loops write over."""
-    return [storage for loop in loops(graph) for storage in taken_over(graph, loop)]
 
 
 def assert_apart(graph: Graph, region: Region) -> None:
