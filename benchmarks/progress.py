@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +35,7 @@ import magis  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import resolve  # noqa: E402
+from magis.report.svg import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
 from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
@@ -48,7 +48,6 @@ WARMING = "seed-resnet50"
 """Searched first, small, so that compiled code is loaded."""
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
-GRID, TEXT = "#cccccc", "#333333"
 COLOURS = ("#1f618d", "#85c1e9", "#7d8a2e", "#b03a2e", "#e59866")
 
 
@@ -172,19 +171,11 @@ def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
     def y(figure: float) -> float:
         return HEIGHT - BOTTOM - min(1.0, figure / most) * (HEIGHT - TOP - BOTTOM)
 
-    def label(where: tuple[float, float], words: str, anchor: str = "start", colour: str = TEXT) -> str:
-        return (
-            f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
-            f'text-anchor="{anchor}">{escape(words)}</text>'
-        )
-
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">'
-    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     yield label((LEFT, 22), title)
     yield label((LEFT - 56, TOP - 10), "overhead" if limit.memory is not None else "peak / eager's")
     for fifth in range(6):
         at = most * fifth / 5
-        yield f'<line x1="{LEFT}" y1="{y(at):.1f}" x2="{WIDTH - RIGHT}" y2="{y(at):.1f}" stroke="{GRID}"/>'
+        yield across(LEFT, WIDTH - RIGHT, y(at))
         yield label((LEFT - 8, y(at) + 4), f"{at:.1f}" if limit.memory is None else f"{100 * at:.0f}%", "end")
     for power in range(low, math.floor(high) + 1):
         yield label((x(10.0**power), HEIGHT - BOTTOM + 18), f"{10.0**power:g}", "middle")
@@ -196,7 +187,6 @@ def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
             steps += [f"{x(seconds):.1f},{y(figure):.1f}", f"{x(until):.1f},{y(figure):.1f}"]
         yield f'<polyline points="{" ".join(steps)}" fill="none" stroke="{colour}" stroke-width="2"/>'
         yield label((WIDTH - RIGHT - 100, TOP + 16 + 16 * number), each.name, colour=colour)
-    yield "</svg>"
 
 
 def main() -> None:
@@ -227,7 +217,9 @@ def main() -> None:
     print("\n".join(lines))
     if arguments.output is not None:
         title = f"{name} ({arguments.preset}) on {arguments.device}, {limit.text}: best plan so far"
-        arguments.output.write_text("\n".join(picture(title, found, limit)) + "\n", encoding="utf-8")
+        arguments.output.write_text(
+            "\n".join(framed((WIDTH, HEIGHT), picture(title, found, limit))) + "\n", encoding="utf-8"
+        )
         arguments.output.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

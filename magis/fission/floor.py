@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from magis.analysis.hazards import is_pure_view
@@ -100,13 +100,14 @@ def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
         kinds=tuple(sorted(((kind, n) for kind, n in kinds.items() if n), key=lambda item: (-item[1], item[0]))),
         largest=_largest(graph, sizes),
     )
-    worst = max(graph.ops, key=lambda op: sum(_needed(graph, op, workspace, rounding)), default=None)
-    scratch, *needed = (0,) if worst is None else _needed(graph, worst, workspace, rounding)
-    if worst is None or not scratch + sum(needed):
+    every = ((op, *_needed(graph, op, workspace, rounding)) for op in graph.ops)
+    worst, scratch, needed = max(every, key=lambda each: each[1] + sum(each[2].values()), default=(None, 0, {}))
+    own = scratch + sum(needed.values())
+    if worst is None or not own:
         return stays
-    wholes = [_described(value, nbytes) for value, nbytes in zip(_wholes(graph, worst), needed, strict=True)]
+    wholes = [_described(graph.values[value], nbytes) for value, nbytes in needed.items()]
     return Floor(
-        nbytes=stays.nbytes + scratch + sum(needed),
+        nbytes=stays.nbytes + own,
         kinds=stays.kinds,
         largest=stays.largest,
         op=worst.target,
@@ -128,16 +129,11 @@ def _described(value: Value, nbytes: int) -> Needed:
     return Needed(value.name, value.shape, value.dtype, nbytes)
 
 
-def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> Sequence[int]:
-    """Scratch bytes, and those of each tensor that the operator needs whole."""
+def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[int, dict[int, int]]:
+    """Scratch bytes, and those of the temporary tensors (value -> bytes, one of each storage) that the operator needs
+    whole."""
     if op.phase == "update" or op.target.startswith("magis.") or is_pure_view(graph, op):
-        return (0,)
-    scratch = 0 if splits(op, graph.values) else workspace(op, graph.values)
-    return (scratch, *(rounded(_extent(graph, value), rounding) for value in _wholes(graph, op)))
-
-
-def _wholes(graph: Graph, op: Op) -> list[Value]:
-    """Temporary tensors that the operator needs whole, one of each storage."""
+        return 0, {}
     ways = splits(op, graph.values)
     whole = dict.fromkeys(op.inputs())
     if not ways and op.target not in (*IN_PLACE_FORM, *OUT_FORM):
@@ -152,7 +148,8 @@ def _wholes(graph: Graph, op: Op) -> list[Value]:
         if graph.storages[value.storage].kind == "temporary":
             other = found.get(value.storage, value)
             found[value.storage] = max(other, value, key=lambda each: _extent(graph, each))
-    return list(found.values())
+    scratch = 0 if ways else workspace(op, graph.values)
+    return scratch, {value.id: rounded(_extent(graph, value), rounding) for value in found.values()}
 
 
 def _extent(graph: Graph, value: Value) -> int:

@@ -23,16 +23,35 @@ def grow(
     start: Mapping[int, int],
     allowed: Collection[int],
     dag: rx.PyDiGraph[int, None] | None = None,
-    *,
-    across: bool = False,
 ) -> dict[int, Split]:
     """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
 
     In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
     needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
-    parts can be had of what is there before the region begins. ``across`` follows the axis there, too, and through
-    dropout, which is never cut but has the same elements behind it: no region, but what might be the beginning of one.
+    parts can be had of what is there before the region begins.
     """
+    return _followed(graph, start, allowed, dag, across=False)[0]
+
+
+def follow(graph: Graph, start: Mapping[int, int]) -> tuple[dict[int, Split], dict[int, int]]:
+    """The operators of a step that an axis reaches, and its dimension in every tensor on it.
+
+    No region, but what might be the beginning of one: the axis goes on where windows overlap, and through dropout,
+    which is never cut but has the same elements behind it.
+    """
+    cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
+    return cuts, {value: how for value, how in state.items() if isinstance(how, int)}
+
+
+def _followed(
+    graph: Graph,
+    start: Mapping[int, int],
+    allowed: Collection[int],
+    dag: rx.PyDiGraph[int, None] | None,
+    *,
+    across: bool,
+) -> tuple[dict[int, Split], dict[int, How]]:
+    """As ``grow``, or ``across`` as ``follow``; and how every tensor that is reached is cut."""
     dag = dependency_graph(graph) if dag is None else dag
     state: dict[int, How] = dict(start)
     made: set[int] = set()
@@ -53,13 +72,13 @@ def grow(
             outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
             state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
         elif across and touched and op.random:
-            state.update(kept(op, graph, state))
+            state.update(_kept(op, graph, state))
         elif any(p in cuts for p in before):
             behind.add(position)
-    return cuts
+    return cuts, state
 
 
-def kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
+def _kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
     """Results of an operator that look like an input whose cut is known."""
     known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
     shapes = {value: graph.values[value].shape for value in op.made()}

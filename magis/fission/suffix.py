@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from magis.aten.splits import Halo, Split, dimension
-from magis.fission.grow import grow, kept
+from magis.aten.splits import Halo, Split
+from magis.fission.grow import follow, grow
 from magis.ir import Graph
 
 
@@ -40,14 +40,7 @@ class Axis:
 
 def batch_axis(graph: Graph, start: Mapping[int, int]) -> Axis:
     """The axis that runs through the values of ``start`` (value -> dimension)."""
-    cuts = grow(graph, start, range(len(graph.ops)), across=True)
-    dims = dict(start)
-    for position, op in enumerate(graph.ops):
-        if position in cuts:
-            ways = zip(op.outputs, map(dimension, cuts[position].outputs), strict=True)
-            dims.update({value: dim for value, dim in ways if value is not None and dim is not None})
-        elif op.random:
-            dims.update({value: dim for value, dim in kept(op, graph, dims).items() if isinstance(dim, int)})
+    cuts, dims = follow(graph, start)
     return Axis(dims, cuts)
 
 

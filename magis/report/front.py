@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from html import escape
 
+from magis.report.svg import across, framed, label
 from magis.results import ParetoFront
 from magis.units import format_bytes, format_milliseconds
 
@@ -15,7 +16,7 @@ __all__ = ["front_svg", "front_text"]
 SCHEMA = 1
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
-GRID, TEXT, OURS, EAGER, BOUND = "#cccccc", "#333333", "#1f618d", "#b03a2e", "#7d8a2e"
+OURS, EAGER, BOUND = "#1f618d", "#b03a2e", "#7d8a2e"
 LEAST_OVERHEAD = 0.1
 """The axis of the overhead reaches at least this far."""
 
@@ -28,7 +29,7 @@ def front_text(front: ParetoFront) -> str:
 def front_svg(front: ParetoFront) -> str:
     """The front as a stand-alone picture, with eager and the lower bound."""
     worst = max((point.latency_ms for point in front.points), default=0.0) / front.original.latency_ms - 1
-    return "\n".join([*_lines(front, max(LEAST_OVERHEAD, worst))]) + "\n"
+    return "\n".join(framed((WIDTH, HEIGHT), _lines(front, max(LEAST_OVERHEAD, worst)))) + "\n"
 
 
 def _lines(front: ParetoFront, most: float) -> Iterator[str]:
@@ -41,19 +42,11 @@ def _lines(front: ParetoFront, most: float) -> Iterator[str]:
     def y(ratio: float) -> float:
         return HEIGHT - BOTTOM - ratio * (HEIGHT - TOP - BOTTOM)
 
-    def label(where: tuple[float, float], text: str, anchor: str = "start", colour: str = TEXT) -> str:
-        return (
-            f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
-            f'text-anchor="{anchor}">{escape(text)}</text>'
-        )
-
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">'
-    yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>'
     title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
     yield label((LEFT, 22), title)
     for tenth in range(0, 11, 2):
         at = y(tenth / 10)
-        yield f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="{GRID}"/>'
+        yield across(LEFT, WIDTH - RIGHT, at)
         yield label((LEFT - 8, at + 4), f"{tenth / 10:.1f}", "end")
     for quarter in range(5):
         overhead = most * quarter / 4
@@ -61,10 +54,7 @@ def _lines(front: ParetoFront, most: float) -> Iterator[str]:
     yield label(((LEFT + WIDTH) / 2, HEIGHT - 12), "latency overhead to eager", "middle")
     yield label((LEFT - 56, TOP - 10), "peak / eager's")
     bound = front.lower_bound_bytes / eager.peak_bytes
-    yield (
-        f'<line x1="{LEFT}" y1="{y(bound):.1f}" x2="{WIDTH - RIGHT}" y2="{y(bound):.1f}" stroke="{BOUND}" '
-        'stroke-dasharray="6 4"/>'
-    )
+    yield across(LEFT, WIDTH - RIGHT, y(bound), BOUND, dashes="6 4")
     yield label((WIDTH - RIGHT, y(bound) - 5), f"lower bound {format_bytes(front.lower_bound_bytes)}", "end", BOUND)
     places = [(x(p.latency_ms / eager.latency_ms - 1), y(p.peak_bytes / eager.peak_bytes)) for p in front.points]
     yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}" fill="none" stroke="{OURS}"/>'
@@ -77,4 +67,3 @@ def _lines(front: ParetoFront, most: float) -> Iterator[str]:
     yield f'<circle cx="{x(0):.1f}" cy="{y(1):.1f}" r="5" fill="{EAGER}"/>'
     what = f"eager: {format_bytes(eager.peak_bytes)}, {format_milliseconds(eager.latency_ms)}"
     yield label((x(0) + 10, y(1) - 6), what, colour=EAGER)
-    yield "</svg>"

@@ -81,18 +81,31 @@ def _key(divided: Divided, wanted: Wanted) -> tuple[int, int]:
 
 def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
     """The best plan for a configuration, no worse than ``start``, and the states that it took."""
+    limit = wanted.goal.memory_limit
+    if limit is None:
+        return _squeezed(here, start, wanted)
+    tried = _solved(here, limit, wanted)
+    return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
+
+
+def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
+    """The same under a latency limit: plans for memory limits below the best peak so far."""
     floor = bound(here)
     best, states, failures = start, 0, 0
     step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
-    budget = max(1, wanted.budget // 4)
-    for _ in range(SQUEEZES if wanted.goal.memory_limit is None else 1):
-        limit = wanted.goal.memory_limit or max(floor, best.peak - step)
-        if wanted.goal.memory_limit is None and best.peak - floor < best.peak // LEAST_ROOM:
+    for _ in range(SQUEEZES):
+        if best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = solve(here, Goal(memory_limit=limit), budget, wanted.seed, over=wanted.over)
+        tried = _solved(here, max(floor, best.peak - step), wanted)
         states += tried.states
-        better = wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns)
-        best, failures, step = (tried, failures, step) if better else (best, failures + 1, step // 3)
+        if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
+            best = tried
+        else:
+            failures, step = failures + 1, step // 3
         if failures == FAILURES or wanted.over():
             break
     return best, states
+
+
+def _solved(here: Level, limit: int, wanted: Wanted) -> Solution:
+    return solve(here, Goal(memory_limit=limit), max(1, wanted.budget // 4), wanted.seed, over=wanted.over)

@@ -140,11 +140,9 @@ def filled(level: Frame, decisions: Decisions) -> Step:
 
 def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
     evaluator = level.evaluator
-    if level.inner:
-        step = filled(level, decisions)
-        evaluator = Evaluator(evaluator.problem, evaluator.order if order is None else order, step)
-    elif order is not None:
-        evaluator = Evaluator(evaluator.problem, order, evaluator.step)
+    if level.inner or order is not None:
+        order = evaluator.order if order is None else order
+        evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
     found = evaluator.evaluate(flags_of(level, decisions))
     return Figures(found.peak, found.tensor_peak, found.latency_ns), evaluator
 

@@ -64,14 +64,10 @@ class Cut:
     number: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Point:
-    """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
+class _Planned:
+    """Has the costs of its plan."""
 
-    level: Level
     plan: Plan
-    cut: Cut | None = None
-    body: Solution | None = None
 
     @property
     def peak(self) -> int:
@@ -80,6 +76,16 @@ class Point:
     @property
     def latency_ns(self) -> int:
         return self.plan.latency_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Point(_Planned):
+    """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
+
+    level: Level
+    plan: Plan
+    cut: Cut | None = None
+    body: Solution | None = None
 
     def solution(self) -> Solution:
         """The plan with everything inside it, as it is realized."""
@@ -115,20 +121,12 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Finding:
+class Finding(_Planned):
     """A point without its graphs: what another process, or a file, hands over."""
 
     cut: Cut
     plan: Plan
     body: Plan
-
-    @property
-    def peak(self) -> int:
-        return self.plan.peak
-
-    @property
-    def latency_ns(self) -> int:
-        return self.plan.latency_ns
 
 
 @dataclass(frozen=True, eq=False)

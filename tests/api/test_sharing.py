@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -57,6 +58,15 @@ def kept(folder: Path, pieces: list[Findings]) -> Sharing:
     return Sharing(folder=folder, compute=lambda _work, number, _over=never: pieces[number])
 
 
+def largest(folder: Path) -> Path:
+    return max(folder.iterdir(), key=lambda each: each.stat().st_size)
+
+
+def stored(path: Path) -> dict[str, np.ndarray[Any, Any]]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: np.array(arrays[name]) for name in arrays.files}
+
+
 def same(one: FissionFront, other: FissionFront) -> bool:
     if (one.states, len(one.points)) != (other.states, len(other.points)):
         return False
@@ -76,7 +86,7 @@ def dying(work: Work, number: int, over: Over = never) -> Findings:
     return findings(work, number, over)
 
 
-def never(_work: Work, number: int, over: Over = never) -> Findings:
+def refusing(_work: Work, number: int, over: Over = never) -> Findings:
     raise AssertionError(f"place {number} was computed again")
 
 
@@ -132,9 +142,8 @@ def test_arrays_of_another_kind_are_made_again(
     subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path, arrays: str
 ) -> None:
     front(subject, kept(tmp_path, pieces))
-    path = max(tmp_path.iterdir(), key=lambda each: each.stat().st_size)
-    with np.load(path, allow_pickle=False) as stored:
-        changed = {name: np.array(stored[name]) for name in stored.files}
+    path = largest(tmp_path)
+    changed = stored(path)
     match arrays:
         case "a scalar":
             with path.open("wb") as stream:
@@ -154,7 +163,7 @@ def test_what_was_found_is_not_searched_again(
 ) -> None:
     folder = tmp_path / "made/when/needed"
     assert same(front(subject, kept(folder, pieces)), alone)
-    assert same(front(subject, Sharing(folder=folder, compute=never)), alone)
+    assert same(front(subject, Sharing(folder=folder, compute=refusing)), alone)
     assert [path.suffix for path in folder.iterdir()] == [".npz"] * len(pieces)
 
 
@@ -181,7 +190,7 @@ def test_a_damaged_file_is_made_again(
     subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path, damage: str
 ) -> None:
     front(subject, kept(tmp_path, pieces))
-    path = max(tmp_path.iterdir(), key=lambda each: each.stat().st_size)
+    path = largest(tmp_path)
     whole = path.read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
@@ -195,8 +204,7 @@ def test_a_damaged_file_is_made_again(
 def test_findings_that_claim_too_much_are_refused(subject: Subject, pieces: list[Findings], tmp_path: Path) -> None:
     front(subject, kept(tmp_path, pieces))
     for path in tmp_path.iterdir():
-        with np.load(path, allow_pickle=False) as arrays:
-            changed = {name: np.array(arrays[name]) for name in arrays.files}
+        changed = stored(path)
         if len(changed["cut"]):
             changed["plan costs"][:, 0] //= 2
             np.savez_compressed(path, allow_pickle=False, **changed)
