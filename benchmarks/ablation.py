@@ -9,8 +9,8 @@ front as a share of eager's, under a memory limit the least latency overhead to 
 simulated. Columns: *full*: the front of the whole step and that with fission together; *no-fission*: the first alone;
 *no-redo*: nothing is made again, *no-swap*: nothing is swapped, both inside of loops as well; *no-order*: program
 order; *no-mix*: plans of a front are not mixed; *no-polish*: their neighbours are not judged; *no-lean*: no proposals
-below the leanest plan; *rules*: all aggregations (``magis.rewrite.rules.greedy``) first, which the search does not use;
-*no-plan*: the published search with so many states instead. At the end: for each part the largest gain in any cell.
+below the leanest plan; *no-rules*: nothing is aggregated first (``magis.rewrite.rules.greedy``); *no-plan*: the
+published search with so many states instead. At the end: for each part the largest gain in any cell.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ from cells import Limit  # noqa: E402
 import magis  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
-from magis.ir import Graph  # noqa: E402
 from magis.models import SEED_NAMES, resolve  # noqa: E402
 from magis.results import Case  # noqa: E402
-from magis.rewrite.rules.greedy import aggregated  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort  # noqa: E402
 from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
@@ -55,7 +53,7 @@ LEFT_OUT = {
     "no-polish": {"polished": 0},
     "no-lean": {"approaches": ()},
 }
-COLUMNS = ("full", "no-fission", *LEFT_OUT, "rules", "no-plan")
+COLUMNS = ("full", "no-fission", *LEFT_OUT, "no-rules", "no-plan")
 GAIN = 1.0
 """A part that is worth less than so many percent in every cell is named as a candidate for deletion."""
 
@@ -68,19 +66,17 @@ class Cell:
     change: float | None
 
 
-def fronts(
-    subject: Subject, changes: dict[str, object], graphs: tuple[Graph, Graph] | None = None
-) -> tuple[Plans, Plans]:
-    """The front of the whole step and that with fission; of other ``graphs`` than the step's own two if given."""
+def fronts(subject: Subject, changes: dict[str, object], *, rules: bool = True) -> tuple[Plans, Plans]:
+    """The front of the whole step and that with fission."""
 
     def less(effort: Effort) -> Effort:
         return replace(effort, **changes)  # type: ignore[arg-type]
 
-    normal, untangled = graphs or (subject.normal, subject.untangled)
+    graph = subject.aggregated if rules else subject.untangled
     reuse, costs = subject.source.reuse, subject.roofline
-    whole = whole_front(normal, costs, reuse=reuse, effort=less(FULL))
+    whole = whole_front(subject.normal, costs, reuse=reuse, effort=less(FULL))
     wanted = Wanted(Goal(memory_limit=0), 0)
-    divided = divided_front(untangled, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF)))
+    divided = divided_front(graph, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF)))
     first, second = ([(point.peak, point.latency_ns) for point in found.points] for found in (whole, divided))
     return first, second
 
@@ -97,12 +93,8 @@ def figures(subject: Subject, limits: Sequence[Limit], column: str, states: int,
         return [_published(subject, limit, states) for limit in limits]
     if column == "no-fission":
         plans = known
-    elif column == "rules":
-        graph, _ = aggregated(subject.untangled)
-        whole, divided = fronts(subject, {}, (graph, graph))
-        plans = [*whole, *divided]
     else:
-        whole, divided = fronts(subject, LEFT_OUT.get(column, {}))
+        whole, divided = fronts(subject, LEFT_OUT.get(column, {}), rules=column != "no-rules")
         plans = [*whole, *divided]
         if column == "full":
             known += whole
@@ -149,9 +141,7 @@ def summary(rows: Sequence[Sequence[Cell]], columns: Sequence[str]) -> list[str]
         changes = [cell.change for cell, _ in cells if cell.change is not None]
         most, least = max(changes, default=0.0), min(changes, default=0.0)
         verdict = f"gains {most:+.2f}% at most, {least:+.2f}% at least, {lost} limits missed without it"
-        if column == "rules":
-            verdict = f"changes by {least:+.2f}% to {most:+.2f}%, {lost} limits missed with them"
-        elif most < GAIN and not lost:
+        if most < GAIN and not lost:
             verdict += f": improves no cell by {GAIN:g}%"
         lines.append(f"{column:10} {verdict}")
     return lines

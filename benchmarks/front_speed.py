@@ -59,7 +59,7 @@ def main() -> None:
         divided = 0.0
         if arguments.fission:
             wanted = Wanted(goal, 0)
-            divided = seconds(partial(divided_front, subject.untangled, costs, wanted, reuse=True))
+            divided = seconds(partial(divided_front, subject.aggregated, costs, wanted, reuse=True))
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         if number == 0:
             continue

@@ -37,8 +37,9 @@ from magis.api.subject import Subject  # noqa: E402
 from magis.models import resolve  # noqa: E402
 from magis.report.svg import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
+from magis.rewrite.rules.greedy import quickest  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
-from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.fronts import HASTY, Efforts, divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
 from magis.search.published import LEVELS, STATES, published  # noqa: E402
 
@@ -95,19 +96,27 @@ class Progress:
         return Curve(name, tuple(self.points), self.seconds)
 
 
-def ours(subject: Subject, limit: Limit, name: str, *, mixing: bool) -> tuple[Curve, Curve]:
-    """The curve of the front without fission, and that of both fronts."""
-    normal, untangled, costs, reuse = subject.normal, subject.untangled, subject.roofline, subject.source.reuse
+def ours(subject: Subject, limit: Limit, name: str, *, mixing: bool) -> Curve:
+    """The curve of both fronts, that with fission first, as ``magis.pareto`` does."""
     progress = Progress(subject, limit)
 
-    def some(effort: Effort, watch: Watch | None) -> Effort:
+    def some(effort: Effort, watch: Watch | None = progress.see) -> Effort:
         return replace(effort, mixed=effort.mixed if mixing else 0, watch=watch)
 
-    whole_front(normal, costs, reuse=reuse, effort=some(FULL, progress.see))
-    first = progress.curve("no fission")
-    efforts = Efforts(some(BODY, None), some(BRIEF, progress.see))
-    divided_front(untangled, costs, Wanted(Goal(memory_limit=0), 0), reuse=reuse, efforts=efforts)
-    return first, progress.curve(name)
+    costs, reuse = subject.roofline, subject.source.reuse
+    merged = quickest(subject.untangled, subject.latency_ns)  # what ``Subject.aggregated`` keeps
+    efforts = Efforts(some(BODY, None), some(BRIEF), some(HASTY))
+    divided_front(merged, costs, Wanted(Goal(memory_limit=0), 0), reuse=reuse, efforts=efforts)
+    whole_front(subject.normal, costs, reuse=reuse, effort=some(FULL))
+    return progress.curve(name)
+
+
+def undivided(subject: Subject, limit: Limit, name: str) -> Curve:
+    """The curve of the front without fission."""
+    progress = Progress(subject, limit)
+    effort = replace(FULL, watch=progress.see)
+    whole_front(subject.normal, subject.roofline, reuse=subject.source.reuse, effort=effort)
+    return progress.curve(name)
 
 
 def theirs(subject: Subject, limit: Limit, name: str, states: int, levels: int) -> Curve:
@@ -123,12 +132,10 @@ def theirs(subject: Subject, limit: Limit, name: str, states: int, levels: int) 
 
 
 def curves(subject: Subject, limit: Limit, states: int) -> list[Curve]:
-    whole, both = ours(subject, limit, "ours", mixing=True)
-    _, unmixed = ours(subject, limit, "no mixing", mixing=False)
     return [
-        both,
-        whole,
-        unmixed,
+        ours(subject, limit, "ours", mixing=True),
+        undivided(subject, limit, "no fission"),
+        ours(subject, limit, "no mixing", mixing=False),
         theirs(subject, limit, "published", states, LEVELS),
         theirs(subject, limit, "one level", states, 1),
     ]

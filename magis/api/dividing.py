@@ -50,7 +50,7 @@ def divided(request: Request, plain: Plan) -> Plan:
     with those that are known.
     """
     subject, wanted = request.subject, request.wanted
-    graph, reuse, goal = subject.untangled, subject.source.reuse, wanted.goal
+    graph, reuse, goal = subject.aggregated, subject.source.reuse, wanted.goal
     known = (plain.planned.peak_bytes, plain.latency_ns)
     found = divide(subject.divided_front(wanted), wanted, known=known)
     attempt, states = None, 0

@@ -91,9 +91,9 @@ def realized_front(
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged."""
     scratch = Scratch(subject, None)
-    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))))
     wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget)
     divided = subject.divided_front(wanted)
+    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))))
     chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
     plans = [_plan_of(scratch, point) for point in chosen]
     return undominated(plans), whole.states + divided.states

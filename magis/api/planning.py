@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from magis.api.dividing import Request, divided, worth_dividing
 from magis.api.fronts import best_on_front
@@ -13,6 +14,10 @@ from magis.api.subject import Subject
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
 
 __all__ = ["Plan", "plan", "plan_whole", "planning_workspaces"]
+
+WHOLE, FRONT = 0.3, 0.45
+"""Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
+cannot be kept without fission, which has the rest."""
 
 
 def planning_workspaces(
@@ -40,16 +45,20 @@ def plan(
     scratch = Scratch(subject, stored)
     budget = DEFAULT_BUDGET if budget is None else budget
 
-    def left() -> float | None:
-        return None if seconds is None else max(seconds - (time.perf_counter() - started), seconds / 10)
+    def over(share: float = 1.0) -> bool:
+        return seconds is not None and time.perf_counter() - started >= share * seconds
 
-    def over() -> bool:
-        return seconds is not None and time.perf_counter() - started >= seconds
+    def left() -> float | None:
+        return None if seconds is None else max(WHOLE * seconds - (time.perf_counter() - started), seconds / 10)
 
     request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET:  # a CPU needs measured workspaces
-        best = replace(best, stopped_by_seconds=True) if over() else best_on_front(subject, scratch, goal, best, over)
+        best = (
+            replace(best, stopped_by_seconds=True)
+            if over()
+            else best_on_front(subject, scratch, goal, best, partial(over, FRONT))
+        )
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
     return replace(best, seconds=time.perf_counter() - started)

@@ -144,8 +144,8 @@ def _end_with_parent() -> None:
 def _key(work: Work) -> str:
     """What findings depend on: the step, its costs, where it may be cut, and the code that searches."""
     found = hashlib.sha256(f"{FORMAT} {digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts}".encode())
-    for axis, at in work.places:
-        found.update(f"{at} {sorted(axis.dims.items())}".encode())
+    for place in work.places:
+        found.update(f"{place.at} {sorted(place.cuts.items())}".encode())
     for name in ("numpy", "numba", "rustworkx"):
         found.update(f"{name} {metadata.version(name)}".encode())
     package = Path(__file__).parent.parent

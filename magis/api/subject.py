@@ -25,6 +25,7 @@ from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.models.names import is_factory
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
+from magis.rewrite.rules.greedy import quickest
 from magis.rewrite.untangle import untangle
 from magis.search.fronts import FissionFront, divided_front, whole_front
 from magis.search.judge import Over, Wanted, never
@@ -134,7 +135,7 @@ class Subject:
         known = self._fronts.get(wanted.budget)
         if known is not None:
             return known
-        found = divided_front(self.untangled, self.roofline, wanted, reuse=self.source.reuse, share=self._share)
+        found = divided_front(self.aggregated, self.roofline, wanted, reuse=self.source.reuse, share=self._share)
         if not wanted.over():  # else it may be incomplete
             self._fronts[wanted.budget] = found
         return found
@@ -148,8 +149,15 @@ class Subject:
 
     @cached_property
     def untangled(self) -> Graph:
-        """The same without order constraints that are none in truth: the form that fission works on."""
+        """The same without order constraints that are none in truth."""
         graph = untangle(self.normal)
+        verify(graph)
+        return graph
+
+    @cached_property
+    def aggregated(self) -> Graph:
+        """The same with small calls merged into large ones, where that saves time: the form that is cut into parts."""
+        graph = quickest(self.untangled, self.latency_ns)
         verify(graph)
         return graph
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from magis.analysis.hazards import dependency_graph
 from magis.aten.splits import why_not
-from magis.fission.grow import connected, most_parts
+from magis.fission.grow import most_parts
+from magis.fission.pieces import heaviest
 from magis.fission.region import Region, region_problems
 from magis.fission.suffix import Axis, axes, batch_axis, batch_inputs, places, suffix
 from magis.ir import Graph
@@ -45,12 +47,12 @@ def blocked(graph: Graph) -> str:
 def _refused(graph: Graph, axis: Axis) -> str:
     """Why the first region that could be cut is no legal one; empty if one is."""
     reason = ""
+    dag = dependency_graph(graph)
     for at in places(graph, axis, PLACES):
-        cuts = suffix(graph, axis, at).cuts
-        if not cuts:
+        piece = heaviest(graph, suffix(graph, axis, at).cuts, dag)
+        if piece is None:
             continue
-        piece = connected(graph, cuts, 1)[0].cuts
-        found = next(region_problems(graph, Region(piece, most_parts(piece))), "")
+        found = next(region_problems(graph, Region(piece.cuts, most_parts(piece.cuts))), "")
         if not found:
             return ""
         reason = reason or found

@@ -111,9 +111,11 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
     return found
 
 
-def connected(graph: Graph, cuts: Mapping[int, Split], parts: int) -> list[Region]:
-    """The weakly connected pieces of the operators, largest first."""
-    dag = dependency_graph(graph)
+def connected(
+    graph: Graph, cuts: Mapping[int, Split], parts: int, dag: rx.PyDiGraph[int, None] | None = None
+) -> list[Region]:
+    """The weakly connected pieces of the operators, largest first; ``dag`` is the graph's (``dependency_graph``)."""
+    dag = dependency_graph(graph) if dag is None else dag
     nodes = sorted(cuts)
     sub = dag.subgraph(nodes)
     pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]

@@ -120,10 +120,12 @@ class Op:
     origin: int | None = None
     body: Loop | None = None
     _taken: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _made: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         refs = _refs((self.args, tuple(arg for _, arg in self.kwargs)))
-        object.__setattr__(self, "_taken", tuple(ref.value for ref in refs))  # asked for again and again
+        object.__setattr__(self, "_taken", tuple(ref.value for ref in refs))  # both are asked for again and again
+        object.__setattr__(self, "_made", tuple(value for value in self.outputs if value is not None))
 
     def inputs(self) -> tuple[int, ...]:
         """Value ids that the call takes, in order, repeats kept."""
@@ -131,7 +133,7 @@ class Op:
 
     def made(self) -> tuple[int, ...]:
         """Value ids that the call makes."""
-        return tuple(value for value in self.outputs if value is not None)
+        return self._made
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ import numpy as np
 from magis.aten.splits import Split
 from magis.errors import VerifyError
 from magis.fission.expand import expand, reparted
-from magis.fission.grow import connected, most_parts
+from magis.fission.grow import most_parts
+from magis.fission.pieces import Piece, pieces
 from magis.fission.region import Region
-from magis.fission.suffix import Axis, axes, places, suffix
 from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
@@ -32,7 +32,6 @@ from magis.simulate.problem import Problem
 
 C_co = TypeVar("C_co", bound=Costed, covariant=True)
 PARTS = (2, 4, 8, 16, 32)
-PLACES = 8
 SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
 BODIES = 8
@@ -44,12 +43,17 @@ AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
 
 
+HASTY = Effort(levels=4, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(), states=2_000)
+"""For a first answer: a tenth of the time of a place, with figures between those without fission and the final ones."""
+
+
 @dataclass(frozen=True)
 class Efforts:
-    """What may be tried for the body of a loop, and for the step around it."""
+    """What may be tried for the body of a loop, for the step around it, and for either before anything else."""
 
     body: Effort = BODY
     around: Effort = BRIEF
+    hasty: Effort = HASTY
 
 
 USUAL = Efforts()
@@ -57,7 +61,7 @@ USUAL = Efforts()
 
 @dataclass(frozen=True)
 class Cut:
-    """From which position of the forward pass on, and into how many parts; ``number`` counts places and axes."""
+    """From which operator on, and into how many parts; ``number`` counts places."""
 
     at: int
     parts: int
@@ -110,13 +114,12 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FUL
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A step, in functional form and free of needless constraints, and where regions of it may begin: along which axis,
-    from which position on."""
+    """A step, in functional form and free of needless constraints, and where it may be cut."""
 
     graph: Graph
     costs: Costs
     reuse: bool
-    places: tuple[tuple[Axis, int], ...]
+    places: tuple[Piece, ...]
     efforts: Efforts = USUAL
 
 
@@ -157,18 +160,28 @@ def divided_front(
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
     until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept; of
-    places that other processes compute only whole ones). The goal itself plays no part, nor does it matter who computes
-    the places.
+    places that other processes compute only whole ones). A hasty look at the first place comes before all others,
+    whatever ``wanted.over`` says. The goal itself plays no part, nor does it matter who computes the places.
     """
-    starts = tuple((axis, at) for axis in axes(graph) for at in places(graph, axis, PLACES))
-    work = Work(graph, costs, reuse, starts, efforts)
+    work = Work(graph, costs, reuse, tuple(pieces(graph)), efforts)
     numbers = range(len(work.places))
+    hasty = sketch(work)
     if share is not None:
         with contextlib.closing(share(work, numbers, wanted.over)) as shared:
             found, spent = _until_spent(shared, wanted)
-        return FissionFront(tuple(pareto(_restored(work, found))), spent)
+        return FissionFront(tuple(pareto([*hasty.points, *_restored(work, found)])), hasty.states + spent)
     points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
-    return FissionFront(tuple(pareto(points)), spent)
+    return FissionFront(tuple(pareto([*hasty.points, *points])), hasty.states + spent)
+
+
+def sketch(work: Work) -> FissionFront:
+    """A first answer: the first place, cut into a middling number of parts, with little effort."""
+    if not work.places:
+        return FissionFront((), 0)
+    start, cuts = _start(work, 0)
+    numbers, hasty = numbers_of_parts(most_parts(cuts)), work.efforts.hasty
+    quick = Efforts(replace(hasty, watch=None), hasty)
+    return place_front(list(_levels(work, start, cuts, numbers[len(numbers) // 2 :][:1])), quick)
 
 
 class Part(Protocol[C_co]):
@@ -209,16 +222,14 @@ def _plan(result: SearchResult) -> Plan:
 
 def _place(work: Work, number: int, over: Over = never) -> FissionFront:
     start, cuts = _start(work, number)
-    if not cuts:
-        return FissionFront((), 0)
-    return place_front(list(_levels(work, start, cuts, over)), work.efforts, over)
+    numbers = numbers_of_parts(most_parts(cuts))
+    return place_front(list(_levels(work, start, cuts, numbers, over)), work.efforts, over)
 
 
 def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
-    """Where a place is, and what can be cut from there on."""
-    axis, at = work.places[number]
-    cuts = suffix(work.graph, axis, at).cuts
-    return Cut(at, 0, number), connected(work.graph, cuts, 1)[0].cuts if cuts else {}
+    """Where a place is, and what is cut there."""
+    place = work.places[number]
+    return Cut(place.at, 0, number), place.cuts
 
 
 def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
@@ -226,7 +237,7 @@ def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
         start, cuts = _start(work, number)
-        levels = list(_levels(work, start, cuts))
+        levels = list(_levels(work, start, cuts, numbers_of_parts(most_parts(cuts))))
         if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
             raise VerifyError(STRANGE, hint=DELETE)
         for cut, here in levels:
@@ -248,10 +259,12 @@ def _check(problem: Problem, plan: Plan) -> None:
     raise VerifyError(STRANGE, hint=DELETE)
 
 
-def _levels(work: Work, start: Cut, cuts: Mapping[int, Split], over: Over = never) -> Iterator[tuple[Cut, Level]]:
-    """The region as a loop, by rising numbers of parts; only the first of them where all is ``over``."""
+def _levels(
+    work: Work, start: Cut, cuts: Mapping[int, Split], numbers: Sequence[int], over: Over = never
+) -> Iterator[tuple[Cut, Level]]:
+    """The region as a loop, cut into these numbers of parts; only the first of them where all is ``over``."""
     first: Level | None = None
-    for parts in numbers_of_parts(most_parts(cuts)):
+    for parts in numbers:
         region = Region(cuts, parts)
         if first is not None and over():
             return

@@ -39,6 +39,34 @@ def blocks() -> Workload:
     )
 
 
+class Projected(nn.Module):
+    """A residual block of three projections of one tensor, as in attention, without what mixes positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        mixed = F.gelu(self.query(normed)) * torch.sigmoid(self.key(normed)) + self.value(normed)
+        return x + self.out(mixed)
+
+
+def projected() -> Workload:
+    """Four blocks of three projections each, 32 wide, batch 512: calls that are merged into one."""
+    body = nn.Sequential(nn.Linear(16, 32), *(Projected(32) for _ in range(4)), nn.Linear(32, 10))
+    return Workload(
+        "projected",
+        body.train(),
+        (torch.randn(512, 16),),
+        (torch.randint(10, (512,)),),
+        F.cross_entropy,
+        OptimizerSpec("adamw", weight_decay=0.01),
+    )
+
+
 def no_blocks() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
     """A perceptron that names no blocks."""
     body = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -12,9 +12,10 @@ from magis.api.bench import Bench
 from magis.api.fronts import realized_front
 from magis.api.numbers import compare_by_kind
 from magis.errors import UsageError
-from magis.ir import verify
+from magis.ir import Graph, verify
 from magis.models import GATE_NAMES, SEED_NAMES
 from magis.results import Case
+from magis.rewrite.rules.merged import MERGED
 
 BLOCKS = "tests.api.nets:blocks"
 
@@ -47,6 +48,27 @@ def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers(model: str,
         numbers = compare_by_kind(subject, plan.graph, eager, step, 0)
         assert numbers == ("within tolerance" if plan.fission else "bit-identical")
         assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
+
+
+def test_plans_of_merged_calls_run_in_their_bytes_with_eagers_numbers() -> None:
+    subject = Bench().subject(Case("tests.api.nets:projected", "magis", "cpu", "small"))
+    assert products(subject.aggregated) == products(subject.untangled) - 4 * 2
+    found, _ = realized_front(subject, points=16)
+    merged = [plan for plan in found if any(name.startswith(MERGED) for name in names(plan.graph))]
+    assert len(merged) > 2
+    for plan in merged:
+        assert plan.fission
+        step = subject.generated(plan.graph)
+        assert compare_by_kind(subject, plan.graph, subject.eager(), step, 0) == "within tolerance"
+        assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
+
+
+def products(graph: Graph) -> int:
+    return sum("addmm" in op.target for op in graph.ops)
+
+
+def names(graph: Graph) -> list[str]:
+    return [graph.values[value].name for value in graph.inputs]
 
 
 def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:

@@ -175,10 +175,15 @@ CALLS: dict[str, int] = {}
 """Of searches that nothing ended."""
 
 
-def test_a_front_of_loops_that_is_over_before_it_begins_is_empty() -> None:
+def test_a_front_of_loops_that_is_over_before_it_begins_has_a_hasty_look_at_one_place() -> None:
     made = step("blocks")
     wanted = Wanted(Goal(memory_limit=0), 0, BUDGET, lambda: True)
-    assert divided_front(made.graph, made.costs, wanted, reuse=True).points == ()
+    points = divided_front(made.graph, made.costs, wanted, reuse=True).points
+    assert len({point.cut for point in points}) == 1
+    for point in points:
+        assert point.cut is not None
+        verify_fission(point.level.compiled.graph, made.graph)
+        verify(realize_level(point.level, point.solution()))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 100])

@@ -14,7 +14,7 @@ from magis.ir import Arg, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.forms import made_call
 from magis.rewrite.rules.merged import Window, is_weight, merge
 
-__all__ = ["Draft", "Refused", "landed"]
+__all__ = ["Draft", "Refused", "common_module", "landed"]
 
 
 class Refused(Exception):  # noqa: N818  (no error: the answer "not here")
@@ -41,7 +41,7 @@ class Draft:
                 if self._versions.setdefault(storage, version) != version:
                     raise Refused(f"the calls meet several versions of storage {storage}")
         self.phase = max((op.phase for op in matched), key=_PHASES.index)
-        self.module = _common([op.module for op in matched])
+        self.module = common_module([op.module for op in matched])
 
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
         """Add a call; returns its values. Refused where it takes no such tensors."""
@@ -118,7 +118,7 @@ def landed(base: Value, made: Made) -> tuple[int, int]:
     return base.storage, base.offset + made.offset
 
 
-def _common(modules: Sequence[str]) -> str:
+def common_module(modules: Sequence[str]) -> str:
     """The innermost module that holds all of them."""
     parts = [module.split(".") for module in modules]
     shared = []

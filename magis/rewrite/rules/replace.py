@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -42,7 +44,8 @@ def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Gr
     ``ops`` and of what only they needed. Refused where no legal graph is left."""
     change = _Change(draft, instead)
     gone = frozenset(ops)
-    first = min(position for position, op in enumerate(draft.graph.ops) if op.id in gone)
+    places = [position for position, op in enumerate(draft.graph.ops) if op.id in gone]
+    first, last = places[0], places[-1]
     rows: list[tuple[int, Op]] = []
     for position, op in enumerate(draft.graph.ops):
         if position == first:
@@ -50,7 +53,8 @@ def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Gr
         rows.extend((2 * position + 1, new) for new in change.renewed(op))
     outputs = tuple(change.returned(value) for value in draft.graph.outputs)
     rows = _pruned(rows, outputs, gone | {op.id for op in draft.added}, draft.graph)
-    graph = Graph(change.storages, change.values, _ordered(draft, rows, change), draft.graph.inputs, outputs)
+    placed = _ordered(draft, rows, change, (2 * first, 2 * last + 1))
+    graph = Graph(change.storages, change.values, placed, draft.graph.inputs, outputs)
     return _swept(replace(graph, constants=draft.graph.constants))
 
 
@@ -224,34 +228,52 @@ def _pruned(
     return [(key, op) for key, op in rows if op.id not in dead]
 
 
-def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change) -> tuple[Op, ...]:
-    """The operators as they stand if that is legal, else in the legal order that is closest to it."""
-    ops = tuple(op for _, op in rows)
-    if _is_legal(draft.graph, ops):
-        return ops
-    graph = Graph(change.storages, change.values, ops, draft.graph.inputs, ())
-    dag = dependency_graph(graph)
+def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change, stretch: tuple[int, int]) -> tuple[Op, ...]:
+    """The operators as they stand if that is legal, else in the legal order that is closest to it.
+
+    Between the keys of the ``stretch``, that is: nothing in front of the old calls takes what the new ones make, and
+    whatever follows them all finds the same tensors and versions as before.
+    """
+    low, high = (bisect.bisect(rows, bound, key=lambda row: row[0]) for bound in (stretch[0] - 1, stretch[1]))
+    ops = [op for _, op in rows]
+    start = _Met(draft.graph)
+    if not all(start.runs(op) for op in ops[:low]):
+        raise Refused("what stands in front of the calls would meet something else")
+    middle = ops[low:high]
+    if start.then(middle):
+        return tuple(ops)
+    dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), draft.graph.inputs, ()))
     if not rx.is_directed_acyclic_graph(dag):
         raise Refused("a call would need its own result")
-    order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[node][0]:09d}{node:09d}")
-    found = tuple(ops[node] for node in order)
-    if not _is_legal(draft.graph, found):
+    order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[low + node][0]:09d}{node:09d}")
+    found = [middle[node] for node in order]
+    if not start.then(found):
         raise Refused("no order meets the same versions")
-    return found
+    return (*ops[:low], *found, *ops[high:])
 
 
-def _is_legal(graph: Graph, ops: Sequence[Op]) -> bool:
-    """Whether every operator finds what it takes, in the version that it must meet."""
-    defined = set(graph.inputs)
-    versions: dict[int, int] = {}
-    for op in ops:
-        if any(value not in defined for value in op.inputs()):
+class _Met:
+    """What there is after some operators: values, and versions of storages."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values = set(graph.inputs)
+        self.versions: dict[int, int] = {}
+
+    def runs(self, op: Op) -> bool:
+        """Run an operator; whether it finds what it takes, in the version that it must meet."""
+        if not self.values.issuperset(op.inputs()):
             return False
-        if any(versions.get(storage, 0) != version for storage, version in op.reads):
+        if any(self.versions.get(storage, 0) != version for storage, version in op.reads):
             return False
-        versions.update(op.writes)
-        defined.update(op.made())
-    return True
+        self.versions.update(op.writes)
+        self.values.update(op.made())
+        return True
+
+    def then(self, ops: Sequence[Op]) -> bool:
+        """Whether operators run next, one after the other."""
+        after = copy.copy(self)
+        after.values, after.versions = set(self.values), dict(self.versions)
+        return all(after.runs(op) for op in ops)
 
 
 def _swept(graph: Graph) -> Graph:
