@@ -1,6 +1,7 @@
 """How the time of planning grows with the step: decoders of 6, 12, 24 ... layers on a simulated GPU.
 
     python benchmarks/front_speed.py [--layers 6 12 24 48 96] [--device sim:rtx3090] [--memory 0.4] [--fission]
+        [--picture FILE.svg]
 
 Columns: nodes of the search; seconds of capture, of a plan for the memory limit without fission, of the front without
 fission, and (--fission) of the front with it; largest resident memory so far. Below: the exponent of the growth between
@@ -13,8 +14,9 @@ import argparse
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 from magis.quiet import before_torch
 
@@ -25,9 +27,13 @@ from magis.api.plans import Scratch  # noqa: E402
 from magis.api.subject import Source, Subject  # noqa: E402
 from magis.models.gpt_neo import GptNeoConfig, gpt_neo  # noqa: E402
 from magis.models.style import SEED  # noqa: E402
+from magis.report.svg import TEXT, across, framed, label  # noqa: E402
 from magis.search.fronts import divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
 from magis.simulate.compile import compile_problem  # noqa: E402
+
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 70, 30, 40, 40
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -43,6 +49,7 @@ def main() -> None:
     parser.add_argument("--device", default="sim:rtx3090")
     parser.add_argument("--memory", type=float, default=0.4)
     parser.add_argument("--fission", action="store_true")
+    parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     print(f"{'layers':>6} {'nodes':>6} {'capture s':>9} {'plan s':>7} {'front s':>8} {'fission s':>9} {'RSS GB':>7}")
     rows = []
@@ -69,6 +76,40 @@ def main() -> None:
     if n2 > n1:
         grown = [math.log(late / early) / math.log(n2 / n1) for early, late in zip(first, last, strict=True)]
         print(f"exponents: plan {grown[0]:.2f}, front {grown[1]:.2f}")
+        if arguments.picture is not None:
+            lines = framed((WIDTH, HEIGHT), picture(rows))
+            arguments.picture.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def picture(rows: Sequence[tuple[int, float, float]]) -> Iterator[str]:
+    """Seconds over nodes, both to logarithmic scales; dashed: n log n through the first plan."""
+    (first, low), last = rows[0][:2], rows[-1][0]
+    steepest = [(nodes, low * nodes * math.log(nodes) / (first * math.log(first))) for nodes, *_ in rows]
+    curves = [
+        ("plan", "#1f6fb4", "", [(nodes, plan) for nodes, plan, _ in rows]),
+        ("front", "#c0504d", "", [(nodes, front) for nodes, _, front in rows]),
+        ("n log n", TEXT, "6 4", steepest),
+    ]
+    every = [seconds for *_, points in curves for _, seconds in points]
+    bottom, top = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
+
+    def where(nodes: float, seconds: float) -> tuple[float, float]:
+        x = math.log(nodes / first) / math.log(last / first)
+        y = (math.log10(seconds) - bottom) / (top - bottom)
+        return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
+
+    yield label((LEFT, 22), "Seconds of planning, by the operators of a step")
+    for power in range(bottom, top + 1):
+        y = where(first, 10.0**power)[1]
+        yield across(LEFT, WIDTH - RIGHT, y)
+        yield label((LEFT - 8, y + 4), f"{10.0**power:g} s", "end")
+    for nodes, *_ in rows:
+        yield label((where(nodes, 1.0)[0], HEIGHT - BOTTOM + 18), f"{nodes}", "middle")
+    for number, (name, colour, dashes, points) in enumerate(curves):
+        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (where(*point) for point in points))
+        pattern = f' stroke-dasharray="{dashes}"' if dashes else ""
+        yield f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="2"{pattern}/>'
+        yield label((LEFT + 12, TOP + 16 + 16 * number), name, colour=colour)
 
 
 if __name__ == "__main__":

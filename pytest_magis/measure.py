@@ -101,6 +101,7 @@ def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
         dtype=case.dtype,
         seed=case.seed,
         budget=case.budget,
+        seconds=case.seconds,
         cache=_bench(config),
     )
 

@@ -118,7 +118,16 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
         PlannedCase(
             model.name,
             FRONT,
-            Case(model.target, "magis", grid.device, grid.preset, grid.dtype, budget=grid.budget, seed=grid.seed),
+            Case(
+                model.target,
+                "magis",
+                grid.device,
+                grid.preset,
+                grid.dtype,
+                budget=grid.budget,
+                seconds=grid.seconds,
+                seed=grid.seed,
+            ),
         )
         for model in models
     )

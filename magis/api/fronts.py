@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from magis.api.bench import Bench, default_device
 from magis.api.dividing import plan_of_level
@@ -22,6 +25,18 @@ __all__ = ["POINTS", "best_on_front", "front_of", "pareto", "realized_front"]
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
+FISSION = 0.7
+"""Share of a cap on seconds by which the front with fission must end."""
+
+
+class Ending(Protocol):
+    """Says whether a share of the time is over."""
+
+    def __call__(self, share: float = 1.0, /) -> bool: ...
+
+
+def _never(_share: float = 1.0, /) -> bool:
+    return False
 
 
 def pareto(
@@ -32,6 +47,7 @@ def pareto(
     dtype: str | None = None,
     seed: int = 0,
     budget: int | None = None,
+    seconds: float | None = None,
     points: int = POINTS,
     processes: int = 1,
     resume: Path | None = None,
@@ -40,10 +56,11 @@ def pareto(
     """Peak memory against latency of a training step, simulated: a registered model or "package.module:factory".
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
-    the work of cutting the step into parts (states, as for cases). At most ``points`` plans are realized, evenly spread
+    the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
+    found until then, which depends on the machine. At most ``points`` plans are realized, evenly spread
     over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
     ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
-    ``seconds``. Raises MagisError for what cannot be captured or asked for.
+    the front's own ``seconds``. Raises MagisError for what cannot be captured or asked for.
     """
     for name, number, least in (
         ("points", points, 2),
@@ -53,19 +70,25 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise UsageError(f"pareto: seconds is {seconds}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
-    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget)
+    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case), points)
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
-    """The front of a subject; of the case only names, seed and budget count."""
+    """The front of a subject; of the case only names, seed, budget and seconds count."""
     original = subject.captured.graph
     eager_ms = subject.latency_ns(original) / 1e6
     started = time.perf_counter()
-    found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points)
+
+    def over(share: float = 1.0, /) -> bool:
+        return case.seconds is not None and time.perf_counter() - started >= share * case.seconds
+
+    found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
     return ParetoFront(
         model=case.model,
         device=case.device,
@@ -87,13 +110,13 @@ def _figures(plan: Plan) -> FrontPoint:
 
 
 def realized_front(
-    subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS
+    subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS, over: Ending = _never
 ) -> tuple[list[Plan], int]:
-    """The plan of every point, realized and verified, and the states that were judged."""
+    """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
     scratch = Scratch(subject, None)
-    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget)
+    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, partial(over, FISSION))
     divided = subject.divided_front(wanted)
-    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))))
+    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))), over)
     chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
     plans = [_plan_of(scratch, point) for point in chosen]
     return undominated(plans), whole.states + divided.states

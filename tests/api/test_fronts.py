@@ -18,6 +18,7 @@ from magis.results import Case
 from magis.rewrite.rules.merged import MERGED
 
 BLOCKS = "tests.api.nets:blocks"
+PROJECTED = "tests.api.nets:projected"
 
 
 @pytest.mark.parametrize(("model", "device"), [(BLOCKS, "cpu"), ("seed-unet", "sim:rtx3090")])
@@ -51,7 +52,7 @@ def test_every_plan_of_a_front_runs_in_its_bytes_with_eagers_numbers(model: str,
 
 
 def test_plans_of_merged_calls_run_in_their_bytes_with_eagers_numbers() -> None:
-    subject = Bench().subject(Case("tests.api.nets:projected", "magis", "cpu", "small"))
+    subject = Bench().subject(Case(PROJECTED, "magis", "cpu", "small"))
     assert products(subject.aggregated) == products(subject.untangled) - 4 * 2
     found, _ = realized_front(subject, points=16)
     merged = [plan for plan in found if any(name.startswith(MERGED) for name in names(plan.graph))]
@@ -61,6 +62,18 @@ def test_plans_of_merged_calls_run_in_their_bytes_with_eagers_numbers() -> None:
         step = subject.generated(plan.graph)
         assert compare_by_kind(subject, plan.graph, subject.eager(), step, 0) == "within tolerance"
         assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 0.5])
+def test_a_cap_on_seconds_leaves_a_front_of_what_was_found(seconds: float) -> None:
+    cache = Bench()
+    capped = magis.pareto(PROJECTED, device="sim:rtx3090", preset="small", seconds=seconds, cache=cache)
+    full = magis.pareto(PROJECTED, device="sim:rtx3090", preset="small", cache=cache)
+    assert capped.points
+    assert capped.states < full.states
+    for point in capped.points:
+        assert any(better.peak_bytes <= point.peak_bytes for better in full.points)
+    assert capped.points[-1].latency_ms <= full.original.latency_ms * 1.001
 
 
 def products(graph: Graph) -> int:
@@ -89,6 +102,8 @@ def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:
         ({"points": 1}, "points is 1"),
         ({"budget": 0}, "budget is 0"),
         ({"seed": -1}, "seed is -1"),
+        ({"seconds": 0.0}, "seconds is 0.0"),
+        ({"seconds": float("nan")}, "seconds is nan"),
     ],
 )
 def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, Any], text: str) -> None:

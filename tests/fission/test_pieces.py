@@ -1,0 +1,99 @@
+"""Where a step is cut: the pieces that hold most come first, those that hold next to nothing are left out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from magis.analysis.hazards import dependency_graph
+from magis.api.bench import Bench
+from magis.fission.grow import connected
+from magis.fission.pieces import LEAST, heaviest, own_bytes, pieces
+from magis.fission.suffix import axes, places, suffix
+from magis.ir import Graph
+from magis.results import Case
+from magis.rewrite.normalize import functionalize
+from magis.rewrite.untangle import untangle
+from tests.nets import ADAMW, Net, rows
+from tests.oracles import captured
+
+
+def alive(graph: Graph, members: set[int], position: int) -> int:
+    """Bytes alive at a position of temporary storages that only the members touch, by definition."""
+    total = 0
+    for storage in graph.storages.values():
+        touched = [
+            place
+            for place, op in enumerate(graph.ops)
+            if any(graph.values[value].storage == storage.id for value in (*op.inputs(), *op.made()))
+        ]
+        mine = bool(touched) and set(touched) <= members
+        if mine and storage.kind == "temporary" and touched[0] <= position <= touched[-1]:
+            total += storage.nbytes
+    return total
+
+
+@pytest.fixture(scope="module")
+def dropped() -> Graph:
+    """A block with dropout, which no cut runs through, and a wide head."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+            self.head = nn.Linear(8, 512)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + nn.functional.dropout(self.down(torch.tanh(self.up(x))), 0.5, training=True)
+            return torch.logsumexp(self.head(x), 1)
+
+    net = Net(Classifier, rows(16, 8, dtype=torch.float32), rows(16, dtype=torch.float32), rule=ADAMW)
+    return untangle(functionalize(captured(net.build()).graph))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_own_bytes_are_those_of_the_definition(dropped: Graph, seed: int) -> None:
+    chosen = random.Random(seed)
+    owner = {position: chosen.randrange(3) for position in range(len(dropped.ops)) if chosen.random() < 0.9}
+    found = own_bytes(dropped, owner, 3)
+    for number in range(3):
+        members = {position for position, each in owner.items() if each == number}
+        assert found[number] == max(alive(dropped, members, position) for position in range(len(dropped.ops)))
+
+
+def test_the_head_is_found_behind_a_dropout(dropped: Graph) -> None:
+    first, *_ = found = pieces(dropped)
+    assert any(dropped.ops[position].module == "head" for position in first.cuts)
+    assert any(dropped.ops[position].phase == "backward" for position in first.cuts)
+    held = [piece.nbytes for piece in found]
+    assert held == sorted(held, reverse=True)
+    assert len({tuple(sorted(piece.cuts)) for piece in found}) == len(found)
+    assert all(piece.at == min(piece.cuts) for piece in found)
+
+
+def test_the_heaviest_is_one_of_the_connected_ones(dropped: Graph) -> None:
+    (axis,) = axes(dropped)
+    dag = dependency_graph(dropped)
+    for at in places(dropped, axis, 8):
+        cuts = suffix(dropped, axis, at).cuts
+        regions = connected(dropped, cuts, 1, dag)
+        best = heaviest(dropped, cuts, dag)
+        assert (best is None) == (not regions)
+        if best is not None:
+            held = [own_bytes(dropped, dict.fromkeys(region.cuts, 0), 1)[0] for region in regions]
+            assert best.nbytes == max(held)
+            assert best.cuts == regions[held.index(best.nbytes)].cuts
+
+
+def test_stretches_between_dropouts_are_left_out() -> None:
+    subject = Bench().subject(Case("bert", "magis", "sim:rtx3090", "small"))
+    graph = subject.untangled
+    whole = subject.original.peak_bytes
+    found = pieces(graph)
+    assert found
+    assert all(piece.nbytes * LEAST >= 0.9 * whole for piece in found)
+    (axis,) = axes(graph)
+    assert len(found) < len(places(graph, axis, 8))
