@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from magis.search.fronts import Cut, FissionFront, Point, place_front
 from magis.search.judge import Goal, Wanted
-from magis.search.levels import Level, Solution, bound, level, solve
+from magis.search.levels import Level, Solution, bound, level, solution, solve, with_body
 from magis.simulate.compile import Costs
+from magis.simulate.evaluator import evaluate
 
 FINALISTS = 3
 """Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
@@ -83,7 +84,9 @@ def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution,
     """The best plan for a configuration, no worse than ``start``, and the states that it took."""
     limit = wanted.goal.memory_limit
     if limit is None:
-        return _squeezed(here, start, wanted)
+        squeezed, states = _squeezed(here, start, wanted)
+        last = squeezed if wanted.over() else _to_the_end(here, squeezed, wanted)
+        return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
     tried = _solved(here, limit, wanted)
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
 
@@ -105,6 +108,19 @@ def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, i
         if failures == FAILURES or wanted.over():
             break
     return best, states
+
+
+def _to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
+    """The same plan around a leaner body, which may take what is left of the time."""
+    inner, limit = start.inner, wanted.goal.latency_limit_ns
+    if here.inner is None or inner is None or limit is None:
+        return start
+    left = Goal(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
+    body = solve(here.inner, left, max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+    problem = with_body(here, body)
+    found = evaluate(problem, start.result.order, start.result.flags)
+    result = replace(start.result, peak=found.peak, latency_ns=found.latency_ns, states=1)
+    return solution(here, problem, result, body)
 
 
 def _solved(here: Level, limit: int, wanted: Wanted) -> Solution:

@@ -34,7 +34,7 @@ C_co = TypeVar("C_co", bound=Costed, covariant=True)
 PARTS = (2, 4, 8, 16, 32)
 SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
-BODIES = 8
+BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
 
 
