@@ -72,6 +72,8 @@ class StepFigures:
     """Median of the timed steps."""
     spread_ms: float | None = None
     """Half the interquartile range of the timed steps."""
+    reserved_bytes: int | None = None
+    """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
 
     @property
     def is_measured(self) -> bool:

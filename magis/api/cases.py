@@ -66,6 +66,7 @@ class _Candidate:
     make: Callable[[ExitStack], Step]
     stats: SearchStats
     workspaces: Mapping[str, int]
+    reserved: int | None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class CaseRun:
             make,
             SearchStats(),
             {},
+            subject.reserved_bytes(captured.graph, captured.deaths),
         )
 
     def _planned(
@@ -170,6 +172,7 @@ class CaseRun:
             lambda _stack: subject.generated(found.graph),
             self._stats(found),
             found.workspaces,
+            subject.reserved_bytes(found.graph),
         )
 
     def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
@@ -247,8 +250,11 @@ class CaseRun:
         case, subject = self._case, self._subject
         first = times.whole.first_ms if times else subject.original_times_ms if refusal is None else None
         second = times.whole.second_ms if times else first
-        original = StepFigures(subject.original, original_ns / 1e6, measured, *_median(first))
-        opt = StepFigures(candidate.simulated, candidate.simulated_ns / 1e6, optimized, *_median(second))
+        eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
+        original = StepFigures(subject.original, original_ns / 1e6, measured, *_median(first), eager)
+        opt = StepFigures(
+            candidate.simulated, candidate.simulated_ns / 1e6, optimized, *_median(second), candidate.reserved
+        )
         if case.strategy == "eager":
             opt = original
         latency = original.measured_ms or original.simulated_ms

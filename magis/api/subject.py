@@ -31,6 +31,7 @@ from magis.search.fronts import FissionFront, divided_front, whole_front
 from magis.search.judge import Over, Wanted, never
 from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
+from magis.simulate.reserved import reserved
 
 ROUNDS_ALONE = 5
 ALONE = Sharing()
@@ -251,6 +252,12 @@ class Subject:
         costs = self.costs(self.workspaces(graph))
         profile = replay(graph, costs.workspace, rounding=costs.rounding)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
+        """What a GPU's caching allocator should reserve for a step (``deaths``: eager's); None on a CPU."""
+        if self.kind == "cpu":
+            return None
+        return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
 
     def latency_ns(self, graph: Graph) -> int:
         """Simulated latency of a graph without swaps."""

@@ -50,6 +50,8 @@ def test_a_measured_row(measured):
         "ori tensor bytes": 10000,
         "opt workspace bytes": 1000,
         "ori workspace bytes": 501,
+        "opt reserved bytes (predicted)": None,
+        "ori reserved bytes (predicted)": None,
         "memory limit bytes": 8400,
         "lower bound bytes": 4000,
         "persistent bytes": 3000,
@@ -87,6 +89,8 @@ def test_a_simulated_row_says_so_and_has_no_errors(simulated):
     assert (row["latency limit"], row["latency limit ratio"], row["memory limit"]) == (8.8, 1.1, None)
     empty = [column for column in COLUMNS if "error" in column or "spread" in column or column.startswith("timed")]
     assert {row[column] for column in empty} == {None}
+    assert row["ori reserved bytes (predicted)"] == 2**60 + 2**21
+    assert row["opt reserved bytes (predicted)"] == 2**59 + 2**22
 
 
 def test_a_ratio_above_one_is_a_slow_down(measured):
