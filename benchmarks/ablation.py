@@ -38,7 +38,7 @@ from magis.api.subject import Subject  # noqa: E402
 from magis.models import SEED_NAMES, resolve  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort  # noqa: E402
-from magis.search.fronts import Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.fronts import HASTY, Efforts, divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
 from magis.search.published import STATES, published  # noqa: E402
 
@@ -76,7 +76,7 @@ def fronts(subject: Subject, changes: dict[str, object], *, rules: bool = True) 
     reuse, costs = subject.source.reuse, subject.roofline
     whole = whole_front(subject.normal, costs, reuse=reuse, effort=less(FULL))
     wanted = Wanted(Goal(memory_limit=0), 0)
-    divided = divided_front(graph, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF)))
+    divided = divided_front(graph, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF), less(HASTY)))
     first, second = ([(point.peak, point.latency_ns) for point in found.points] for found in (whole, divided))
     return first, second
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import math
 import shlex
 import sys
 import time
@@ -41,6 +42,7 @@ def rows(networks: int) -> Iterator[str]:
     for number in range(networks):
         for kind in gains:
             subject = network(number, forward=kind == "inference")
+            eager, nodes = subject.latency_ns(subject.captured.graph), len(subject.normal.ops)  # nothing of it is timed
             figures = []
             cells = ""
             for reorder in (False, True):
@@ -48,16 +50,15 @@ def rows(networks: int) -> Iterator[str]:
                 effort = replace(FULL, reorder=reorder)
                 front = whole_front(subject.normal, subject.roofline, reuse=subject.source.reuse, effort=effort)
                 seconds = time.process_time() - started
-                eager = subject.latency_ns(subject.captured.graph)
                 found = [
-                    min(point.peak for point in front.points if point.latency_ns <= each * eager)
+                    min((point.peak for point in front.points if point.latency_ns <= each * eager), default=math.inf)
                     / subject.original.peak_bytes
                     for each in LATENCIES
                 ]
                 figures.append(found)
                 cells += "  " + " ".join(f"{each:8.4f}" for each in found) + f" {seconds:5.1f}"
             gains[kind] += [1 - after / before for before, after in zip(*figures, strict=True)]
-            yield f"{number:3} {kind:9} {len(subject.normal.ops):5}{cells}"
+            yield f"{number:3} {kind:9} {nodes:5}{cells}"
     yield ""
     for kind, found in gains.items():
         better = sum(gain > 0.01 for gain in found)

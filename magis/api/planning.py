@@ -17,7 +17,7 @@ __all__ = ["Plan", "plan", "plan_whole", "planning_workspaces"]
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
-cannot be kept without fission, which has the rest."""
+cannot be kept without fission, which has the rest. A CPU has no front, and seldom fission: all is for the search."""
 
 
 def planning_workspaces(
@@ -49,11 +49,13 @@ def plan(
         return seconds is not None and time.perf_counter() - started >= share * seconds
 
     def left() -> float | None:
-        return None if seconds is None else max(WHOLE * seconds - (time.perf_counter() - started), seconds / 10)
+        return None if seconds is None else max(share * seconds - (time.perf_counter() - started), seconds / 10)
 
+    has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
+    share = WHOLE if has_front else 1.0
     request = Request(subject, scratch, Wanted(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
-    if subject.source.device != "cpu" and budget >= DEFAULT_BUDGET:  # a CPU needs measured workspaces
+    if has_front:
         best = (
             replace(best, stopped_by_seconds=True)
             if over()

@@ -45,14 +45,13 @@ def pieces(graph: Graph) -> list[Piece]:
 
 
 def _every(graph: Graph) -> Iterator[Piece]:
-    seen: set[tuple[int, ...]] = set()
+    seen: set[tuple[tuple[int, Split], ...]] = set()
     dag = dependency_graph(graph)
     for axis in axes(graph):
         for at in places(graph, axis, PLACES):
             found = heaviest(graph, suffix(graph, axis, at).cuts, dag)
-            positions = () if found is None else tuple(sorted(found.cuts))
-            if found is not None and positions not in seen:
-                seen.add(positions)
+            if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
+                seen.add(cuts)
                 yield found
 
 
@@ -68,8 +67,10 @@ def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, Non
 
 
 def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
-    """Per piece: most bytes, in program order, of temporary storages that no operator outside of it touches."""
+    """Per piece: most bytes, in program order, of temporary storages that no operator outside of it touches and the
+    caller does not get."""
     span: dict[int, tuple[int, int]] = {}
+    returned = {graph.values[value].storage for value in graph.outputs}
     holder: dict[int, int | None] = {}
     for position, op in enumerate(graph.ops):
         mine = owner.get(position)
@@ -79,7 +80,7 @@ def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
             holder[storage] = mine if holder.get(storage, mine) == mine else None
     change: list[dict[int, int]] = [{} for _ in range(count)]
     for storage, number in holder.items():
-        if number is not None and graph.storages[storage].kind == "temporary":
+        if number is not None and graph.storages[storage].kind == "temporary" and storage not in returned:
             (first, last), nbytes = span[storage], graph.storages[storage].nbytes
             change[number][first] = change[number].get(first, 0) + nbytes
             change[number][last + 1] = change[number].get(last + 1, 0) - nbytes

@@ -85,7 +85,7 @@ def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution,
     limit = wanted.goal.memory_limit
     if limit is None:
         squeezed, states = _squeezed(here, start, wanted)
-        last = squeezed if wanted.over() else _to_the_end(here, squeezed, wanted)
+        last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
         return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
     tried = _solved(here, limit, wanted)
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
@@ -110,11 +110,11 @@ def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, i
     return best, states
 
 
-def _to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
+def to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
     """The same plan around a leaner body, which may take what is left of the time."""
     inner, limit = start.inner, wanted.goal.latency_limit_ns
-    if here.inner is None or inner is None or limit is None:
-        return start
+    if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
+        return replace(start, states=0)
     left = Goal(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
     body = solve(here.inner, left, max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
     problem = with_body(here, body)

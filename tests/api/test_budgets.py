@@ -103,6 +103,33 @@ def test_a_plan_that_is_ended_at_any_moment_is_sound(clocked: Callable[..., Cloc
     assert found.stopped_by_seconds
 
 
+def test_a_cap_that_is_not_reached_changes_nothing_on_a_cpu(clocked: Callable[..., Clock]) -> None:
+    """The search without fission may have all of it: nothing comes behind a limit that it keeps."""
+    free = planned(subject_of(BLOCKS, "cpu"), 0.8, 500, None)
+    clocked()
+    capped = planned(subject_of(BLOCKS, "cpu"), 0.8, 500, 1e4)
+    assert not capped.stopped_by_seconds
+    assert (capped.peak, capped.latency_ns, capped.states) == (free.peak, free.latency_ns, free.states)
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 1.0), ("sim:rtx3090", planning.WHOLE)])
+def test_the_search_without_fission_has_its_share_of_a_cap(
+    monkeypatch: pytest.MonkeyPatch, device: str, share: float
+) -> None:
+    given: list[float | None] = []
+    plan_whole = planning.plan_whole
+
+    def spied(*args: object, left: Callable[[], float | None], **more: object) -> Plan:
+        given.append(left())
+        return plan_whole(*args, left=left, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planning, "plan_whole", spied)
+    planned(subject_of(BLOCKS, device), 0.9, None, 200.0)
+    (seconds,) = given
+    assert seconds is not None
+    assert 0.9 * share * 200 < seconds <= share * 200
+
+
 @pytest.mark.parametrize("looks", [100])
 def test_an_interrupt_leaves_nothing_half_made(clocked: Callable[..., Clock], looks: int) -> None:
     """Neither does a cap: later cases of the same subject plan as if nothing had been before."""

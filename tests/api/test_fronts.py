@@ -70,9 +70,13 @@ def test_a_cap_on_seconds_leaves_a_front_of_what_was_found(seconds: float) -> No
     capped = magis.pareto(PROJECTED, device="sim:rtx3090", preset="small", seconds=seconds, cache=cache)
     full = magis.pareto(PROJECTED, device="sim:rtx3090", preset="small", cache=cache)
     assert capped.points
-    assert capped.states < full.states
+    assert capped.states <= full.states
+    assert capped.states < full.states or seconds > 0.1
     for point in capped.points:
-        assert any(better.peak_bytes <= point.peak_bytes for better in full.points)
+        assert any(
+            better.peak_bytes <= 1.01 * point.peak_bytes and better.latency_ms <= 1.01 * point.latency_ms
+            for better in full.points
+        )
     assert capped.points[-1].latency_ms <= full.original.latency_ms * 1.001
 
 
@@ -104,6 +108,7 @@ def test_fission_is_on_the_front_where_a_device_gains_by_it() -> None:
         ({"seed": -1}, "seed is -1"),
         ({"seconds": 0.0}, "seconds is 0.0"),
         ({"seconds": float("nan")}, "seconds is nan"),
+        ({"seconds": "5"}, "seconds is '5'"),
     ],
 )
 def test_what_does_not_exist_is_refused_in_one_line(changes: dict[str, Any], text: str) -> None:

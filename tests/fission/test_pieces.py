@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from magis.analysis.hazards import dependency_graph
 from magis.api.bench import Bench
-from magis.fission.grow import connected
+from magis.fission.grow import connected, most_parts
 from magis.fission.pieces import LEAST, heaviest, own_bytes, pieces
 from magis.fission.suffix import axes, places, suffix
 from magis.ir import Graph
 from magis.results import Case
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
-from tests.nets import ADAMW, Net, rows
+from magis.search.fronts import numbers_of_parts
+from tests.nets import ADAMW, FORWARD, Net, rows
 from tests.oracles import captured
 
 
@@ -30,7 +31,8 @@ def alive(graph: Graph, members: set[int], position: int) -> int:
             for place, op in enumerate(graph.ops)
             if any(graph.values[value].storage == storage.id for value in (*op.inputs(), *op.made()))
         ]
-        mine = bool(touched) and set(touched) <= members
+        returned = any(graph.values[value].storage == storage.id for value in graph.outputs)
+        mine = bool(touched) and set(touched) <= members and not returned
         if mine and storage.kind == "temporary" and touched[0] <= position <= touched[-1]:
             total += storage.nbytes
     return total
@@ -86,6 +88,32 @@ def test_the_heaviest_is_one_of_the_connected_ones(dropped: Graph) -> None:
             held = [own_bytes(dropped, dict.fromkeys(region.cuts, 0), 1)[0] for region in regions]
             assert best.nbytes == max(held)
             assert best.cuts == regions[held.index(best.nbytes)].cuts
+
+
+def test_a_result_that_the_caller_gets_is_nothing_that_a_loop_makes_smaller() -> None:
+    net = Net(
+        lambda: nn.Linear(6, 4096), rows(8, 6, dtype=torch.float32), rows(8, 4096, dtype=torch.float32), rule=FORWARD
+    )
+    graph = untangle(functionalize(captured(net.build()).graph))
+    whole = dict.fromkeys(range(len(graph.ops)), 0)
+    outputs = {graph.values[value].storage for value in graph.outputs}
+    assert own_bytes(graph, whole, 1)[0] <= sum(
+        storage.nbytes
+        for storage in graph.storages.values()
+        if storage.kind == "temporary" and storage.id not in outputs
+    )
+
+
+def test_one_picture_is_cut_along_either_side() -> None:
+    net = Net(
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU(), nn.Conv2d(8, 8, 1), nn.Tanh(), nn.Conv2d(8, 2, 1)),
+        rows(1, 3, 7, 32, dtype=torch.float32),
+        rows(1, 2, 7, 32, dtype=torch.float32),
+        rule=ADAMW,
+    )
+    graph = untangle(functionalize(captured(net.build()).graph))
+    numbers = {tuple(numbers_of_parts(most_parts(piece.cuts))) for piece in pieces(graph)}
+    assert {(7,), (2, 4, 8, 16, 32)} <= numbers
 
 
 def test_stretches_between_dropouts_are_left_out() -> None:

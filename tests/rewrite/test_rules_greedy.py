@@ -88,6 +88,45 @@ def test_calls_are_merged_where_that_saves_half_a_percent(stack: Graph, share: f
         assert found.ops == aggregated(stack)[0].ops
 
 
+class Overwritten(nn.Module):
+    """Puts a buffer together from its own pieces, and overwrites it before the result is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(6, 8), nn.Linear(6, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.cat(torch.split(self.seen, 4, 0), 0)
+        self.seen.add_(1.0)
+        return (torch.tanh(self.key(x)) * self.value(x) + before).sum(1)
+
+
+class Kept(Overwritten):
+    """The same with two buffers, taken apart again after they were put together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.split(torch.cat([self.seen, self.key.bias], 0), 8, 0)
+        self.seen.mul_(0.5)
+        return (torch.tanh(self.key(x) * left) + self.value(x) * right).sum(1)
+
+
+@pytest.mark.parametrize("module", [Overwritten, Kept])
+def test_what_is_overwritten_later_does_not_take_the_place_of_a_copy(module: type[nn.Module]) -> None:
+    net = Net(module, rows(8, 6, dtype=torch.float32), rows(8, dtype=torch.float32), rule=ADAMW)
+    graph = untangle(functionalize(captured(net.build()).graph))
+    index = Index(graph)
+    for each in (*TIDYING, *AGGREGATIONS):
+        for bound in each.occurrences(index):
+            found = attempt(graph, Match(each, bound))
+            if found is not None:
+                verify(found)
+    after, applied = aggregated(graph)
+    verify(after)
+    assert applied["merge-addmm"] == 1
+    assert any(op.target == "aten.cat.default" and op.phase == "forward" for op in after.ops)
+
+
 def test_without_calls_that_share_an_input_nothing_is_tried(stack: Graph) -> None:
     def never(_: Graph) -> int:
         raise AssertionError("there is nothing to time")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
 from magis.fission.floor import lower_bound
+from magis.fission.pieces import pieces
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, dump, verify
-from magis.search.divided import Divided, divide, replan
-from magis.search.fronts import FissionFront, divided_front, numbers_of_parts
+from magis.search.divided import Divided, divide, replan, to_the_end
+from magis.search.fronts import FissionFront, Work, divided_front, numbers_of_parts, sketch
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import fastest_ns, realize_level, repeats
 from magis.simulate.replay import replay
@@ -73,6 +75,43 @@ def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
     assert second.cuts == found.cuts
     realized(given, second)
     assert second.solution.latency_ns <= goal.latency_limit_ns
+
+
+@pytest.mark.parametrize("left", [0.0, 0.02, 0.3])
+def test_a_leaner_body_takes_what_is_left_of_the_time(left: float) -> None:
+    """Around every plan of a front: never slower than the limit, and of exactly the bytes that are said."""
+    given = step("seed-unet")
+    wanted = Wanted(Goal(memory_limit=0), 0, BUDGET)
+    leaner = 0
+    for point in front_of(given).points[::8]:
+        assert point.cut is not None
+        start = point.solution()
+        limit = int((1 + left) * start.latency_ns)
+        found = to_the_end(point.level, start, replace(wanted, goal=Goal(latency_limit_ns=limit)))
+        assert found.latency_ns <= limit
+        realized(given, Divided((point.cut,), point.level, found))
+        leaner += found.peak < start.peak
+    assert leaner or left < 0.3
+
+
+def test_a_plan_that_is_too_slow_already_is_left_as_it_is() -> None:
+    point = front_of(step("seed-unet")).points[0]
+    start = point.solution()
+    wanted = Wanted(Goal(latency_limit_ns=start.latency_ns - 1), 0, BUDGET)
+    found = to_the_end(point.level, start, wanted)
+    assert (found.peak, found.latency_ns, found.states) == (start.peak, start.latency_ns, 0)
+
+
+def test_a_sketch_is_one_cut_with_little_effort() -> None:
+    given = step("seed-unet")
+    work = Work(given.graph, given.costs, True, tuple(pieces(given.graph)))
+    hasty, place = sketch(work), front_of(given)
+    assert {point.cut.at for point in hasty.points if point.cut} == {work.places[0].at}
+    assert len({point.cut for point in hasty.points}) == 1
+    assert 0 < 20 * hasty.states < place.states
+    for point in hasty.points:
+        assert point.cut is not None
+        realized(given, Divided((point.cut,), point.level, point.solution()))
 
 
 def test_the_same_request_gives_the_same_plan() -> None:

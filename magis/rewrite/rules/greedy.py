@@ -37,9 +37,10 @@ def quickest(graph: Graph, nanoseconds: Callable[[Graph], int]) -> Graph:
     if not sites:
         return graph
     before = nanoseconds(graph)
-    saved = before - nanoseconds(aggregated(graph, within=sites[0])[0])
-    if len(sites) * saved < GAIN * before:
-        return graph
+    if sites[0]:  # not the whole step
+        saved = before - nanoseconds(aggregated(graph, within=sites[0])[0])
+        if len(sites) * saved < GAIN * before:
+            return graph
     found, _ = aggregated(graph)
     return found if nanoseconds(found) <= (1 - GAIN) * before else graph
 

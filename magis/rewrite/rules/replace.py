@@ -231,25 +231,26 @@ def _pruned(
 def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change, stretch: tuple[int, int]) -> tuple[Op, ...]:
     """The operators as they stand if that is legal, else in the legal order that is closest to it.
 
-    Between the keys of the ``stretch``, that is: nothing in front of the old calls takes what the new ones make, and
-    whatever follows them all finds the same tensors and versions as before.
+    Only those between the keys of the ``stretch``, from the first old call to the last, may move. Whatever follows must
+    find its tensors and versions as it stands: where what a rule puts in place of an old result is overwritten
+    later, it may not.
     """
     low, high = (bisect.bisect(rows, bound, key=lambda row: row[0]) for bound in (stretch[0] - 1, stretch[1]))
     ops = [op for _, op in rows]
     start = _Met(draft.graph)
     if not all(start.runs(op) for op in ops[:low]):
         raise Refused("what stands in front of the calls would meet something else")
-    middle = ops[low:high]
-    if start.then(middle):
+    middle, rest = ops[low:high], ops[high:]
+    if start.then([*middle, *rest]):
         return tuple(ops)
     dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), draft.graph.inputs, ()))
     if not rx.is_directed_acyclic_graph(dag):
         raise Refused("a call would need its own result")
     order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[low + node][0]:09d}{node:09d}")
     found = [middle[node] for node in order]
-    if not start.then(found):
+    if not start.then([*found, *rest]):
         raise Refused("no order meets the same versions")
-    return (*ops[:low], *found, *ops[high:])
+    return (*ops[:low], *found, *rest)
 
 
 class _Met:
