@@ -4,8 +4,9 @@
         [--preset paper] [--output FILE.svg]
 
 Under a latency limit the figure is the peak as a share of eager's, under a memory limit the latency overhead to eager,
-of the best plan judged so far; everything is simulated. *ours*: the front of the whole step, then that with fission;
-it serves all limits. *no fission* is the first part of it, *no mixing* leaves plans of a front unmixed. *published*:
+of the best plan judged so far; everything is simulated. *ours*: a hasty look at the whole step and at one piece of it,
+then the front of the whole step, then that with fission; it serves all limits. *no fission*: the front of the whole
+step alone; *no mixing*: plans of a front are not mixed. *published*:
 ``magis.search.published``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this machine's
 (processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture; the table
 stands beside it in FILE.txt.
@@ -39,7 +40,7 @@ from magis.report.svg import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.rewrite.rules.greedy import quickest  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
-from magis.search.fronts import HASTY, Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.fronts import HASTY, Efforts, places_front, sketch, whole_front, work_of  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
 from magis.search.published import LEVELS, STATES, published  # noqa: E402
 
@@ -97,17 +98,20 @@ class Progress:
 
 
 def ours(subject: Subject, limit: Limit, name: str, *, mixing: bool) -> Curve:
-    """The curve of both fronts, that with fission first, as ``magis.pareto`` does."""
+    """The curve of both fronts, in the order of ``magis.pareto``: a hasty look at either, then one after the other."""
     progress = Progress(subject, limit)
 
     def some(effort: Effort, watch: Watch | None = progress.see) -> Effort:
         return replace(effort, mixed=effort.mixed if mixing else 0, watch=watch)
 
     costs, reuse = subject.roofline, subject.source.reuse
+    whole_front(subject.normal, costs, reuse=reuse, effort=some(HASTY))
     merged = quickest(subject.untangled, subject.latency_ns)  # what ``Subject.aggregated`` keeps
     efforts = Efforts(some(BODY, None), some(BRIEF), some(HASTY))
-    divided_front(merged, costs, Wanted(Goal(memory_limit=0), 0), reuse=reuse, efforts=efforts)
+    work = work_of(merged, costs, reuse=reuse, efforts=efforts)
+    sketch(work)
     whole_front(subject.normal, costs, reuse=reuse, effort=some(FULL))
+    places_front(work, Wanted(Goal(memory_limit=0), 0))
     return progress.curve(name)
 
 

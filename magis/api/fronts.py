@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +18,15 @@ from magis.errors import UsageError
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.front import pareto as undominated
 from magis.search.front import spread
-from magis.search.fronts import Point
+from magis.search.fronts import HASTY, Point, joined, whole_front
 from magis.search.judge import DEFAULT_BUDGET, Goal, Over, Wanted, never
 
 __all__ = ["POINTS", "best_on_front", "front_of", "pareto", "realized_front"]
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
-FISSION = 0.7
-"""Share of a cap on seconds by which the front with fission must end."""
+WHOLE = 0.4
+"""Share of a cap on seconds by which the front without fission must end."""
 
 
 class Ending(Protocol):
@@ -118,15 +118,19 @@ def realized_front(
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
     scratch = Scratch(subject, None)
-    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, partial(over, FISSION))
+    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
+    known = scratch.known((subject.captured.graph, *searched(subject.normal)))
+    costs, reuse = subject.costs(known), subject.source.reuse
+    hasty = joined(whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched)
+    whole = subject.whole_front(known, partial(over, WHOLE))
     divided = subject.divided_front(wanted)
-    whole = subject.whole_front(scratch.known((subject.captured.graph, *searched(subject.normal))), over)
-    chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
+    undivided = [point for point in (*hasty.points, *whole.points) if point.cut is None]
+    chosen = spread(undominated([*undivided, *_worth_their_parts(subject, divided.points, undivided)]), points)
     plans = [_plan_of(scratch, point) for point in chosen]
-    return undominated(plans), whole.states + divided.states
+    return undominated(plans), hasty.states + whole.states + divided.states
 
 
-def _worth_their_parts(subject: Subject, divided: tuple[Point, ...], whole: tuple[Point, ...]) -> Iterator[Point]:
+def _worth_their_parts(subject: Subject, divided: Sequence[Point], whole: Sequence[Point]) -> Iterator[Point]:
     """On a CPU only what needs less memory than any whole step (docs/notes/fission.md), elsewhere everything."""
     leanest = min((point.peak for point in whole), default=0)
     return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)

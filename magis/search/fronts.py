@@ -43,7 +43,7 @@ AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
 
 
-HASTY = Effort(levels=4, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(), states=2_000)
+HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
 """For a first answer: a tenth of the time of a place, with figures between those without fission and the final ones."""
 
 
@@ -158,20 +158,34 @@ def divided_front(
     """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
     without any points where nothing can be cut.
 
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Places are tried
-    until a few times the budget of states is spent, or ``wanted.over`` says so (what was found until then is kept; of
-    places that other processes compute only whole ones). A hasty look at the first place comes before all others,
-    whatever ``wanted.over`` says. The goal itself plays no part, nor does it matter who computes the places.
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). A hasty look at the
+    first place comes before all others. The goal itself plays no part, nor does it matter who computes the places.
     """
-    work = Work(graph, costs, reuse, tuple(pieces(graph)), efforts)
+    work = work_of(graph, costs, reuse=reuse, efforts=efforts)
+    return joined(sketch(work), places_front(work, wanted, share))
+
+
+def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> Work:
+    """A step with the places at which it may be cut."""
+    return Work(graph, costs, reuse, tuple(pieces(graph)), efforts)
+
+
+def joined(*fronts: FissionFront) -> FissionFront:
+    """The front of all of them."""
+    points = (point for front in fronts for point in front.points)
+    return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
+
+
+def places_front(work: Work, wanted: Wanted, share: Share | None = None) -> FissionFront:
+    """The front of all places, tried until a few times the budget of states is spent, or ``wanted.over`` says so (what
+    was found until then is kept; of places that other processes compute only whole ones)."""
     numbers = range(len(work.places))
-    hasty = sketch(work)
     if share is not None:
         with contextlib.closing(share(work, numbers, wanted.over)) as shared:
             found, spent = _until_spent(shared, wanted)
-        return FissionFront(tuple(pareto([*hasty.points, *_restored(work, found)])), hasty.states + spent)
+        return FissionFront(tuple(pareto(_restored(work, found))), spent)
     points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
-    return FissionFront(tuple(pareto([*hasty.points, *points])), hasty.states + spent)
+    return FissionFront(tuple(pareto(points)), spent)
 
 
 def sketch(work: Work) -> FissionFront:
