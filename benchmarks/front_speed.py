@@ -1,7 +1,9 @@
 """How the time of planning grows with the step: decoders of 6, 12, 24 ... layers on a simulated GPU.
 
     python benchmarks/front_speed.py [--layers 6 12 24 48 96] [--device sim:rtx3090] [--memory 0.4] [--fission]
-        [--picture FILE.svg]
+        [--picture FILE.svg] [--drawn-from FILE.txt]
+
+``--drawn-from`` measures nothing: the picture is of the rows in a file that an earlier run has printed.
 
 Columns: nodes of the search; seconds of capture, of a plan for the memory limit without fission, of the front without
 fission, and (--fission) of the front with it; largest resident memory so far. Below: the exponent of the growth between
@@ -50,7 +52,13 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.4)
     parser.add_argument("--fission", action="store_true")
     parser.add_argument("--picture", type=Path)
+    parser.add_argument("--drawn-from", type=Path)
     arguments = parser.parse_args()
+    if arguments.drawn_from is not None:
+        if arguments.picture is None:
+            parser.error("--drawn-from needs --picture")
+        draw(arguments.picture, list(stored(arguments.drawn_from)))
+        return
     print(f"{'layers':>6} {'nodes':>6} {'capture s':>9} {'plan s':>7} {'front s':>8} {'fission s':>9} {'RSS GB':>7}")
     rows = []
     for number, layers in enumerate([2, *arguments.layers]):  # the first one loads compiled code
@@ -77,8 +85,19 @@ def main() -> None:
         grown = [math.log(late / early) / math.log(n2 / n1) for early, late in zip(first, last, strict=True)]
         print(f"exponents: plan {grown[0]:.2f}, front {grown[1]:.2f}")
         if arguments.picture is not None:
-            lines = framed((WIDTH, HEIGHT), picture(rows))
-            arguments.picture.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            draw(arguments.picture, rows)
+
+
+def stored(path: Path) -> Iterator[tuple[int, float, float]]:
+    """Nodes, seconds of a plan and of the front, of every row of a table."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = line.split()
+        if len(cells) == 7 and cells[0].isdigit():
+            yield int(cells[1]), float(cells[3]), float(cells[4])
+
+
+def draw(path: Path, rows: Sequence[tuple[int, float, float]]) -> None:
+    path.write_text("\n".join(framed((WIDTH, HEIGHT), picture(rows))) + "\n", encoding="utf-8")
 
 
 def picture(rows: Sequence[tuple[int, float, float]]) -> Iterator[str]:
