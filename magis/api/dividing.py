@@ -11,6 +11,7 @@ from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, Op
 from magis.search.divided import Divided, divide, replan
+from magis.search.fronts import joined
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import Level, Solution, realize_level, repeats
 from magis.search.relief import Relieved, relieve
@@ -52,7 +53,7 @@ def divided(request: Request, plain: Plan) -> Plan:
     subject, wanted = request.subject, request.wanted
     graph, reuse, goal = subject.aggregated, subject.source.reuse, wanted.goal
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    found = divide(subject.divided_front(wanted), wanted, known=known)
+    found = divide(joined(subject.sketched, subject.divided_front(wanted)), wanted, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)

@@ -121,13 +121,12 @@ def realized_front(
     wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
     known = scratch.known((subject.captured.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
-    hasty = joined(whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched)
-    whole = subject.whole_front(known, partial(over, WHOLE))
-    divided = subject.divided_front(wanted)
-    undivided = [point for point in (*hasty.points, *whole.points) if point.cut is None]
-    chosen = spread(undominated([*undivided, *_worth_their_parts(subject, divided.points, undivided)]), points)
+    hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
+    whole = joined(hasty, subject.whole_front(known, partial(over, WHOLE)))
+    divided = joined(sketched, subject.divided_front(wanted))
+    chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
     plans = [_plan_of(scratch, point) for point in chosen]
-    return undominated(plans), hasty.states + whole.states + divided.states
+    return undominated(plans), whole.states + divided.states
 
 
 def _worth_their_parts(subject: Subject, divided: Sequence[Point], whole: Sequence[Point]) -> Iterator[Point]:

@@ -27,7 +27,7 @@ from magis.results import Memory
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import quickest
 from magis.rewrite.untangle import untangle
-from magis.search.fronts import FissionFront, Work, joined, places_front, sketch, whole_front, work_of
+from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_front, work_of
 from magis.search.judge import Over, Wanted, never
 from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
@@ -141,11 +141,11 @@ class Subject:
         return sketch(self._work)
 
     def divided_front(self, wanted: Wanted) -> FissionFront:
-        """The front of the step cut into parts; kept, since cases that differ in their limits share it."""
+        """The front of the step cut into parts, the hasty look left out; kept, since cases that differ in limits share it."""
         known = self._fronts.get(wanted.budget)
         if known is not None:
             return known
-        found = joined(self.sketched, places_front(self._work, wanted, self._share))
+        found = places_front(self._work, wanted, self._share)
         if not wanted.over():  # else it may be incomplete
             self._fronts[wanted.budget] = found
         return found

@@ -49,7 +49,7 @@ def _refused(graph: Graph, axis: Axis) -> str:
     reason = ""
     dag = dependency_graph(graph)
     for at in places(graph, axis, PLACES):
-        piece = heaviest(graph, suffix(graph, axis, at).cuts, dag)
+        piece = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
         if piece is None:
             continue
         found = next(region_problems(graph, Region(piece.cuts, most_parts(piece.cuts))), "")

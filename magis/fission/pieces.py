@@ -49,7 +49,7 @@ def _every(graph: Graph) -> Iterator[Piece]:
     dag = dependency_graph(graph)
     for axis in axes(graph):
         for at in places(graph, axis, PLACES):
-            found = heaviest(graph, suffix(graph, axis, at).cuts, dag)
+            found = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
             if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
                 seen.add(cuts)
                 yield found

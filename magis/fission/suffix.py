@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import rustworkx as rx
+
 from magis.aten.splits import Halo, Split
 from magis.fission.grow import follow, grow
 from magis.ir import Graph
@@ -134,8 +136,8 @@ def _kept_bytes(graph: Graph) -> dict[int, int]:
     return found
 
 
-def suffix(graph: Graph, axis: Axis, at: int) -> Suffix:
-    """The region from position ``at`` of the forward pass to its end and back."""
+def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> Suffix:
+    """The region from position ``at`` of the forward pass to its end and back; ``dag`` is the graph's."""
     made_late = {value for op in graph.ops[at:] for value in op.made()}
     crossing = {
         value: axis.dims[value]
@@ -157,4 +159,4 @@ def suffix(graph: Graph, axis: Axis, at: int) -> Suffix:
         ),
         len(graph.ops),
     )
-    return Suffix(at, grow(graph, crossing, range(at, end)), crossing)
+    return Suffix(at, grow(graph, crossing, range(at, end), dag), crossing)
