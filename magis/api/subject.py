@@ -141,7 +141,7 @@ class Subject:
         return sketch(self._work)
 
     def divided_front(self, wanted: Wanted) -> FissionFront:
-        """The front of the step cut into parts, the hasty look left out; kept, since cases that differ in limits share it."""
+        """The front of the step cut into parts, without the hasty look; kept, since cases of one model share it."""
         known = self._fronts.get(wanted.budget)
         if known is not None:
             return known
