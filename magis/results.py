@@ -13,6 +13,7 @@ __all__ = [
     "FrontPoint",
     "Memory",
     "ParetoFront",
+    "Provenance",
     "RatioInterval",
     "SearchStats",
     "StepFigures",
@@ -81,6 +82,23 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
+class Provenance:
+    """What a simulated latency rests on: shares (0..1) of it by where the operators' times are from."""
+
+    measured: float = 0.0
+    interpolated: float = 0.0
+    estimated: float = 1.0
+    error: float = 0.0
+    """By which share the interpolated part is typically off."""
+    source: str = ""
+    """The operator profile, in words; empty without one."""
+    digest: str = ""
+    """Of the profile."""
+    note: str = ""
+    """What a reader should know about the profile, or why one was left aside; one line."""
+
+
+@dataclass(frozen=True)
 class RatioInterval:
     """Latency ratio (optimized / original) of interleaved pairs: median and its confidence interval."""
 
@@ -102,8 +120,6 @@ class SearchStats:
     """Whether the limit was met (by the simulator)."""
     recomputed_ops: int = 0
     swapped_bytes: int = 0
-    estimated_share: float = 0.0
-    """Share of the simulated latency whose operator costs are roofline estimates (0..1)."""
     fission: str = ""
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
@@ -138,6 +154,8 @@ class CaseResult:
     note: str = ""
     """Why a row was simulated, for instance."""
     search: SearchStats = field(default_factory=SearchStats)
+    provenance: Provenance = field(default_factory=Provenance)
+    """Of the optimized step's simulated latency."""
     planning_workspaces: dict[str, int] = field(default_factory=dict)
     """Operator signature -> workspace bytes (non-zero ones) that the planner used, for the baseline to keep."""
 

@@ -98,9 +98,10 @@ def case_key(label: str, case: Case) -> str:
 
 
 def identity_key(result: CaseResult) -> str:
-    """The device identity that a result holds for, in one line; a simulated device is the same on every machine."""
+    """The device identity that a result holds for, in one line; a simulated device is the same on every machine, but
+    other operator profiles make other plans."""
     if result.case.device.startswith("sim:"):
-        return "any machine"
+        return f"any machine, profile={result.identity['profile']}" if "profile" in result.identity else "any machine"
     return ", ".join(f"{name}={value}" for name, value in sorted(result.identity.items()))
 
 

@@ -44,6 +44,7 @@ OPTIONS = (
     Option("seed", "N", "seed of models, batches and searches (default: 0)"),
     Option("processes", "N", "processes that share each search with fission (default: 1); the result is the same"),
     Option("resume", "DIR", "keep finished pieces of searches there, so that a run that was cut off goes on"),
+    Option("profile", "FILE", "operator profile that prices latencies; none: estimate (default: the device's, if any)"),
     Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),

@@ -11,12 +11,13 @@ import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_sharing
+from pytest_magis.options import read_profiles, read_sharing
 
 if TYPE_CHECKING:
     from magis.api import Bench
 
 __all__ = [
+    "check_prices",
     "check_with_magis",
     "devices",
     "front_with_magis",
@@ -113,6 +114,13 @@ def check_with_magis(case: Case, config: pytest.Config, *, keep: bool) -> None:
     check_case(case, cache=_bench(config) if keep else None)
 
 
+def check_prices(case: Case, config: pytest.Config) -> None:
+    """Check through `magis.api` that the operator profile in use, if any, can price the case."""
+    from magis.api import check_profile
+
+    check_profile(case, cache=_bench(config))
+
+
 def runs_every_case(config: pytest.Config) -> bool:
     """Whether no other plugin might run a case: `run_with_magis` then runs all of them."""
     hooks = (config.hook.pytest_magis_run_case, config.hook.pytest_magis_front)
@@ -120,11 +128,12 @@ def runs_every_case(config: pytest.Config) -> bool:
 
 
 def _bench(config: pytest.Config) -> Bench:
-    from magis.api import Bench
+    from magis.api import Bench, Profiles
 
     if _BENCH not in config.stash:
         processes, resume = read_sharing(config)
-        config.stash[_BENCH] = Bench(processes=processes, resume=resume)
+        file, folder = read_profiles(config)
+        config.stash[_BENCH] = Bench(processes=processes, resume=resume, profiles=Profiles(file, folder))
     return config.stash[_BENCH]
 
 

@@ -19,9 +19,11 @@ from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = ["Settings", "read_settings", "read_sharing"]
+__all__ = ["Settings", "read_profiles", "read_settings", "read_sharing"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+PROFILES = "profiles"
+"""The folder of operator profiles, among those of the baselines."""
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
@@ -71,6 +73,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
     )
     processes, resume = read_sharing(config)
+    read_profiles(config)  # a slip of the hand is told at once
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
@@ -99,6 +102,23 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
     """How many processes share each search, and where its finished pieces are kept."""
     return _whole("processes", _scalar(config, "processes"), least=1) or 1, _folder(config, "resume")
+
+
+def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
+    """The operator profile that was named, and else the folder in which there may be one for the device.
+
+    Raises UsageError if the file that was named is not there.
+    """
+    given = _scalar(config, "profile")
+    if given is None:
+        return None, _directory(config) / PROFILES
+    if given == "none":
+        return None, None
+    start = config.rootpath if on_command_line(config, "profile") is None else config.invocation_params.dir
+    path = start / given
+    if not path.is_file():
+        raise UsageError(f"--magis-profile: there is no file {path}", hint="record one with magis profile, or use none")
+    return path, None
 
 
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:

@@ -15,7 +15,7 @@ import pytest
 from magis.errors import CaptureError, UsageError
 from magis.models.names import is_factory
 from pytest_magis.gate import Gate
-from pytest_magis.measure import check_with_magis, runs_every_case
+from pytest_magis.measure import check_prices, check_with_magis, runs_every_case
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
 
@@ -23,13 +23,15 @@ __all__ = ["check_factories"]
 
 
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
-    """Check the model of every chosen case that a factory makes. Raises pytest.UsageError in one line.
+    """Check the operator profile, and the model of every chosen case that a factory makes. Raises pytest.UsageError in
+    one line.
 
     Nothing is checked where another plugin may run the case, which may support what magis does not. `keep` says
     whether the cases run in this process, and may use the captures again.
     """
     if not runs_every_case(config):
         return
+    _check_profile(config, gate, node_ids)
     for planned in _distinct((*gate.cases, *gate.fronts), node_ids):
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the case gives them again
@@ -40,9 +42,27 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
             raise pytest.UsageError(problem)
 
 
+def _check_profile(config: pytest.Config, gate: Gate, node_ids: Collection[str]) -> None:
+    """A profile of another device, data type or schema, before anything is measured with it."""
+    seen = set()
+    for planned in (*gate.cases, *gate.fronts):
+        key = (planned.case.device, planned.case.dtype, planned.case.preset, planned.model)
+        if key not in seen and f"{PREFIX}{planned.name}" in _plain(node_ids):
+            seen.add(key)
+            try:
+                check_prices(planned.case, config)
+            except UsageError as error:
+                raise pytest.UsageError(str(error)) from None
+
+
+def _plain(node_ids: Collection[str]) -> set[str]:
+    """--dist=loadgroup appends "@<group>" to them."""
+    return {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
+
+
 def _distinct(cases: Collection[PlannedCase], node_ids: Collection[str]) -> Iterator[PlannedCase]:
     """One chosen case of each factory; two where one of them wraps the model's blocks, since that is a capture more."""
-    chosen = {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}  # --dist=loadgroup appends "@<group>"
+    chosen = _plain(node_ids)
     seen = set()
     for planned in cases:
         key = (planned.model, planned.case.strategy == "checkpoint")

@@ -16,6 +16,8 @@ from pathlib import Path
 # Top to bottom: a module imports only from rows below its own, or from its own package.
 LAYERS = (
     ("pytest_magis",),
+    ("magis.__main__",),
+    ("magis.cli",),
     ("magis.testing",),
     ("magis.api",),
     ("magis.models", "magis.report"),

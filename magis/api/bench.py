@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from magis.api.pricing import Pricing, Profiles
 from magis.api.sharing import Sharing
 from magis.api.subject import Source, Subject
 from magis.cost.devices import device_names
 from magis.errors import UsageError
-from magis.models.registry import PRESETS, get
+from magis.models.registry import PRESETS, ModelSpec, get
 from magis.results import Case
 
 KEPT = 2
@@ -23,10 +24,13 @@ class Bench:
     """Keeps the last subjects, so that cases of one model capture and measure the original once.
 
     ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
+    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated.
     """
 
-    def __init__(self, *, processes: int = 1, resume: Path | None = None) -> None:
+    def __init__(self, *, processes: int = 1, resume: Path | None = None, profiles: Profiles | None = None) -> None:
         self._sharing = Sharing(processes, resume)
+        self._profiles = profiles or Profiles()
+        self._pricings: dict[tuple[str, str], Pricing] = {}
         self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
 
     def subject(self, case: Case) -> Subject:
@@ -35,20 +39,39 @@ class Bench:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
         spec = get(case.model)
-        dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
-        if dtype and dtype not in DTYPES:
-            raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
+        dtype = _dtype(spec, case)
         make = functools.partial(spec.build, case.preset)
         return self.keep((case.model, case.preset), Source(case.model, make, dtype, case.device, case.seed))
 
     def keep(self, what: tuple[object, ...], source: Source) -> Subject:
         """The subject of a source; ``what`` tells sources of one name apart."""
         key = (*what, source.dtype, source.device, source.seed)
-        subject = self._subjects.pop(key, None) or Subject(source, self._sharing)
+        subject = self._subjects.pop(key, None) or Subject(
+            source, self._sharing, self.pricing(source.device, source.dtype)
+        )
         self._subjects[key] = subject
         while len(self._subjects) > KEPT:
             self._subjects.popitem(last=False)
         return subject
+
+    def pricing(self, device: str, dtype: str) -> Pricing:
+        """The prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
+        if (device, dtype) not in self._pricings:
+            self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
+        return self._pricings[device, dtype]
+
+
+def check_profile(case: Case, *, cache: Bench | None = None) -> None:
+    """Raise ProfileError, in one line, where the profile that prices a case is corrupt or, named, of no use for it."""
+    (cache if cache is not None else Bench()).pricing(case.device, _dtype(get(case.model), case))
+
+
+def _dtype(spec: ModelSpec, case: Case) -> str:
+    """What tensors are converted to; empty: each stays as it was built. UsageError for an unknown data type."""
+    dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
+    if dtype and dtype not in DTYPES:
+        raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def available_devices() -> tuple[str, ...]:

@@ -67,6 +67,7 @@ class _Candidate:
     stats: SearchStats
     workspaces: Mapping[str, int]
     reserved: int | None
+    graph: Graph
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class CaseRun:
             SearchStats(),
             {},
             subject.reserved_bytes(captured.graph, captured.deaths),
+            captured.graph,
         )
 
     def _planned(
@@ -173,6 +175,7 @@ class CaseRun:
             self._stats(found),
             found.workspaces,
             subject.reserved_bytes(found.graph),
+            found.graph,
         )
 
     def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
@@ -192,7 +195,6 @@ class CaseRun:
             swapped_bytes=found.swapped_bytes,
             fission=found.fission,
             unsplit=found.unsplit,
-            estimated_share=self._subject.estimated_share,
         )
 
     # -- running ------------------------------------------------------------------------------------------------
@@ -251,17 +253,17 @@ class CaseRun:
         first = times.whole.first_ms if times else subject.original_times_ms if refusal is None else None
         second = times.whole.second_ms if times else first
         eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
-        original = StepFigures(subject.original, original_ns / 1e6, measured, *_median(first), eager)
-        opt = StepFigures(
-            candidate.simulated, candidate.simulated_ns / 1e6, optimized, *_median(second), candidate.reserved
-        )
+        expected_ns = subject.predicted_ns(subject.captured.graph, original_ns)
+        planned_ns = subject.predicted_ns(candidate.graph, candidate.simulated_ns)
+        original = StepFigures(subject.original, expected_ns / 1e6, measured, *_median(first), eager)
+        opt = StepFigures(candidate.simulated, planned_ns / 1e6, optimized, *_median(second), candidate.reserved)
         if case.strategy == "eager":
             opt = original
         latency = original.measured_ms or original.simulated_ms
         return CaseResult(
             case=case,
             dtype=subject.source.dtype,
-            identity={**device_identity(case.device), **({"simulated": "too large to run"} if refusal else {})},
+            identity=self._identity(refusal),
             original=original,
             optimized=opt,
             ratio=times.ratio if times else None,
@@ -276,8 +278,18 @@ class CaseRun:
             graph_digest=subject.digest,
             note=refusal or "",
             search=candidate.stats,
+            provenance=subject.provenance(candidate.graph),
             planning_workspaces=dict(candidate.workspaces),
         )
+
+    def _identity(self, refusal: str | None) -> dict[str, str]:
+        """The device, and the profile that plans were made with: another one makes other plans."""
+        found = device_identity(self._case.device)
+        if refusal:
+            found["simulated"] = "too large to run"
+        if self._subject.kind != "cpu" and self._subject.pricing.digest:
+            found["profile"] = self._subject.pricing.digest
+        return found
 
 
 def check_amounts(case: Case) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from magis.api.subject import Subject, redo_graph, signatures
+from magis.api.forms import redo_graph, signatures
+from magis.api.subject import Subject
 from magis.ir import Graph, verify
 from magis.results import Memory
 from magis.rewrite.realize import realize

@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from magis.api.forms import redo_graph, signatures
+from magis.api.pricing import UNPRICED, Pricing
 from magis.api.sharing import Sharing
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
@@ -19,17 +21,18 @@ from magis.capture.checkpoint import checkpointed
 from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
+from magis.cost.prices import Prices
+from magis.cost.shares import shares
 from magis.cost.signature import signature
 from magis.fission.floor import Floor, floor
-from magis.ir import Graph, Op, Value, digest, every_op, verify
+from magis.ir import Graph, digest, every_op, verify
 from magis.models.names import is_factory
-from magis.results import Memory
+from magis.results import Memory, Provenance
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import quickest
 from magis.rewrite.untangle import untangle
 from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_front, work_of
 from magis.search.judge import Over, Wanted, never
-from magis.simulate.compile import redo_form
 from magis.simulate.replay import MemoryProfile, replay
 from magis.simulate.reserved import reserved
 
@@ -54,8 +57,9 @@ class Source:
 class Subject:
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
-    def __init__(self, source: Source, sharing: Sharing = ALONE) -> None:
+    def __init__(self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED) -> None:
         self._asked = source
+        self.pricing = pricing
         self._share = sharing if sharing.needed else None
         self.simulated_only = source.device.startswith("sim:")
         self.kind = "cpu" if source.device == "cpu" else "cuda"
@@ -184,8 +188,21 @@ class Subject:
 
     def costs(self, workspaces: Mapping[str, int]) -> CostModel:
         """Costs with these workspaces where they are known."""
+        prices = self._prices
+        return RooflineCosts(prices.device, prices.profile, workspaces, prices)
+
+    @cached_property
+    def _prices(self) -> Prices:
+        """What searches work with. A CPU's profile is of one machine: plans must be the same on all of them."""
         gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
-        return RooflineCosts(find_device(self.source.device, gpu), None, workspaces)
+        device = find_device(self.source.device, gpu)
+        return Prices(device, None if self.kind == "cpu" else self.pricing.profile)
+
+    @cached_property
+    def predicting(self) -> RooflineCosts:
+        """What latencies are predicted with: the profile of this machine, where there is one."""
+        prices = self._prices if self.kind != "cpu" else Prices(self._prices.device, self.pricing.profile)
+        return RooflineCosts(prices.device, prices.profile, {}, prices)
 
     def workspaces(self, graph: Graph) -> Mapping[str, int]:
         """Workspace bytes of this machine for every operator of the graph, measured in isolation.
@@ -272,13 +289,20 @@ class Subject:
         """Simulated latency of a graph without swaps."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
 
-    @cached_property
-    def estimated_share(self) -> float:
-        """Share of the original's simulated latency that comes from operators without profile."""
-        graph = self.captured.graph
-        total = self.latency_ns(graph)
-        alone = [op for op in graph.ops if self.roofline.is_estimated(op, graph.values)]
-        return sum(self.roofline.nanoseconds(op, graph.values) for op in alone) / total if total else 0.0
+    def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
+        """The latency that is reported for a graph: what it was planned with, or where plans are made with other prices
+        (on a CPU) that of this machine's profile."""
+        if self.kind != "cpu" or self.pricing.profile is None:
+            return planned_ns
+        return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)
+
+    def provenance(self, graph: Graph) -> Provenance:
+        """What the latency that is reported for a graph rests on."""
+        found = shares(self.predicting, graph)
+        by = self.pricing
+        return Provenance(
+            found.measured, found.interpolated, found.estimated, found.error, by.source, by.digest, by.note
+        )
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -380,18 +404,3 @@ def _own_dtype(workload: Workload) -> str:
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return "float32"
-
-
-def redo_graph(graph: Graph) -> Graph:
-    """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
-    return replace(graph, ops=tuple(_redone(op) for op in graph.ops))
-
-
-def _redone(op: Op) -> Op:
-    form = redo_form(op)
-    return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
-
-
-def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
-    """Every distinct operator signature of a graph with an example; swaps left out."""
-    return {signature(op, values): (op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")}

@@ -27,7 +27,15 @@ from dataclasses import dataclass, field, replace
 from magis.errors import UsageError
 from magis.units import GIB, MIB
 
-__all__ = ["CONSTANTS_VERSION", "DeviceModel", "Rates", "UnknownDevice", "device_names", "find_device"]
+__all__ = [
+    "CONSTANTS_VERSION",
+    "DeviceModel",
+    "Rates",
+    "UnknownDevice",
+    "device_names",
+    "find_device",
+    "gpu_name",
+]
 
 CONSTANTS_VERSION = 1
 """Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
@@ -242,16 +250,21 @@ def device_names() -> tuple[str, ...]:
     return tuple(_DEVICES)
 
 
+def gpu_name(gpu: str) -> str:
+    """The short name of a GPU that calls itself "NVIDIA H200": "h200"; empty where no constants are known for it."""
+    plain = gpu.lower().replace(" ", "")
+    return next((known.name for known in _GPUS if known.name.removeprefix("rtx") in plain), "")
+
+
 def find_device(name: str, gpu: str = "") -> DeviceModel:
     """The constants of "cpu", "sim:<name>", or of "cuda" for a GPU that calls itself `gpu` ("NVIDIA H200").
 
-    A GPU without constants of its own is taken for an A100. Nothing is swapped on "cuda" (link 0). Raises
-    UnknownDevice, which lists the names.
+    A GPU without constants of its own is taken for an A100. Raises UnknownDevice, which lists the names.
     """
     if name == "cuda":
-        plain = gpu.lower().replace(" ", "")
-        found = next((known for known in _GPUS if known.name.removeprefix("rtx") in plain), _GPUS[2])
-        return replace(found, name="cuda", link_bytes_per_s=0.0)
+        known = gpu_name(gpu)
+        found = next((each for each in _GPUS if each.name == known), _GPUS[2])
+        return replace(found, name="cuda")
     if name not in _DEVICES:
         raise UnknownDevice(f"unknown device {name!r}", hint=f"choose one of cuda, {', '.join(_DEVICES)}")
     return _DEVICES[name]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from magis.cost.signature import signature
 from magis.ir.loops import JOIN, PART, REDUCE, rows_around
-from magis.ir.types import Op, Ref, Value
+from magis.ir.types import Graph, Op, Ref, Value, every_op
 
 MERGING = (PART, JOIN, REDUCE)
+
+
+def signatures_of(graph: Graph) -> Iterator[str]:
+    """Of every operator that the device runs, bodies of loops included, the signature by which costs know it."""
+    for op, values in every_op(graph):
+        if op.body is None and (op.target in MERGING or not op.target.startswith("magis.")):
+            yield signature(*equivalent(op, values))
 
 
 def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:

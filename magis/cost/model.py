@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from magis.cost.devices import DeviceModel, find_device
-from magis.cost.loops import MERGING, equivalent
-from magis.cost.roofline import roofline_ns
+from magis.cost.loops import MERGING
+from magis.cost.prices import Price, Prices
 from magis.cost.scratch import estimated_workspace
 from magis.cost.signature import signature
 from magis.cost.store import Profile
@@ -52,14 +53,14 @@ class CostModel(Protocol):
         """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
         ...
 
-    def is_estimated(self, op: Op, values: Mapping[int, Value]) -> bool:
-        """Whether the time is a roofline estimate rather than a profiled one."""
+    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        """The time of one call that is no loop, and where it is from."""
         ...
 
 
 @dataclass(frozen=True)
 class RooflineCosts:
-    """Costs from a profile where it knows the signature, else from the roofline of `device`.
+    """Costs from a profile where it knows the signature or kin of it, else from the roofline of `device`.
 
     `workspaces` (bytes by signature, measured in isolation on the device) come before the profile's, those
     before the documented estimates of `magis.cost.scratch`.
@@ -68,8 +69,8 @@ class RooflineCosts:
     device: DeviceModel
     profile: Profile | None = None
     workspaces: Mapping[str, int] = field(default_factory=dict)
-    _known: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Nanoseconds by signature: equal layers ask once."""
+    prices: Prices | None = field(default=None, repr=False, compare=False)
+    """Of this device and profile, where they are shared with other costs."""
 
     @property
     def name(self) -> str:
@@ -85,18 +86,21 @@ class RooflineCosts:
 
     @property
     def link_bytes_per_s(self) -> float:
-        return self.device.link_bytes_per_s
+        measured = 0 if self.profile is None else self.profile.link
+        return float(measured or self.device.link_bytes_per_s)
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         if op.body is not None:
             inside = op.body.graph
             return op.body.parts * sum(self.nanoseconds(each, inside.values) for each in inside.ops)
-        op, values = equivalent(op, values)
-        key = signature(op, values)
-        if key not in self._known:
-            entry = None if self.profile is None else self.profile.entries.get(key)
-            self._known[key] = roofline_ns(self.device, op, values) if entry is None else entry.ns
-        return self._known[key]
+        return self.price(op, values).ns
+
+    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        return (self.prices or self._own).price(op, values)
+
+    @cached_property
+    def _own(self) -> Prices:
+        return Prices(self.device, self.profile)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
         if op.target in MERGING:
@@ -112,13 +116,6 @@ class RooflineCosts:
         if self.link_bytes_per_s <= 0:
             raise ValueError(f"{self.name} has no host link to swap over")
         return self.device.launch_ns + round(nbytes / self.link_bytes_per_s * 1e9)
-
-    def is_estimated(self, op: Op, values: Mapping[int, Value]) -> bool:
-        if op.body is not None:
-            inside = op.body.graph
-            return any(self.is_estimated(each, inside.values) for each in inside.ops)
-        op, values = equivalent(op, values)
-        return self.profile is None or signature(op, values) not in self.profile.entries
 
 
 def device_model(

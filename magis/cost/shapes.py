@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -34,6 +34,25 @@ class Made:
     offset: int
     base: int | None
     nbytes: int
+
+
+def made(text: str) -> tuple[Op, dict[int, Value]]:
+    """The call that a signature is of, with what it makes: `parse` reads the inputs alone.
+
+    SignatureError for another text, CallError or VerifyError where this torch knows no such call.
+    """
+    op, values = parse(text)
+    inputs = op.inputs()
+    outputs: list[int | None] = []
+    for found in _describe(text):
+        if found is None:
+            outputs.append(None)
+            continue
+        number = len(values)
+        storage = number if found.base is None else values[inputs[found.base]].storage
+        values[number] = Value(number, found.shape, found.stride, found.dtype, storage)
+        outputs.append(number)
+    return replace(op, outputs=tuple(outputs)), values
 
 
 def describe(op: Op, values: Mapping[int, Value]) -> tuple[Made | None, ...]:

@@ -1,16 +1,22 @@
 """Profile store: measured costs of operators, one readable, sorted JSON file per device and torch version.
 
     {
-     "schema": 1,
+     "schema": 2,
      "device": {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"},
+     "link": 0,
+     "schemas": {
+      "aten.mm.default": "aten::mm(Tensor self, Tensor mat2) -> Tensor"
+     },
      "operators": {
-      "aten.mm.default(float32[512,256]{256,1}, ...)": {"ns": 401000, "workspace": 0, "samples": 31}
+      "aten.mm.default(float32[512,256]{256,1}, ...)": {"ns": 401000, "spread": 900, "workspace": 0, "samples": 31}
      }
     }
 
-`ns` is the median of `samples` timings in nanoseconds, `workspace` the scratch in bytes. Files are replaced
-as a whole (a temporary file beside them, then `os.replace`), so that a reader or an interruption never meets
-half a file.
+`ns` is the median of `samples` timings in nanoseconds, `spread` half of their interquartile range, `workspace` the
+scratch in bytes, `link` what the way between host and device carries, in bytes a second. `schemas` says what the
+operators looked like to the torch that ran them: one that has another schema today is another operator (`matched`).
+Files are replaced as a whole (a temporary file beside them, then `os.replace`), so that a reader or an interruption
+never meets half a file.
 """
 
 from __future__ import annotations
@@ -19,16 +25,20 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from magis.errors import UsageError
 
-__all__ = ["SCHEMA", "Entry", "Profile", "ProfileError", "load", "merge", "profile_path", "save"]
+__all__ = ["SCHEMA", "Entry", "Profile", "ProfileError", "load", "matched", "merge", "save", "target_of"]
 
-SCHEMA = 1
+SCHEMA = 2
+_MOST = 2**62
+"""No time in nanoseconds and no size in bytes is as large."""
+_TENSOR = re.compile(r"(\b[a-z]+\d+|\bbool)\[")
 
 
 class ProfileError(UsageError):
@@ -37,25 +47,50 @@ class ProfileError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Cost of one signature: median nanoseconds, workspace bytes, and how many timings the median is of."""
+    """Cost of one signature: median nanoseconds and their spread, workspace bytes, and how many timings there were."""
 
     ns: int
+    spread: int
     workspace: int
     samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured costs by signature, and the identity of the device that they hold for."""
+    """Measured costs by signature, the identity of the device that they hold for, and its operators' schemas."""
 
     device: Mapping[str, str]
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    schemas: Mapping[str, str] = field(default_factory=dict)
+    """By operator: "aten.mm.default"."""
+    link: int = 0
+    """Bytes a second between host and device, the slower direction; 0: not measured."""
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """Data types of the tensors that the measured operators took."""
+        return frozenset(found for key in self.entries for found in _TENSOR.findall(key))
+
+    @property
+    def digest(self) -> str:
+        """Tells profiles apart that price differently."""
+        return sha256(_text(self).encode()).hexdigest()[:12]
 
 
-def profile_path(directory: Path, device: Mapping[str, str]) -> Path:
-    """Where the profile of a device identity belongs: its values make the file's name."""
-    name = "-".join(device[key] for key in sorted(device, key=lambda key: (key != "device", key)))
-    return directory / (re.sub(r"[^A-Za-z0-9.+]+", "-", name).strip("-") + ".json")
+def target_of(key: str) -> str:
+    """The operator that a signature is of."""
+    return key.partition("(")[0]
+
+
+def matched(profile: Profile, schema_of: Callable[[str], str | None]) -> tuple[Profile, tuple[str, ...]]:
+    """The profile without operators whose schema is another one here, and these, sorted.
+
+    `schema_of` says what an operator looks like to the torch at hand; None: it has none of that name.
+    """
+    changed = {target for target, text in profile.schemas.items() if schema_of(target) != text}
+    kept = {key: entry for key, entry in profile.entries.items() if target_of(key) not in changed}
+    schemas = {target: text for target, text in profile.schemas.items() if target not in changed}
+    return replace(profile, entries=kept, schemas=schemas), tuple(sorted(changed))
 
 
 def load(path: Path) -> Profile:
@@ -67,16 +102,21 @@ def load(path: Path) -> Profile:
         raise ProfileError(f"cannot read the operator profile {path}: {reason}") from None
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"no JSON ({error})") from None
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
         raise _corrupt(path, "no schema number")
-    if data["schema"] > SCHEMA:
+    if data["schema"] != SCHEMA:
+        hint = "update pytest-magis" if data["schema"] > SCHEMA else "record it again with magis profile"
         raise ProfileError(
-            f"the operator profile {path} has schema {data['schema']}, this version reads up to {SCHEMA}",
-            hint="update pytest-magis",
+            f"the operator profile {path} has schema {data['schema']}, this version reads {SCHEMA}", hint=hint
         )
-    return Profile(_device(path, data.get("device")), _entries(path, data.get("operators")))
+    device = _texts(path, data.get("device"), "no device identity")
+    link = data.get("link", 0)
+    if type(link) is not int or not 0 <= link < _MOST:
+        raise _corrupt(path, "its link carries no number of bytes a second")
+    entries = _entries(path, data.get("operators"))
+    return Profile(device, entries, _texts(path, data.get("schemas"), "no schemas"), link)
 
 
 def _corrupt(path: Path, reason: str) -> ProfileError:
@@ -84,9 +124,9 @@ def _corrupt(path: Path, reason: str) -> ProfileError:
     return ProfileError(f"the operator profile {path} is corrupt: {reason}", hint=hint)
 
 
-def _device(path: Path, data: Any) -> dict[str, str]:
+def _texts(path: Path, data: Any, missing: str) -> dict[str, str]:
     if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
-        raise _corrupt(path, "no device identity")
+        raise _corrupt(path, missing)
     return dict(data)
 
 
@@ -96,30 +136,33 @@ def _entries(path: Path, data: Any) -> dict[str, Entry]:
     found = {}
     for key, value in data.items():
         numbers = [value.get(name) if isinstance(value, dict) else None for name in Entry.__slots__]
-        whole = [number for number in numbers if isinstance(number, int) and number >= 0]
+        whole = [number for number in numbers if type(number) is int and 0 <= number < _MOST]
         if len(whole) != len(numbers):
-            raise _corrupt(path, f"the entry of {key!r} lacks ns, workspace or samples")
+            raise _corrupt(path, f"the entry of {key!r} lacks ns, spread, workspace or samples")
         found[key] = Entry(*whole)
     return found
 
 
 def merge(first: Profile, second: Profile) -> Profile:
-    """Both profiles' entries. Where both know a signature, the median of more samples wins, then the lower
-    one.
+    """Both profiles' entries. Where both know a signature, the median of more samples wins, then the lower one.
 
-    The order of the two does not matter. Raises ProfileError when they are of different devices.
+    The order of the two does not matter. Raises ProfileError when they are of different devices, or of operators that
+    changed in between.
     """
     if dict(first.device) != dict(second.device):
         raise ProfileError(
             f"profiles of different devices: {_line(first.device)} and {_line(second.device)}",
             hint="keep one file per device",
         )
+    for target in sorted(first.schemas.keys() & second.schemas.keys()):
+        if first.schemas[target] != second.schemas[target]:
+            raise ProfileError(f"profiles of different operators: {target} has two schemas", hint="record it again")
     entries = dict(first.entries)
     for key, entry in second.entries.items():
         entries[key] = min(
-            entries.get(key, entry), entry, key=lambda known: (-known.samples, known.ns, known.workspace)
+            entries.get(key, entry), entry, key=lambda known: (-known.samples, known.ns, known.spread, known.workspace)
         )
-    return Profile(first.device, entries)
+    return Profile(first.device, entries, {**first.schemas, **second.schemas}, max(first.link, second.link))
 
 
 def _line(device: Mapping[str, str]) -> str:
@@ -128,18 +171,25 @@ def _line(device: Mapping[str, str]) -> str:
 
 def save(profile: Profile, path: Path) -> None:
     """Write a profile, sorted, one operator a line, in one step. Raises ProfileError when it cannot be written."""
-    rows = ",\n".join(
-        f"  {json.dumps(key)}: " + json.dumps({"ns": entry.ns, "workspace": entry.workspace, "samples": entry.samples})
-        for key, entry in sorted(profile.entries.items())
-    )
-    device = json.dumps(dict(profile.device), sort_keys=True)
-    body = f"{{\n{rows}\n }}" if rows else "{}"
-    text = f'{{\n "schema": {SCHEMA},\n "device": {device},\n "operators": {body}\n}}\n'
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
+        _replace(path, _text(profile))
     except OSError as error:
         raise ProfileError(f"cannot write the operator profile {path}: {error.strerror}") from None
+
+
+def _text(profile: Profile) -> str:
+    rows = {key: {name: getattr(entry, name) for name in Entry.__slots__} for key, entry in profile.entries.items()}
+    parts = [f'"schema": {SCHEMA}', f'"device": {json.dumps(dict(profile.device), sort_keys=True)}']
+    parts += [f'"link": {profile.link}', f'"schemas": {_lines(profile.schemas)}', f'"operators": {_lines(rows)}']
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    """A table, sorted, one row a line."""
+    rows: Iterator[str] = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table.items()))
+    body = ",\n".join(rows)
+    return f"{{\n{body}\n }}" if body else "{}"
 
 
 def _replace(path: Path, text: str) -> None:

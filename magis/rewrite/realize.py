@@ -15,10 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.analysis.hazards import is_pure_view
-from magis.aten.facts import IN_PLACE_FORM, OUT_FORM
 from magis.errors import VerifyError
 from magis.ir import Graph, Op, Ref, Storage, Value, replace_refs
-from magis.simulate.compile import Compiled, redo_form, reusable
+from magis.simulate.compile import Compiled, redo_form, reusable, take_over_form
 from magis.simulate.events import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 from magis.simulate.grouping import Group
 
@@ -225,12 +224,7 @@ class _Builder:
         copy = self._copy[taken][0]
         version = dict(reads)[copy] + 1
         new = self._new_value(replace(self._source.values[source], storage=copy))
-        if op.target in IN_PLACE_FORM:
-            args = form.args if form.args[0] == Ref(victim) else (form.args[1], form.args[0], *form.args[2:])
-            form = replace(form, target=IN_PLACE_FORM[op.target], args=args)
-        else:
-            target, keyword = OUT_FORM[op.target]
-            form = replace(form, target=target, kwargs=(*form.kwargs, (keyword, Ref(victim))))
+        form = take_over_form(form, victim)
         self._emit(form, mapping, reads, ((copy, version),), (new,))
         del self._copy[taken]
         storage = self._source.values[source].storage

@@ -69,6 +69,15 @@ def redo_form(op: Op) -> Op:
     )
 
 
+def take_over_form(op: Op, victim: int) -> Op:
+    """The operator as it writes its one output over the input ``victim`` (one of those that ``reusable`` names)."""
+    if op.target in IN_PLACE_FORM:
+        args = op.args if op.args[0] == Ref(victim) else (op.args[1], op.args[0], *op.args[2:])
+        return replace(op, target=IN_PLACE_FORM[op.target], args=args)
+    target, keyword = OUT_FORM[op.target]
+    return replace(op, target=target, kwargs=(*op.kwargs, (keyword, Ref(victim))))
+
+
 def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
     """The arrays of a verified graph whose in-place operators are in functional form where possible.
 

@@ -28,11 +28,27 @@ def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines
                 f"{accepted}{found.kind}: {found.text}" for found in outcome.verdict.findings if found.kind != NEW
             ]
             yield from (f"{outcome.name}: {text}" for text in (*changes, *outcome.verdict.notes))
+    yield from _priced(outcomes)
     needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
     if needed:
         words = [kind for kind in PERMISSIONS if kind in needed]
         yield f"accept everything that can be: {accept_all(given, words)}"
     yield from lines
+
+
+def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """One line for every operator profile: what the simulated latencies rest on; and what is to be known about it."""
+    known = [outcome.result.provenance for outcome in outcomes if outcome.result is not None]
+    for source in dict.fromkeys(each.source for each in known if each.source):
+        ours = [each for each in known if each.source == source]
+        off = max(each.error for each in ours)
+        between = f" (typically {off:.0%} off)" if off else ""
+        yield (
+            f"latencies priced by {source}: at least {min(each.measured for each in ours):.1%} measured, "
+            f"at most {max(each.interpolated for each in ours):.1%} interpolated{between}, "
+            f"{max(each.estimated for each in ours):.1%} estimated"
+        )
+    yield from dict.fromkeys(f"note: {each.note}" for each in known if each.note)
 
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:

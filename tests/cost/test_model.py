@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device
 from magis.cost.flops import work
 from magis.cost.model import CostModel, RooflineCosts, device_model
+from magis.cost.prices import ESTIMATED, MEASURED, Price
 from magis.cost.roofline import roofline_ns
 from magis.cost.signature import signature
 from magis.cost.store import Entry, Profile
@@ -142,7 +143,7 @@ def test_the_cpu_never_swaps() -> None:
 )
 def test_real_gpus_take_the_constants_of_their_kind_and_swap_nothing(gpu: str, like: str) -> None:
     found, simulated = find_device("cuda", gpu), find_device(f"sim:{like}")
-    assert (found.name, found.link_bytes_per_s) == ("cuda", 0)
+    assert (found.name, found.link_bytes_per_s) == ("cuda", simulated.link_bytes_per_s)
     assert (found.bandwidth, found.memory_bytes) == (simulated.bandwidth, simulated.memory_bytes)
 
 
@@ -156,14 +157,21 @@ def test_unknown_devices_are_answered_with_the_names(name: str) -> None:
 def test_profile_before_roofline_and_measured_workspaces_before_both() -> None:
     known, other = product(4, 8, 2), product(4, 8, 3)
     key = signature(*known)
-    profile = Profile({"device": "cpu"}, {key: Entry(ns=123, workspace=7, samples=5)})
+    profile = Profile({"device": "cpu"}, {key: Entry(ns=123, spread=12, workspace=7, samples=5)})
     costs = RooflineCosts(find_device("cpu"), profile)
-    assert (costs.nanoseconds(*known), costs.workspace(*known), costs.is_estimated(*known)) == (123, 7, False)
-    assert costs.nanoseconds(*other) == roofline_ns(find_device("cpu"), *other)
-    assert (costs.workspace(*other), costs.is_estimated(*other)) == (0, True)
+    assert (costs.nanoseconds(*known), costs.workspace(*known)) == (123, 7)
+    assert costs.price(*known) == Price(123, MEASURED, 12 / 123)
+    assert costs.price(*other) == Price(roofline_ns(find_device("cpu"), *other), ESTIMATED)  # one kin is not enough
+    assert costs.workspace(*other) == 0
     measured = RooflineCosts(find_device("cpu"), profile, {key: 9, signature(*other): 11})
     assert (measured.workspace(*known), measured.workspace(*other)) == (9, 11)
-    assert device_model("cpu").is_estimated(*known)
+    assert device_model("cpu").price(*known).source == ESTIMATED
+
+
+def test_a_measured_link_comes_before_the_datasheet() -> None:
+    device = find_device("sim:h200")
+    assert RooflineCosts(device, Profile({}, link=7)).link_bytes_per_s == 7
+    assert RooflineCosts(device, Profile({})).link_bytes_per_s == device.link_bytes_per_s > 7
 
 
 def convolution(dtype: str, mask: tuple[bool, ...] | None = None) -> tuple[Op, dict[int, Value]]:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.store import SCHEMA, Entry, Profile, ProfileError, load, merge, profile_path, save
+from magis.cost.store import SCHEMA, Entry, Profile, ProfileError, load, matched, merge, save
 
 DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
 entries = st.dictionaries(
-    st.text(max_size=12), st.builds(Entry, *(st.integers(0, 10**12) for _ in range(3))), max_size=6
+    st.text(max_size=12), st.builds(Entry, *(st.integers(0, 10**12) for _ in range(4))), max_size=6
 )
 
 
@@ -38,7 +38,7 @@ def test_the_order_of_merging_does_not_matter(
 
 
 def test_more_samples_win() -> None:
-    few, many = Profile(DEVICE, {"k": Entry(5, 1, 3)}), Profile(DEVICE, {"k": Entry(9, 1, 30)})
+    few, many = Profile(DEVICE, {"k": Entry(5, 0, 1, 3)}), Profile(DEVICE, {"k": Entry(9, 0, 1, 30)})
     assert merge(few, many) == many
 
 
@@ -49,24 +49,20 @@ def test_profiles_of_different_devices_are_never_merged() -> None:
 
 def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "profile.json"
-    save(Profile(DEVICE, {"b(1)": Entry(2, 0, 1), "a(1)": Entry(1, 64, 9)}), path)
+    save(Profile(DEVICE, {"b(1)": Entry(2, 0, 0, 1), "a(1)": Entry(1, 0, 64, 9)}), path)
     assert path.read_text().splitlines() == [
         "{",
-        ' "schema": 1,',
+        ' "schema": 2,',
         ' "device": {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"},',
+        ' "link": 0,',
+        ' "schemas": {},',
         ' "operators": {',
-        '  "a(1)": {"ns": 1, "workspace": 64, "samples": 9},',
-        '  "b(1)": {"ns": 2, "workspace": 0, "samples": 1}',
+        '  "a(1)": {"ns": 1, "spread": 0, "workspace": 64, "samples": 9},',
+        '  "b(1)": {"ns": 2, "spread": 0, "workspace": 0, "samples": 1}',
         " }",
         "}",
     ]
     assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_the_file_is_named_after_the_device(tmp_path: Path) -> None:
-    assert profile_path(tmp_path, DEVICE) == tmp_path / "cpu-AVX512-2-2.13.0+cpu.json"
-    gpu = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.13.0", "cuda": "13.0"}
-    assert profile_path(tmp_path, gpu).name == "cuda-13.0-NVIDIA-H200-2.13.0.json"
 
 
 @pytest.mark.parametrize(
@@ -76,16 +72,17 @@ def test_the_file_is_named_after_the_device(tmp_path: Path) -> None:
         ("{", "is corrupt: no JSON"),
         ("[]", "is corrupt: no schema number"),
         ('{"schema": "1"}', "is corrupt: no schema number"),
-        (f'{{"schema": {SCHEMA + 1}}}', f"has schema {SCHEMA + 1}, this version reads up to {SCHEMA}; update"),
-        ('{"schema": 1, "operators": {}}', "is corrupt: no device identity"),
-        ('{"schema": 1, "device": {"device": 3}, "operators": {}}', "is corrupt: no device identity"),
-        ('{"schema": 1, "device": {}}', "is corrupt: no operators"),
-        ('{"schema": 1, "device": {}, "operators": {"k": 3}}', "the entry of 'k' lacks"),
-        ('{"schema": 1, "device": {}, "operators": {"k": {"ns": 1, "samples": 2}}}', "the entry of 'k' lacks"),
-        (
-            '{"schema": 1, "device": {}, "operators": {"k": {"ns": -1, "samples": 2, "workspace": 0}}}',
-            "the entry of 'k' lacks",
-        ),
+        ("[" * 100_000, "is corrupt: no JSON"),
+        (f'{{"schema": {SCHEMA + 1}}}', f"has schema {SCHEMA + 1}, this version reads {SCHEMA}; update"),
+        ('{"schema": 1}', "has schema 1, this version reads 2; record it again"),
+        ('{"schema": 2, "operators": {}}', "is corrupt: no device identity"),
+        ('{"schema": 2, "device": {"device": 3}, "operators": {}}', "is corrupt: no device identity"),
+        ('{"schema": 2, "device": {}}', "is corrupt: no operators"),
+        ('{"schema": 2, "device": {}, "operators": {}}', "is corrupt: no schemas"),
+        ('{"schema": 2, "device": {}, "link": -1, "operators": {}}', "is corrupt: its link"),
+        ('{"schema": 2, "device": {}, "link": 1e9, "operators": {}}', "is corrupt: its link"),
+        ('{"schema": 2, "device": {}, "operators": {"k": 3}}', "the entry of 'k' lacks"),
+        ('{"schema": 2, "device": {}, "operators": {"k": {"ns": 1, "samples": 2}}}', "the entry of 'k' lacks"),
     ],
 )
 def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, message: str) -> None:
@@ -96,6 +93,17 @@ def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, 
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize("field", Entry.__slots__)
+@pytest.mark.parametrize("wrong", ["-1", "1e300", "1.0", "NaN", "true", "null", '"1"', "1" + "0" * 30])
+def test_figures_are_whole_numbers_of_a_possible_size(tmp_path: Path, field: str, wrong: str) -> None:
+    path = tmp_path / "profile.json"
+    save(Profile(DEVICE, {"k": Entry(1, 2, 3, 4)}), path)
+    right = f'"{field}": {getattr(Entry(1, 2, 3, 4), field)}'
+    path.write_text(path.read_text().replace(right, f'"{field}": {wrong}'))
+    with pytest.raises(ProfileError, match="is corrupt: the entry of 'k' lacks"):
+        load(path)
 
 
 def test_missing_and_undecodable_files(tmp_path: Path) -> None:
@@ -110,7 +118,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "profile.json"
-    save(Profile(DEVICE, {"k": Entry(1, 2, 3)}), path)
+    save(Profile(DEVICE, {"k": Entry(1, 0, 2, 3)}), path)
     before = path.read_bytes()
 
     def interrupt(_: int) -> None:
@@ -118,7 +126,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_beside_it(
 
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        save(Profile(DEVICE, {"k": Entry(4, 5, 6)}), path)
+        save(Profile(DEVICE, {"k": Entry(4, 0, 5, 6)}), path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
@@ -127,3 +135,35 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ProfileError, match="cannot write the operator profile"):
         save(Profile(DEVICE), tmp_path / "file" / "profile.json")
+
+
+def test_an_operator_that_looks_otherwise_today_is_another_one() -> None:
+    profile = Profile(
+        DEVICE,
+        {
+            "aten.mm.default(a)": Entry(1, 0, 0, 1),
+            "aten.add.Tensor(a)": Entry(2, 0, 0, 1),
+            "gone(a)": Entry(3, 0, 0, 1),
+        },
+        {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a)", "gone": "gone()"},
+    )
+    today = {"aten.mm.default": "mm(Tensor a)", "aten.add.Tensor": "add(Tensor a, *, Tensor b)"}
+    kept, changed = matched(profile, today.get)
+    assert changed == ("aten.add.Tensor", "gone")
+    assert dict(kept.entries) == {"aten.mm.default(a)": Entry(1, 0, 0, 1)}
+    assert matched(kept, today.get) == (kept, ())
+
+
+def test_profiles_of_changed_operators_are_not_merged() -> None:
+    one, other = (Profile(DEVICE, {}, {"aten.mm.default": text}) for text in ("mm(Tensor a)", "mm(Tensor b)"))
+    with pytest.raises(ProfileError, match=r"aten.mm.default has two schemas; record it again"):
+        merge(one, other)
+
+
+def test_data_types_and_digest() -> None:
+    key = "aten.where.self(bool[4]{1}, float32[4]{1}, [bfloat16[4]{1}], dtype:float16)"
+    profile = Profile(DEVICE, {key: Entry(5, 1, 2, 3)})
+    assert profile.dtypes == {"bool", "float32", "bfloat16"}
+    other = Profile(DEVICE, {key: Entry(6, 1, 2, 3)})
+    assert profile.digest != other.digest
+    assert profile.digest == Profile(dict(reversed(DEVICE.items())), {key: Entry(5, 1, 2, 3)}).digest

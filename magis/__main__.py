@@ -1,0 +1,9 @@
+"""`python -m magis` is the command `magis`."""
+
+from __future__ import annotations
+
+import sys
+
+from magis.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""The command `magis`: what is done outside of a test run."""

@@ -1,0 +1,149 @@
+"""Which profile prices a device; everything else about it is one line, and the file stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from magis.api import Bench, Profiles, run_case
+from magis.api.pricing import UNPRICED, profile_file, refused
+from magis.backend.measure import device_identity
+from magis.backend.profiler import schema_of
+from magis.cost.store import Entry, Profile, ProfileError, save
+from magis.results import Case
+
+H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0"}
+OTHER_CPU = {"device": "cpu", "instruction set": "AVX2", "threads": "4"}
+MM = "aten.mm.default(float32[64,64]{64,1}, float32[64,64]{64,1})"
+
+
+def written(path: Path, device: dict[str, str], key: str = MM, **more: object) -> Path:
+    save(Profile(device, {key: Entry(5, 1, 0, 9)}, **more), path)  # type: ignore[arg-type]
+    return path
+
+
+def test_a_simulated_gpu_takes_the_profile_of_that_gpu(tmp_path: Path) -> None:
+    written(tmp_path / "h200.json", H200)
+    found = Profiles(folder=tmp_path).pricing("sim:h200", "float32")
+    assert found.profile is not None
+    assert found.source == "h200.json (NVIDIA H200, torch 2.11.0)"
+    assert (found.note, len(found.digest)) == ("", 12)
+    assert Profiles(folder=tmp_path).pricing("sim:a100") == UNPRICED
+    assert Profiles().pricing("sim:h200") == UNPRICED
+
+
+@pytest.mark.parametrize(
+    ("device", "theirs", "reason"),
+    [
+        (
+            "sim:h200",
+            {**H200, "gpu": "NVIDIA A100-SXM4-80GB"},
+            "is of NVIDIA A100-SXM4-80GB, not of the GPU that sim:h200",
+        ),
+        (
+            "sim:h200",
+            {"device": "cpu", "instruction set": "AVX2", "threads": "4"},
+            "is of a CPU with AVX2 and 4 threads",
+        ),
+        ("cpu", H200, "is of NVIDIA H200, this is a CPU with"),
+        ("cpu", {**device_identity("cpu"), "threads": "999"}, "and 999 threads, this is a CPU with"),
+        ("sim:h200", {}, "is of another device"),
+    ],
+)
+def test_a_profile_of_another_device(tmp_path: Path, device: str, theirs: dict[str, str], reason: str) -> None:
+    path = written(tmp_path / f"{device.removeprefix('sim:')}.json", theirs)
+    before = path.read_bytes()
+    with pytest.raises(ProfileError, match=f"{path}.*{reason}.*record one with magis profile") as error:
+        Profiles(file=path).pricing(device)
+    assert "\n" not in str(error.value)
+    found = Profiles(folder=tmp_path).pricing(device)  # one that nobody named is left aside
+    assert found.profile is None
+    assert reason in found.note
+    assert found.note.endswith("latencies are estimated")
+    assert path.read_bytes() == before
+
+
+def test_a_profile_without_the_data_type(tmp_path: Path) -> None:
+    path = written(tmp_path / "h200.json", H200)
+    with pytest.raises(ProfileError, match=r"has no bfloat16 operators \(its data types: float32\)"):
+        Profiles(file=path).pricing("sim:h200", "bfloat16")
+    with pytest.raises(ProfileError, match="has no bfloat16 operators"):
+        Bench(profiles=Profiles(file=path)).subject(Case("bert", "eager", "sim:h200", "small", "bfloat16"))
+
+
+def test_operators_that_changed_are_named_and_left_out(tmp_path: Path) -> None:
+    changed = {"aten.mm.default": "aten::mm(Tensor self) -> Tensor"}
+    path = written(tmp_path / "h200.json", H200, schemas=changed)
+    found = Profiles(file=path).pricing("sim:h200")
+    assert found.note == "1 operators differ from those of torch 2.11.0: aten.mm.default"
+    assert found.profile is not None
+    assert not found.profile.entries
+    same = {"aten.mm.default": str(schema_of("aten.mm.default"))}
+    assert Profiles(file=written(path, H200, schemas=same)).pricing("sim:h200").note == ""
+
+
+def test_a_corrupt_profile_stops_the_run_even_if_nobody_named_it(tmp_path: Path) -> None:
+    (tmp_path / "h200.json").write_text('{"schema": 2, "device": {"dev')
+    with pytest.raises(ProfileError, match="is corrupt: no JSON"):
+        Profiles(folder=tmp_path).pricing("sim:h200")
+
+
+def test_another_torch_version_prices_all_the_same(tmp_path: Path) -> None:
+    identity = {**device_identity("cpu"), "torch": "2.11.0"}
+    found = Profiles(file=written(tmp_path / "cpu.json", identity)).pricing("cpu")
+    assert found.source.endswith("threads, torch 2.11.0)")
+    assert refused(Profile(identity), "cpu") == ""
+
+
+def test_files_are_named_after_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile_file(tmp_path, "cpu") == tmp_path / "cpu.json"
+    assert profile_file(tmp_path, "sim:rtx3090") == tmp_path / "rtx3090.json"
+    for gpu, name in (
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA L4", "nvidia-l4"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu=gpu: gpu)
+        assert profile_file(tmp_path, "cuda") == tmp_path / f"{name}.json"
+
+
+def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) -> None:
+    """Plans with other prices are other plans: the identity says which they were."""
+    case = Case("mlp", "eager", "sim:h200", "small")
+    plain = run_case(case)
+    assert (plain.provenance.estimated, plain.provenance.source) == (1.0, "")
+    assert "profile" not in plain.identity
+    bench = Bench()
+    graph = bench.subject(case).captured.graph
+    from magis.cost.loops import signatures_of
+
+    entries = {key: Entry(7_000, 0, 0, 9) for key in signatures_of(graph)}
+    path = tmp_path / "h200.json"
+    save(Profile(H200, entries), path)
+    priced = run_case(case, cache=Bench(profiles=Profiles(file=path)))
+    assert priced.provenance.measured == 1.0
+    assert priced.provenance.source.startswith("h200.json (NVIDIA H200")
+    assert priced.identity["profile"] == priced.provenance.digest
+    # views take no time, with a profile or without
+    timed = [op for op in graph.ops if bench.subject(case).roofline.nanoseconds(op, graph.values)]
+    assert priced.original.simulated_ms == pytest.approx(len(timed) * 0.007)
+    assert priced.original.simulated == plain.original.simulated  # bytes have nothing to do with it
+
+
+def test_on_a_cpu_a_profile_predicts_and_plans_stay_as_they_are(tmp_path: Path) -> None:
+    case = Case("mlp", "magis", "cpu", "small", memory_ratio=0.8, timing_rounds=1)
+    plain = run_case(case)
+    from magis.api.signatures import signatures_of_model
+
+    keys = signatures_of_model(Bench().subject(case))
+    path = tmp_path / "cpu.json"
+    save(Profile(device_identity("cpu"), {key: Entry(3_000, 0, 0, 9) for key in keys}), path)
+    priced = run_case(case, cache=Bench(profiles=Profiles(file=path)))
+    assert priced.provenance.measured == 1.0  # every form in which a plan may hold an operator was listed
+    assert "profile" not in priced.identity
+    assert priced.optimized.simulated == plain.optimized.simulated
+    assert priced.search.states == plain.search.states
+    assert priced.planning_workspaces == plain.planning_workspaces
+    assert priced.optimized.simulated_ms != plain.optimized.simulated_ms

@@ -1,0 +1,97 @@
+"""The command: what it prints, what it leaves, and one line with exit code 4 for whatever is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from magis.backend.measure import device_identity
+from magis.cli.main import USAGE_ERROR, main
+from magis.cost.store import Profile, load, save
+
+
+def test_profile_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "cpu.json"
+    arguments = ["profile", "--device", "cpu", "--models", "mlp", "--no-parts", "--out", str(path)]
+    assert main([*arguments, "--seconds", "0.000001"]) == 0
+    assert "and more to come: run the command again to go on" in capsys.readouterr().out
+    assert main(arguments) == 0
+    out = capsys.readouterr()
+    count = len(load(path).entries)
+    assert out.out == f"{path}: {count} operators; {count} asked for, all measured\n"
+    assert "mlp: batch 1, 0 operators known" in out.err
+    assert load(path).dtypes >= {"float32"}
+
+
+def test_several_data_types_and_threads(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.json"
+    before = torch.get_num_threads()
+    arguments = ["--device", "cpu", "--models", "mlp", "--no-parts", "--dtype", "float32,bfloat16", "--threads", "1"]
+    try:
+        assert main(["profile", *arguments, "--out", str(path)]) == 0
+    finally:
+        torch.set_num_threads(before)
+    assert load(path).dtypes >= {"float32", "bfloat16"}
+    assert load(path).device["threads"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND; see magis --help"),
+        (["profil"], "invalid choice: 'profil'"),
+        (["profile", "--nothing"], "unrecognized arguments: --nothing"),
+        (["profile", "--device", "sim:h200"], "--device: sim:h200 cannot be measured; use cpu or cuda"),
+        (["profile", "--device", "cuda"], "device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>"),
+        (["profile", "--device", "tpu"], "unknown device 'tpu'"),
+        (["profile", "--models", "brt"], "unknown model 'brt'; did you mean bert or btlm"),
+        (["profile", "--seconds", "0"], "--seconds: '0' is not a number above 0"),
+        (["profile", "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
+        (["profile", "--threads", "1.5"], "--threads: '1.5' is not a whole number above 0"),
+        (["profile", "--models", "mlp", "--device", "cpu", "--dtype", "float31"], "unknown data type 'float31'"),
+        (["profile", "--models", "mlp", "--device", "cpu", "--preset", "huge"], "unknown preset 'huge'"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_mistakes_are_one_line_and_leave_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == USAGE_ERROR
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ERROR: ")]
+    assert len(said) == 1
+    assert message in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_device_and_a_truncated_one_are_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cpu.json"
+    save(Profile({**device_identity("cpu"), "threads": "77"}), path)
+    for text in (path.read_bytes(), path.read_bytes()[:40]):
+        path.write_bytes(text)
+        assert main(["profile", "--device", "cpu", "--models", "mlp", "--out", str(path)]) == USAGE_ERROR
+        assert path.read_bytes() == text
+        assert capsys.readouterr().err.count("ERROR: ") == 1
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "cpu.json"):
+        assert main(["profile", "--device", "cpu", "--models", "mlp", "--out", str(out)]) == USAGE_ERROR
+        assert "the operator profile" in capsys.readouterr().err
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "magis", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "profile" in done.stdout
