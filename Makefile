@@ -5,11 +5,13 @@
 #               index's CUDA build, gigabytes large
 # WORKERS       parallel test processes; 0 runs the tests in one process
 # ARGS          further arguments for pytest
+# GPU_PYTHON    Python version of the machine with a GPU
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 WORKERS ?= 2
 ARGS ?=
+GPU_PYTHON ?= 3.12
 
 # Not under coverage: bars in milliseconds, and interrupts that may strike while the tracer holds its own lock.
 UNTRACED := --deselect tests/models/test_presets.py \
@@ -24,11 +26,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv gate test lint types soak bench coverage mutants clean
+.PHONY: help venv gate test lint types soak bench coverage gpu gpu-wheels mutants clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-	    printf 'make %-9s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	    printf 'make %-10s %s\n' "$$name" "$$text"; done
 
 venv: $(READY)  ## create .venv with the pinned dependencies and this project (done once)
 
@@ -66,6 +68,13 @@ coverage: $(READY)  ## run the test suite under coverage; at least 90% is requir
 	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n $(WORKERS) $(COMPILED)  # compiled lines are not traced
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=90
+
+gpu:  ## on a GPU machine: CUDA tests, profiles, measured workloads, within 9 minutes; call again to go on
+	$(PYTHON) tools/gpu/run.py --out .gpu/out $(ARGS)
+
+gpu-wheels: $(READY)  ## fetch what a GPU machine without an index lacks (rustworkx, for GPU_PYTHON)
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version $(GPU_PYTHON) \
+	    --constraint constraints.txt --dest .gpu/wheels rustworkx
 
 mutants: $(READY)  ## plant mutants in the core and count how many the tests kill
 	$(BIN)/python tools/mutants.py

@@ -1,0 +1,143 @@
+"""Everything that needs a real GPU, in one command that may be cut off and called again.
+
+    python tools/gpu/run.py --out DIR [--seconds 540] [--device cuda] [--preset paper] [--models all]
+
+In pieces, each in a process of its own, those that succeeded left out the next time (DIR/state.json):
+
+    tests       pytest -m cuda
+    profile     magis profile, resumable within itself
+    memory      the gate's cases at memory ratios 0.8, 0.6, 0.4, model by model
+    latency     the same at latency ratios 1.1 and 1.05
+    dtypes      every model at size small in tf32, bfloat16, float16 and bfloat16 autocast
+    oom         one model with the allocator held to a share of the memory that eager needs: a simulated original
+    trace       one step with swaps, for Perfetto
+    report      docs/results-<gpu>.md from the rows so far, beside the paper's figures
+
+A piece that fails is said so, and the next one begins. With --device cpu --preset small --models mlp it is a rehearsal.
+Nothing is installed but rustworkx, where it is missing, from wheels in .gpu/wheels (`make gpu-wheels`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOOLS = ROOT / "tools" / "gpu"
+WHEELS, SITE = ROOT / ".gpu" / "wheels", ROOT / ".gpu" / "site"
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+DTYPES = ("tf32", "bfloat16", "float16", "amp-bfloat16")
+LEAST = 20.0
+"""Seconds that must be left for a piece to begin."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A command, and the file in the folder that takes what it prints."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def main() -> int:
+    """Run what is missing; 0 if all pieces succeeded by now, 3 if some did not."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=540.0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--preset", default="paper")
+    parser.add_argument("--models", default="resnet50,bert,vit,unet,unetpp,gpt_neo,btlm")
+    parser.add_argument("--only", help="names of pieces or their beginnings, by commas")
+    asked = parser.parse_args()
+    started = time.monotonic()
+    out: Path = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    _install()
+    done = _read(out)
+    for piece in _pieces(out, asked.device, asked.preset, asked.models.split(",")):
+        wanted = asked.only is None or any(piece.name.startswith(name) for name in asked.only.split(","))
+        if not wanted or (done.get(piece.name) == 0 and piece.name != "report"):
+            continue
+        left = asked.seconds - (time.monotonic() - started)
+        if left < LEAST and piece.name != "report":
+            print(f"{piece.name}: no time left; run the command again to go on", flush=True)
+            continue
+        done[piece.name] = _run(piece, out, max(left, LEAST))
+        (out / "state.json").write_text(json.dumps(done, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    return 0 if all(code == 0 for code in done.values()) else 3
+
+
+def _pieces(out: Path, device: str, preset: str, models: Sequence[str]) -> Iterator[Piece]:
+    case = (*PYTEST, "-p", "pytest_magis.plugin", f"--magis-device={device}", "--magis-update=new,better,worse")
+    where = f"--magis-baselines={ROOT / 'baselines'}" if device != "cpu" else f"--magis-baselines={out / 'baselines'}"
+    profile = _profile(out, device)
+    yield Piece("tests", (*PYTEST, "-m", "cuda", str(ROOT / "tests" / "backend" / "test_cuda.py")))
+    dtypes = ("--dtype", "float32,bfloat16") if device != "cpu" else ()
+    command = (sys.executable, "-m", "magis", "profile", "--device", device, "--preset", preset)
+    for model in models:
+        yield Piece(f"profile-{model}", (*command, "--models", model, *dtypes, "--out", str(profile)))
+    for model in models:
+        paper = (*case, where, f"--magis-preset={preset}", f"--magis-models={model}")
+        memory = ("--magis-memory-ratios=0.8,0.6,0.4", f"--magis-csv={out / f'memory-{model}.csv'}")
+        yield Piece(f"memory-{model}", (*paper, *memory))
+        latency = ("--magis-latency-ratios=1.1,1.05", "--magis-strategies=magis")
+        yield Piece(f"latency-{model}", (*paper, *latency, f"--magis-csv={out / f'latency-{model}.csv'}"))
+    for dtype in DTYPES if device != "cpu" else ("bfloat16",):
+        small = (*case, where, "--magis-preset=small", f"--magis-models={','.join(models)}", f"--magis-dtype={dtype}")
+        yield Piece(
+            f"dtypes-{dtype}", (*small, "--magis-memory-ratios=0.6", f"--magis-csv={out / f'dtype-{dtype}.csv'}")
+        )
+    yield Piece("oom", (sys.executable, str(TOOLS / "out_of_memory.py"), models[0], device, preset))
+    yield Piece("trace", (sys.executable, str(TOOLS / "timeline.py"), models[0], device, preset, str(out)))
+    yield Piece("report", (sys.executable, str(TOOLS / "report.py"), str(out), device))
+
+
+def _profile(out: Path, device: str) -> Path:
+    """Where the profile of a GPU belongs; a rehearsal's is no measurement to keep."""
+    if device == "cpu":
+        return out / "cpu.json"
+    sys.path[:0] = [str(ROOT), str(SITE)]
+    from magis.api import PROFILES, profile_file
+
+    return profile_file(ROOT / "baselines" / PROFILES, device)
+
+
+def _install() -> None:
+    if importlib.util.find_spec("rustworkx") is None and not (SITE / "rustworkx").is_dir():
+        pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(WHEELS), "--target", str(SITE))
+        subprocess.run((*pip, "rustworkx"), check=True)
+
+
+def _run(piece: Piece, out: Path, seconds: float) -> int:
+    """Run a piece for so long at most; its exit code, 124 where it was cut off."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(SITE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, **dict(piece.environment)}
+    started = time.monotonic()
+    with (out / f"{piece.name}.log").open("w", encoding="utf-8") as log:
+        try:
+            done = subprocess.run(
+                piece.command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds, check=False
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    print(f"{piece.name}: exit code {code}, {time.monotonic() - started:.0f} s", flush=True)
+    return code
+
+
+def _read(out: Path) -> dict[str, int]:
+    path = out / "state.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
