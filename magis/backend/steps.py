@@ -18,6 +18,7 @@ from magis.aten.optimizers import OptimizerSpec
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
 from magis.backend.placement import check_places, place
+from magis.backend.streams import Runtime
 from magis.backend.turns import Turn, Watched
 from magis.errors import MagisError
 from magis.ir import Graph
@@ -140,13 +141,15 @@ class GraphStep:
         rule: OptimizerSpec,
         *,
         device: torch.device | str = "cpu",
+        runtime: Runtime | None = None,
     ) -> None:
         self.module = module
         self._rule = rule
         self._steps = 0
         self._graph = graph
         self._device = device
-        self._step = compile_step(graph, device)
+        self._runtime = runtime
+        self._step = compile_step(graph, device, runtime=runtime)
         self._interrupted: Program | None = None
         self._turn: Turn | None = None
         self._state: dict[str, Tensor] = {}
@@ -205,7 +208,9 @@ class GraphStep:
         self._turn = turn
         if self._interrupted is None:
             with turn.rest():
-                self._interrupted = compile_step(self._graph, self._device, between=self._between)
+                self._interrupted = compile_step(
+                    self._graph, self._device, between=self._between, runtime=self._runtime
+                )
         self._steps += 1
         self._outputs = self._interrupted(self._tensors, optimizers.scalars(self._rule, self._steps))
         return self._outputs[0]
