@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, default_generator
+from torch.cuda._utils import _get_device_index
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -27,9 +28,8 @@ class GeneratorStates:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         where = torch.device(device)
         if where.type == "cuda":
-            current = torch.cuda.current_device()  # makes the generators, too
-            index = current if where.index is None else where.index
-            self._generator = torch.cuda.default_generators[index]
+            torch.cuda.init()  # makes the generators
+            self._generator = torch.cuda.default_generators[_get_device_index(where, optional=True)]
         else:
             self._generator = default_generator
 

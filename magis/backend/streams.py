@@ -115,7 +115,7 @@ class StreamHost(GeneratorStates):
         weakref.finalize(parked, self._free[source.numel()].append, buffer).atexit = False
         return parked
 
-    def wait(self, tensor: Tensor, stored: Parked) -> None:
+    def wait(self, tensor: Tensor, stored: Parked) -> None:  # noqa: ARG002  (taken to keep it alive until here)
         """The copy to the host is done before whatever comes next."""
         self._wait_for(stored.stored)
 
