@@ -55,6 +55,8 @@ class Memory:
     """Peak of tensor bytes alone: identical on every machine."""
     peak_bytes: int
     """Peak of tensors + workspace: belongs to a device identity."""
+    reserved_bytes: int | None = None
+    """The most that a GPU's caching allocator held for the step, as measured; None elsewhere."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -74,6 +76,11 @@ class StepFigures:
     """Half the interquartile range of the timed steps."""
     reserved_bytes: int | None = None
     """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
+
+    @property
+    def measured_reserved_bytes(self) -> int | None:
+        """What it was seen to hold; None where the step did not run, and on a CPU."""
+        return None if self.measured is None else self.measured.reserved_bytes
 
     @property
     def is_measured(self) -> bool:

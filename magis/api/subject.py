@@ -364,10 +364,11 @@ class Subject:
         """Measured memory of one step that has run before."""
         persistent = self.captured.graph.persistent_bytes()
         step.prepare()
-        peak = window_peak(step.run, self.torch_device).peak_bytes
+        peak = window_peak(step.run, self.torch_device)
         step.prepare()
         tensors = tensor_peak(step.run)
-        return Memory(persistent + tensors, persistent + peak)
+        reserved_bytes = None if peak.reserved_bytes is None else persistent + peak.reserved_bytes
+        return Memory(persistent + tensors, persistent + peak.peak_bytes, reserved_bytes)
 
     @property
     def blocks(self) -> tuple[str, ...]:
