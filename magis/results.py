@@ -140,7 +140,7 @@ class CaseResult:
     bound: str = ""
     """What makes that bound, in words: the persistent tensors, the operator, what it needs whole."""
     numbers: str = "not run"
-    """ "bit-identical", "within tolerance", "differs: <what>" or "not run"."""
+    """ "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
     graph_digest: str = ""
     note: str = ""
     """Why a row was simulated, for instance."""
