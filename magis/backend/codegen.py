@@ -15,7 +15,7 @@ from torch import Tensor
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
 from magis.backend.halo import add_rows, take_rows
-from magis.backend.streams import Runtime, make_host
+from magis.backend.streams import AnyHost, make_host
 from magis.ir import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
 from magis.ir.loops import JOIN, PART, REDUCE, rows_around
 
@@ -128,13 +128,13 @@ def compile_step(
     graph: Graph,
     device: torch.device | str = "cpu",
     between: Callable[[], None] | None = None,
-    runtime: Runtime | None = None,
+    host: AnyHost | None = None,
 ) -> Step:
     """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
 
-    ``between`` is called after every operator of torch. ``runtime`` stands in for the device's streams.
+    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out.
     """
-    host = make_host(device, runtime)
+    host = make_host(device) if host is None else host
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,

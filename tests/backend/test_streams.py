@@ -276,7 +276,7 @@ def test_a_broken_step_leaves_no_copy_behind() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.aten.exp.default, "_op", broken)
-        step = compile_step(graph, runtime=gpu)
+        step = compile_step(graph, host=make_host("cpu", gpu))
     with gpu:
         with pytest.raises(RuntimeError, match="out of order"):
             step([torch.ones(4)], {})
@@ -350,7 +350,7 @@ def test_what_was_loaded_for_nothing_is_waited_for_before_it_is_forgotten() -> N
     assert found.index("host.ready(v4)") == found.index("del v3, v4") - 1
     gpu = SimulatedGpu()
     with gpu:
-        compile_step(graph, runtime=gpu)([torch.ones(4)], {})
+        compile_step(graph, host=make_host("cpu", gpu))([torch.ones(4)], {})
     check(gpu)
 
 
@@ -398,7 +398,7 @@ output 2
     gpu = SimulatedGpu()
     tensor = torch.arange(16.0)
     with gpu:
-        (found,) = compile_step(graph, runtime=gpu)([tensor], {})
+        (found,) = compile_step(graph, host=make_host("cpu", gpu))([tensor], {})
     assert same(found, -tensor.exp())
     assert len([action for action in gpu.actions if action.stream == 1 and action.run is not None]) == 8
     assert gpu.pinned_bytes == [16]
