@@ -46,6 +46,7 @@ __all__ = [
     "free_device_memory",
     "memory_profile",
     "others_memory",
+    "quiet_profiler",
     "replay",
     "tensor_peak",
     "window_peak",
@@ -139,7 +140,7 @@ def memory_profile() -> Iterator[profile]:
     gc.collect()
     gc.disable()
     try:
-        with _filtered_descriptors(), profile(profile_memory=True) as log:
+        with quiet_profiler(), profile(profile_memory=True) as log:
             yield log
     finally:
         if was_enabled:
@@ -163,7 +164,7 @@ def allocations(log: profile) -> list[Allocation]:
 
 
 @contextmanager
-def _filtered_descriptors() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's own lines out of standard output and error; everything else comes through, at the
     end.
 
