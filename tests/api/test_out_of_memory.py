@@ -12,8 +12,11 @@ from magis.api.alone import attempt, too_large
 from magis.backend.steps import EagerStep, GraphStep
 from magis.report import row_from_result
 from magis.results import Case, CaseResult
+from magis.units import format_bytes
 from pytest_magis.baselines import ModelBaseline, stored_case, updated
-from pytest_magis.verdict import judge
+from pytest_magis.outcome import Outcome
+from pytest_magis.outputs.terminal import table
+from pytest_magis.verdict import Verdict, judge
 
 HUNGRY, BLOCKS = "tests.api.nets:hungry", "tests.api.nets:blocks"
 
@@ -71,6 +74,14 @@ def test_the_gate_takes_it_as_a_row_of_its_own_kind(alone: CaseResult) -> None:
     assert judge(replace(alone, optimized=off), stored).label == "FAIL broken"
     whole = replace(alone, identity={k: v for k, v in alone.identity.items() if k != "simulated"})
     assert any("no measurement of this device" in note for note in judge(whole, stored).notes)
+
+
+def test_its_line_in_the_table_marks_what_is_simulated(alone: CaseResult) -> None:
+    (_, line) = table([Outcome("hungry", "magis-mem0.6", alone.case, Verdict(True, "pass"), alone)])
+    original, optimized = alone.original_memory.peak_bytes, alone.memory.peak_bytes
+    assert f"~{format_bytes(original)}  " in line
+    assert f" {format_bytes(optimized)}  " in line
+    assert f"  {optimized / original:.3f}              -  not run: the ..." in line
 
 
 @pytest.mark.parametrize("strategy", ["eager", "checkpoint"])
