@@ -56,6 +56,8 @@ class Memory:
     """Peak of tensor bytes alone: identical on every machine."""
     peak_bytes: int
     """Peak of tensors + workspace: belongs to a device identity."""
+    reserved_bytes: int | None = None
+    """The most that a GPU's caching allocator held for the step, as measured; None elsewhere."""
 
     @property
     def workspace_bytes(self) -> int:
@@ -75,6 +77,11 @@ class StepFigures:
     """Half the interquartile range of the timed steps."""
     reserved_bytes: int | None = None
     """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
+
+    @property
+    def measured_reserved_bytes(self) -> int | None:
+        """What it was seen to hold; None where the step did not run, and on a CPU."""
+        return None if self.measured is None else self.measured.reserved_bytes
 
     @property
     def is_measured(self) -> bool:
@@ -149,7 +156,7 @@ class CaseResult:
     bound: str = ""
     """What makes that bound, in words: the persistent tensors, the operator, what it needs whole."""
     numbers: str = "not run"
-    """ "bit-identical", "within tolerance", "differs: <what>" or "not run"."""
+    """ "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
     graph_digest: str = ""
     note: str = ""
     """Why a row was simulated, for instance."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
+from magis.api.alone import (
+    NOT_BOTH,
+    NOT_COMPARED,
+    NOT_RUN,
+    attempt,
+    fits_alone,
+    ran_out,
+    run_alone,
+    too_large,
+)
 from magis.api.bench import Bench
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
@@ -22,7 +32,6 @@ from magis.capture.checkpoint import checkpointed
 from magis.errors import UsageError
 from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
-from magis.units import format_bytes
 
 TIMING_ROUNDS = 12
 ROUNDS_WHOLE = 3
@@ -78,6 +87,19 @@ class _Times:
     ratio: RatioInterval
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What running gave: measured memory and milliseconds of each step (None: it did not run), and why not."""
+
+    original: Memory | None = None
+    original_ms: tuple[float, ...] | None = None
+    optimized: Memory | None = None
+    optimized_ms: tuple[float, ...] | None = None
+    ratio: RatioInterval | None = None
+    numbers: str = NOT_RUN
+    note: str = ""
+
+
 class CaseRun:
     """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
 
@@ -105,15 +127,17 @@ class CaseRun:
         measured = None
         if refusal is None:
             self._progress("measuring the original")
-            measured = subject.original_measured
+            measured = attempt(lambda: subject.original_measured)
+            refusal = ran_out(subject) if measured is None else None
         reference = measured or subject.original
         table = planning_workspaces(subject, stored, expected_graph)
         limit = _share(case.memory_ratio, reference.peak_bytes)
         candidate = self._candidate(table, limit, original_ns, reference)
-        numbers, optimized, times = "not run", None, None
-        if refusal is None:
-            numbers, optimized, times = self._execute(candidate)
-        return self._assembled(candidate, refusal, measured, optimized, times, numbers, limit, original_ns)
+        if measured is not None:
+            outcome = self._execute(candidate, measured)
+        else:
+            outcome = self._without_original(candidate, refusal or "")
+        return self._assembled(candidate, outcome, limit, original_ns)
 
     # -- the candidate ------------------------------------------------------------------------------------------
 
@@ -200,30 +224,60 @@ class CaseRun:
     # -- running ------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> str | None:
-        """Why the case is not run but simulated; None if it is run."""
+        """Why the original is not run (nothing to say on a simulated device); None if it is run."""
         subject = self._subject
         if subject.runs:
             return None
-        if subject.simulated_only:
-            return ""
-        return (
-            f"not run: it needs about {format_bytes(subject.predicted_bytes)} of memory,"
-            f" {format_bytes(subject.free_bytes)} are free"
+        return "" if subject.simulated_only else too_large(subject)
+
+    def _without_original(self, candidate: _Candidate, refusal: str) -> _Outcome:
+        """The optimized step alone if it fits, else nothing."""
+        found = None
+        if self._case.strategy != "eager" and fits_alone(self._subject, candidate.simulated.peak_bytes):
+            found = self._alone(candidate)
+            refusal += "" if found else "; nor does the optimized step fit, which ran out of memory too"
+        if found is None:
+            return _Outcome(note=f"{NOT_RUN}: {refusal}" if refusal else "")
+        note = f"the original was not run: {refusal}"
+        return replace(found, numbers=NOT_COMPARED, note=note)
+
+    def _alone(self, candidate: _Candidate) -> _Outcome | None:
+        self._progress("measuring and timing the optimized step alone")
+        with ExitStack() as stack:
+            found = run_alone(self._subject, lambda: candidate.make(stack))
+        return None if found is None else _Outcome(optimized=found.memory, optimized_ms=found.times_ms)
+
+    def _execute(self, candidate: _Candidate, measured: Memory) -> _Outcome:
+        """Both steps, beside each other; each alone where they do not fit together."""
+        subject = self._subject
+        if self._case.strategy == "eager":
+            times = subject.original_times_ms
+            return _Outcome(measured, times, measured, times, numbers="reference")
+        found = attempt(lambda: self._compared(candidate, measured))
+        if found is not None:
+            return found
+        single = self._alone(candidate)
+        note = "" if single else "; the optimized step ran out of memory even alone"
+        return replace(
+            single or _Outcome(),
+            original=measured,
+            original_ms=attempt(lambda: subject.original_times_ms),
+            numbers=NOT_BOTH,
+            note=f"not compared with the original: both together do not fit{note}",
         )
 
-    def _execute(self, candidate: _Candidate) -> tuple[str, Memory | None, _Times | None]:
-        subject, case = self._subject, self._case
-        if case.strategy == "eager":
-            return "reference", subject.original_measured, None
+    def _compared(self, candidate: _Candidate, measured: Memory) -> _Outcome:
+        subject = self._subject
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
             self._progress("comparing numbers")
-            numbers = compare_by_kind(subject, self.graph, eager, step, case.seed)
+            numbers = compare_by_kind(subject, self.graph, eager, step, self._case.seed)
             self._progress("measuring memory")
             memory = subject.measure(step)
             self._progress("timing")
-            return numbers, memory, self._time(eager, step)
+            times = self._time(eager, step)
+        return _Outcome(measured, times.whole.first_ms, memory, times.whole.second_ms, times.ratio, numbers)
 
     def _time(self, eager: Step, step: Step) -> _Times:
         """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
@@ -238,35 +292,30 @@ class CaseRun:
         timing = whole(patience, warmup=WARM_UP)
         return _Times(timing, ratio_interval(timing))
 
-    def _assembled(
-        self,
-        candidate: _Candidate,
-        refusal: str | None,
-        measured: Memory | None,
-        optimized: Memory | None,
-        times: _Times | None,
-        numbers: str,
-        limit: int | None,
-        original_ns: int,
-    ) -> CaseResult:
+    def _assembled(self, candidate: _Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
         case, subject = self._case, self._subject
-        first = times.whole.first_ms if times else subject.original_times_ms if refusal is None else None
-        second = times.whole.second_ms if times else first
         eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
         expected_ns = subject.predicted_ns(subject.captured.graph, original_ns)
-        planned_ns = subject.predicted_ns(candidate.graph, candidate.simulated_ns)
-        original = StepFigures(subject.original, expected_ns / 1e6, measured, *_median(first), eager)
-        opt = StepFigures(candidate.simulated, planned_ns / 1e6, optimized, *_median(second), candidate.reserved)
+        original = StepFigures(
+            subject.original, expected_ns / 1e6, outcome.original, *_median(outcome.original_ms), eager
+        )
+        opt = StepFigures(
+            candidate.simulated,
+            subject.predicted_ns(candidate.graph, candidate.simulated_ns) / 1e6,
+            outcome.optimized,
+            *_median(outcome.optimized_ms),
+            candidate.reserved,
+        )
         if case.strategy == "eager":
             opt = original
         latency = original.measured_ms or original.simulated_ms
         return CaseResult(
             case=case,
             dtype=subject.source.dtype,
-            identity=self._identity(refusal),
+            identity={**device_identity(case.device), **_unlike_others(outcome), **_prices(subject)},
             original=original,
             optimized=opt,
-            ratio=times.ratio if times else None,
+            ratio=outcome.ratio,
             weight_bytes=subject.weight_bytes,
             persistent_bytes=subject.captured.graph.persistent_bytes(),
             memory_limit_bytes=limit,
@@ -274,22 +323,28 @@ class CaseRun:
             device_memory_bytes=subject.roofline.memory_bytes,
             lower_bound_bytes=subject.lower_bound,
             bound=str(subject.floor),
-            numbers=numbers,
+            numbers=outcome.numbers,
             graph_digest=subject.digest,
-            note=refusal or "",
+            note=outcome.note,
             search=candidate.stats,
             provenance=subject.provenance(candidate.graph),
             planning_workspaces=dict(candidate.workspaces),
         )
 
-    def _identity(self, refusal: str | None) -> dict[str, str]:
-        """The device, and the profile that plans were made with: another one makes other plans."""
-        found = device_identity(self._case.device)
-        if refusal:
-            found["simulated"] = "too large to run"
-        if self._subject.kind != "cpu" and self._subject.pricing.digest:
-            found["profile"] = self._subject.pricing.digest
-        return found
+
+def _prices(subject: Subject) -> dict[str, str]:
+    """Part of the device identity where plans were made with a profile's prices: others make other plans."""
+    digest = subject.pricing.digest
+    return {"profile": digest} if digest and subject.kind != "cpu" else {}
+
+
+def _unlike_others(outcome: _Outcome) -> dict[str, str]:
+    """Part of the device identity of a row with a step that did not fit: its figures compare with such rows alone."""
+    if not outcome.note:
+        return {}
+    if outcome.original is None and outcome.optimized is None:
+        return {"simulated": "too large to run"}
+    return {"simulated": "not compared" if outcome.original else "the original, too large to run"}
 
 
 def check_amounts(case: Case) -> None:

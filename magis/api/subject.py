@@ -207,14 +207,14 @@ class Subject:
     def workspaces(self, graph: Graph) -> Mapping[str, int]:
         """Workspace bytes of this machine for every operator of the graph, measured in isolation.
 
-        Empty (estimates then take their place) on other devices than the CPU, and for steps too large to run.
+        Empty (estimates then take their place) on other devices than the CPU, and where not even the best plan fits.
         """
-        if self.kind != "cpu" or not self.runs:
+        if self.kind != "cpu" or not self.may_run:
             return {}
         missing = [(op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")]
         missing = [(op, values) for op, values in missing if signature(op, values) not in self._workspaces]
         if missing:
-            self._workspaces.update(measure_workspaces(missing))
+            self._workspaces.update(measure_workspaces(missing, None if self.runs else self.free_bytes))
         return self._workspaces
 
     @cached_property
@@ -317,7 +317,7 @@ class Subject:
     @cached_property
     def floor(self) -> Floor:
         """That bound, and what makes it."""
-        known = self.base_workspaces if self.kind == "cpu" and self.runs else {}
+        known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         costs = self.costs(known)
         return floor(self.untangled, costs.workspace, costs.rounding)
 
@@ -337,6 +337,14 @@ class Subject:
     def runs(self) -> bool:
         """Whether cases run for real: there is a device, and the step fits into what is free there."""
         return not self.simulated_only and self.predicted_bytes <= self.free_bytes
+
+    @cached_property
+    def may_run(self) -> bool:
+        """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
+        if self.runs or self.simulated_only:
+            return self.runs
+        least = floor(self.untangled, self.roofline.workspace, self.roofline.rounding).nbytes
+        return least + self.captured.graph.persistent_bytes() <= self.free_bytes
 
     @cached_property
     def runs_together(self) -> bool:
@@ -388,10 +396,11 @@ class Subject:
         """Measured memory of one step that has run before."""
         persistent = self.captured.graph.persistent_bytes()
         step.prepare()
-        peak = window_peak(step.run, self.torch_device).peak_bytes
+        peak = window_peak(step.run, self.torch_device)
         step.prepare()
         tensors = tensor_peak(step.run)
-        return Memory(persistent + tensors, persistent + peak)
+        reserved_bytes = None if peak.reserved_bytes is None else persistent + peak.reserved_bytes
+        return Memory(persistent + tensors, persistent + peak.peak_bytes, reserved_bytes)
 
     @property
     def blocks(self) -> tuple[str, ...]:

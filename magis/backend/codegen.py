@@ -15,7 +15,7 @@ from torch import Tensor
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
 from magis.backend.halo import add_rows, take_rows
-from magis.backend.host import Host
+from magis.backend.streams import AnyHost, make_host
 from magis.ir import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
 from magis.ir.loops import JOIN, PART, REDUCE, rows_around
 
@@ -57,19 +57,34 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
 
     where = None
+    arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
             where = here
+        yield from _ready(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
         if op.body is not None:
             yield from _loop(op, op.body, graph, name, indent, depth + 1)
         elif op.target in (PART, JOIN, REDUCE):
             yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
         else:
             yield f"{indent}{_call(op, name)}"
+        if op.target == "magis.load":
+            arriving.update((graph.values[value].storage, value) for value in op.made())
         if forget:
+            # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
+            yield from _ready(arriving, [graph.values[value].storage for value in forget], name, indent)
             yield f"{indent}del {', '.join(name(value) for value in forget)}"
+    yield from _ready(arriving, list(arriving), name, indent)
+
+
+def _ready(arriving: dict[int, int], storages: Sequence[int], name: Name, indent: str) -> Iterator[str]:
+    """Lines that wait for what was loaded to these storages; once each."""
+    for storage in storages:
+        value = arriving.pop(storage, None)
+        if value is not None:
+            yield f"{indent}host.ready({name(value)})"
 
 
 def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int) -> Iterator[str]:
@@ -109,13 +124,19 @@ def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
     return f"{name(part.id)} = {stretch}"
 
 
-def compile_step(graph: Graph, device: torch.device | str = "cpu", between: Callable[[], None] | None = None) -> Step:
+def compile_step(
+    graph: Graph,
+    device: torch.device | str = "cpu",
+    between: Callable[[], None] | None = None,
+    host: AnyHost | None = None,
+) -> Step:
     """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
 
-    ``between`` is called after every operator of torch.
+    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out.
     """
+    host = make_host(device) if host is None else host
     namespace: dict[str, Any] = {
-        "host": Host(device), "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
+        "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
     }  # fmt: skip
     for op, values in every_op(graph):
@@ -134,8 +155,12 @@ def compile_step(graph: Graph, device: torch.device | str = "cpu", between: Call
     body = namespace["step"]
 
     def step(tensors: Sequence[Tensor], scalars: Mapping[str, float]) -> tuple[Tensor, ...]:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            return body(tensors, scalars)  # type: ignore[no-any-return]
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                return body(tensors, scalars)  # type: ignore[no-any-return]
+        except BaseException:
+            host.join()  # what a broken step leaves behind is freed now: no copy may still write there
+            raise
 
     return step
 

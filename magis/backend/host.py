@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, default_generator
+from torch.cuda._utils import _get_device_index
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -21,16 +22,16 @@ class Stored:
     stride: tuple[int, ...]
 
 
-class Host:
-    """Copies of tensors in plain numpy memory, with the tensors' layout kept; the device's generator.
-
-    Swapping frees nothing on a CPU, where host and device are one; it runs there all the same, so that swapping plans
-    can be executed and checked without a GPU.
-    """
+class GeneratorStates:
+    """The states of a device's default generator. They are bytes in host memory, a GPU's as well."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        on_gpu = torch.device(device).type == "cuda"
-        self._generator = torch.cuda.default_generators[torch.cuda.current_device()] if on_gpu else default_generator
+        where = torch.device(device)
+        if where.type == "cuda":
+            torch.cuda.init()  # makes the generators
+            self._generator = torch.cuda.default_generators[_get_device_index(where, optional=True)]
+        else:
+            self._generator = default_generator
 
     def rng_save(self) -> npt.NDArray[np.uint8]:
         """The generator's state."""
@@ -48,19 +49,37 @@ class Host:
         with _disable_current_modes():
             self._generator.set_state(torch.from_numpy(state))
 
+
+class Host(GeneratorStates):
+    """Copies of tensors in plain numpy memory, with the tensors' layout kept; the device's generator.
+
+    Swapping frees nothing on a CPU, where host and device are one; it runs there all the same, so that swapping plans
+    can be executed and checked without a GPU. Every copy is made when it is asked for: there is nothing to wait for.
+    """
+
     def store(self, tensor: Tensor) -> Stored:
         """Copy the bytes that ``tensor`` covers."""
-        span = tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset())
-        return Stored(span.view(torch.uint8).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return Stored(as_bytes(tensor).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
-        """Nothing to wait for: the copy is made when it is asked for."""
+        """The copy to the host is done from here on."""
 
     def load(self, stored: Stored) -> Tensor:
         """A fresh tensor with the stored layout and contents."""
         tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
-        tensor.as_strided((_span(tensor),), (1,)).view(torch.uint8).numpy()[:] = stored.data
+        as_bytes(tensor).numpy()[:] = stored.data
         return tensor
+
+    def ready(self, tensor: Tensor) -> None:
+        """What was loaded may be used from here on."""
+
+    def join(self) -> None:
+        """Every copy is done from here on."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes from the first to the last element that the tensor covers, gaps included; a view."""
+    return tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 def _span(tensor: Tensor) -> int:

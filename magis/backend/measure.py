@@ -45,6 +45,8 @@ __all__ = [
     "device_memory",
     "free_device_memory",
     "memory_profile",
+    "others_memory",
+    "quiet_profiler",
     "replay",
     "tensor_peak",
     "window_peak",
@@ -70,6 +72,8 @@ class WindowPeak:
 
     peak_bytes: int
     kept_bytes: int
+    reserved_bytes: int | None = None
+    """The most that a GPU's caching allocator held, above what was allocated at the start; None on a CPU."""
 
 
 def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") -> WindowPeak:
@@ -77,8 +81,8 @@ def window_peak(fn: Callable[[], object], device: torch.device | str = "cpu") ->
     included.
 
     What `fn` returns stays alive until the window ends. On CUDA the caching allocator's own counters are read
-    after a reset (blocks rounded to 512 bytes); there, a tensor that is older than the window and freed
-    inside it lowers the peak, which it does not on the CPU: free none.
+    after a reset (blocks rounded to 512 bytes), with nothing cached at the start; there, a tensor that is older
+    than the window and freed inside it lowers the peak, which it does not on the CPU: free none.
     """
     where = torch.device(device)
     if where.type == "cuda":
@@ -136,7 +140,7 @@ def memory_profile() -> Iterator[profile]:
     gc.collect()
     gc.disable()
     try:
-        with _filtered_descriptors(), profile(profile_memory=True) as log:
+        with quiet_profiler(), profile(profile_memory=True) as log:
             yield log
     finally:
         if was_enabled:
@@ -160,7 +164,7 @@ def allocations(log: profile) -> list[Allocation]:
 
 
 @contextmanager
-def _filtered_descriptors() -> Iterator[None]:
+def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's own lines out of standard output and error; everything else comes through, at the
     end.
 
@@ -197,11 +201,16 @@ def _filtered_descriptors() -> Iterator[None]:
 def _cuda_peak(fn: Callable[[], object], device: torch.device) -> WindowPeak:
     gc.collect()
     torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # what earlier steps left would count as reserved by this one
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
     kept = fn()
     torch.cuda.synchronize(device)
-    peak = WindowPeak(torch.cuda.max_memory_allocated(device) - start, torch.cuda.memory_allocated(device) - start)
+    peak = WindowPeak(
+        torch.cuda.max_memory_allocated(device) - start,
+        torch.cuda.memory_allocated(device) - start,
+        torch.cuda.max_memory_reserved(device) - start,
+    )
     del kept
     return peak
 
@@ -315,6 +324,14 @@ def free_device_memory(device: str) -> int:
         return find_device(device).memory_bytes
     limit, used = _container_limit()
     return max(0, min(_meminfo("MemAvailable"), limit - used))
+
+
+def others_memory(device: str) -> int:
+    """Bytes of a GPU that neither are free nor belong to our allocator: other processes', and CUDA's own. Else 0."""
+    if device != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(total - free) - torch.cuda.memory_reserved())
 
 
 def _meminfo(field: str) -> int:

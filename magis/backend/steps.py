@@ -18,6 +18,7 @@ from magis.aten.optimizers import OptimizerSpec
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
 from magis.backend.placement import check_places, place
+from magis.backend.streams import Runtime, make_host
 from magis.backend.turns import Turn, Watched
 from magis.errors import MagisError
 from magis.ir import Graph
@@ -129,7 +130,10 @@ class EagerStep:
 
 
 class GraphStep:
-    """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers."""
+    """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers.
+
+    ``runtime`` stands in for the device's streams.
+    """
 
     def __init__(
         self,
@@ -140,13 +144,15 @@ class GraphStep:
         rule: OptimizerSpec,
         *,
         device: torch.device | str = "cpu",
+        runtime: Runtime | None = None,
     ) -> None:
         self.module = module
         self._rule = rule
         self._steps = 0
         self._graph = graph
         self._device = device
-        self._step = compile_step(graph, device)
+        self._host = make_host(device, runtime)
+        self._step = compile_step(graph, device, host=self._host)
         self._interrupted: Program | None = None
         self._turn: Turn | None = None
         self._state: dict[str, Tensor] = {}
@@ -201,11 +207,15 @@ class GraphStep:
         self._outputs = self._step(self._tensors, optimizers.scalars(self._rule, self._steps))
         return self._outputs[0]
 
+    def finish(self) -> None:
+        """Whatever comes next comes after every copy of the step, too."""
+        self._host.join()
+
     def run_in_turns(self, turn: Turn) -> Tensor:
         self._turn = turn
         if self._interrupted is None:
             with turn.rest():
-                self._interrupted = compile_step(self._graph, self._device, between=self._between)
+                self._interrupted = compile_step(self._graph, self._device, between=self._between, host=self._host)
         self._steps += 1
         self._outputs = self._interrupted(self._tensors, optimizers.scalars(self._rule, self._steps))
         return self._outputs[0]

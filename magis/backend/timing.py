@@ -26,16 +26,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
 from magis.backend import turns
 from magis.results import RatioInterval
 
-__all__ = ["CONFIDENCE", "Patience", "Timing", "alone", "in_turns", "interleave", "ratio_interval"]
+__all__ = [
+    "CONFIDENCE",
+    "Patience",
+    "Timing",
+    "alone",
+    "event_clock",
+    "in_turns",
+    "interleave",
+    "ratio_interval",
+    "settle",
+]
+
+Clock: TypeAlias = Callable[[Callable[[], object]], float]
+"""Calls something once; returns its milliseconds."""
 
 CONFIDENCE = 0.99
 SLICE_MS = 3.0
+STEADY, SETTLING_GROUPS, SETTLING_SECONDS = 0.02, 15, 10.0
+"""Of a device's clock: when it counts as steady, and how long to wait for that."""
 MEASURING, DECIDING = (4, 12.0), (8, 30.0)
 """Times as many pairs at most as there are rounds, and seconds: to know a ratio, and to decide something by it."""
 
@@ -88,14 +104,17 @@ def interleave(
 ) -> Timing:
     """Time `first` and `second` in pairs, one after the other, after `warmup` untimed calls of each.
 
-    The garbage collector rests meanwhile; on CUDA each call ends with a synchronization.
+    The garbage collector rests meanwhile; on CUDA each call is timed by events of the device, once its clock is steady.
     """
-    synchronize = _synchronizer(torch.device(device))
+    clock = clock_of(torch.device(device))
     for _ in range(warmup):
         first()
         second()
+    pair = partial(_one_after_the_other, first, second, clock)
     with _collector_at_rest():
-        return _collected(partial(_one_after_the_other, first, second, synchronize), patience)
+        if clock is not host_clock:
+            settle(lambda: sum(pair(0)))
+        return _collected(pair, patience)
 
 
 def in_turns(first: turns.Step, second: turns.Step, patience: Patience, *, slice_ms: float = SLICE_MS) -> Timing:
@@ -123,11 +142,13 @@ def _collected(pair: Callable[[int], tuple[float, float]], patience: Patience) -
 
 
 def alone(step: Callable[[], object], rounds: int, device: torch.device | str = "cpu") -> tuple[float, ...]:
-    """Milliseconds of each of `rounds` calls, after an untimed one."""
-    synchronize = _synchronizer(torch.device(device))
+    """Milliseconds of each of `rounds` calls, after an untimed one; timed as by `interleave`."""
+    clock = clock_of(torch.device(device))
     step()
     with _collector_at_rest():
-        return tuple(_once(step, synchronize) for _ in range(rounds))
+        if clock is not host_clock:
+            settle(lambda: clock(step))
+        return tuple(clock(step) for _ in range(rounds))
 
 
 @contextmanager
@@ -143,28 +164,64 @@ def _collector_at_rest() -> Iterator[None]:
 
 
 def _one_after_the_other(
-    first: Callable[[], object], second: Callable[[], object], synchronize: Callable[[], object], leader: int
+    first: Callable[[], object], second: Callable[[], object], clock: Clock, leader: int
 ) -> tuple[float, float]:
     """Milliseconds of one run of each, the `leader` (0 or 1) first."""
     if leader == 0:
-        before = _once(first, synchronize)
-        return before, _once(second, synchronize)
-    after = _once(second, synchronize)
-    return _once(first, synchronize), after
+        before = clock(first)
+        return before, clock(second)
+    after = clock(second)
+    return clock(first), after
 
 
-def _once(step: Callable[[], object], synchronize: Callable[[], object]) -> float:
-    synchronize()
+def host_clock(step: Callable[[], object]) -> float:
+    """Milliseconds of a call by the host's clock."""
     start = time.perf_counter_ns()
     step()
-    synchronize()
     return (time.perf_counter_ns() - start) / 1e6
 
 
-def _synchronizer(device: torch.device) -> Callable[[], object]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+def event_clock(make_event: Callable[[], Any], synchronize: Callable[[], object]) -> Clock:
+    """Milliseconds between two events on the device's current stream, around what a call gives to it.
+
+    Nothing else is on the device when the first event is recorded. What the host takes to hand out work counts only
+    where the device has to wait for it. Other streams count as far as the current one waits for them.
+    """
+
+    def clock(step: Callable[[], object]) -> float:
+        start, end = make_event(), make_event()
+        synchronize()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    return clock
+
+
+def clock_of(device: torch.device) -> Clock:
+    """How steps are timed on the device."""
+    if device.type != "cuda":
+        return host_clock
+    return event_clock(partial(torch.cuda.Event, enable_timing=True), partial(torch.cuda.synchronize, device))
+
+
+def settle(once: Callable[[], float], seconds: float = SETTLING_SECONDS) -> int:
+    """Call `once` (which returns milliseconds) until the medians of two successive threes differ by 2% at most.
+
+    A GPU that was idle raises its clock over its first steps. There are at most 15 threes, and no more after `seconds`
+    (of the calls' own time); returns how many there were.
+    """
+    before, spent = -1.0, 0.0
+    for count in range(1, SETTLING_GROUPS + 1):
+        times = [once() for _ in range(3)]
+        spent += sum(times) / 1e3
+        median = statistics.median(times)
+        if (count > 1 and abs(median - before) <= STEADY * before) or spent >= seconds:
+            return count
+        before = median
+    return SETTLING_GROUPS
 
 
 def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInterval:

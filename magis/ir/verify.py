@@ -36,6 +36,7 @@ def _problems(graph: Graph, kinds: tuple[str, ...]) -> Iterator[str]:
     yield from _storage_problems(graph, kinds)
     yield from _value_problems(graph)
     yield from _schedule_problems(graph)
+    yield from _copy_problems(graph)
     for op in graph.ops:
         where = f"operator {op.id} ({op.target})"
         yield from loop_problems(graph, op, where)
@@ -111,6 +112,25 @@ def _schedule_problems(graph: Graph) -> Iterator[str]:
             yield f"the step returns value {value}, which nothing makes"
         elif value in graph.values and graph.values[value].storage in gone:
             yield f"the step returns value {value}, whose memory was freed after swapping it out"
+
+
+def _copy_problems(graph: Graph) -> Iterator[str]:
+    """A copy to the host runs beside the operators from its store to its wait: its memory stays as it is so long."""
+    leaving: dict[int, tuple[int, str]] = {}  # what is stored -> storage that it is copied from, and by what
+    for op in graph.ops:
+        where = f"operator {op.id} ({op.target})"
+        copied = {storage for storage, _ in leaving.values()}
+        for storage, _ in op.writes:
+            if storage in copied:
+                yield f"{where}: writes storage {storage}, which is being copied to the host"
+        for value in op.inputs()[:1]:
+            if op.target == "magis.store" and value in graph.values:
+                leaving.update((made, (graph.values[value].storage, where)) for made in op.made())
+        if op.target == "magis.wait":
+            for value in op.inputs()[1:]:
+                leaving.pop(value, None)
+    for _, where in leaving.values():
+        yield f"{where}: nothing waits for the copy, so its memory may be used again too early"
 
 
 def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: set[int]) -> Iterator[str]:

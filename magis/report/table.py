@@ -72,6 +72,8 @@ OWN_COLUMNS = (
     "ori workspace bytes",
     "opt reserved bytes (predicted)",
     "ori reserved bytes (predicted)",
+    "opt reserved bytes (measured)",
+    "ori reserved bytes (measured)",
     "memory limit bytes",
     "lower bound bytes",
     "persistent bytes",
@@ -127,14 +129,14 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
         **_seed_step("ori", result.original, item_size),
     }
     interval, search = result.ratio, result.search
-    measured_ratio = interval.ratio if interval else _ratio(_latency(result.optimized), _latency(result.original))
+    latency_ratio = interval.ratio if interval else _latency_ratio(result.optimized, result.original)
     own: dict[str, Cell] = {
         "device": case.device,
         "preset": case.preset,
         "dtype": result.dtype,
         "strategy": case.strategy,
         "memory ratio reached (opt/ori)": _ratio(result.memory.peak_bytes, result.original_memory.peak_bytes),
-        "latency ratio reached (opt/ori)": measured_ratio,
+        "latency ratio reached (opt/ori)": latency_ratio,
         "latency ratio low (opt/ori)": interval.low if interval else None,
         "latency ratio high (opt/ori)": interval.high if interval else None,
         "timed pairs": interval.pairs if interval else None,
@@ -146,6 +148,8 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
         "ori workspace bytes": result.original_memory.workspace_bytes,
         "opt reserved bytes (predicted)": result.optimized.reserved_bytes,
         "ori reserved bytes (predicted)": result.original.reserved_bytes,
+        "opt reserved bytes (measured)": result.optimized.measured_reserved_bytes,
+        "ori reserved bytes (measured)": result.original.measured_reserved_bytes,
         "memory limit bytes": limit,
         "lower bound bytes": result.lower_bound_bytes,
         "persistent bytes": result.persistent_bytes,
@@ -233,6 +237,13 @@ def _errors(prefix: str, step: StepFigures) -> dict[str, Cell]:
 def _latency(step: StepFigures) -> float | None:
     """Milliseconds of a step: measured where it ran (None if it ran untimed), else simulated."""
     return step.measured_ms if step.is_measured else step.simulated_ms
+
+
+def _latency_ratio(optimized: StepFigures, original: StepFigures) -> float | None:
+    """Of like with like: where only one of the steps ran, both are simulated."""
+    if optimized.is_measured != original.is_measured:
+        return _ratio(optimized.simulated_ms, original.simulated_ms)
+    return _ratio(_latency(optimized), _latency(original))
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

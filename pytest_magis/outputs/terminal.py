@@ -70,11 +70,12 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         return (_cut(outcome.model), strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
     original, optimized = result.original_memory.peak_bytes, result.memory.peak_bytes
     mark = "" if result.optimized.is_measured else "~"  # simulated, not measured
+    unlike = "~" if result.optimized.is_measured and not result.original.is_measured else ""
     return (
         _cut(outcome.model),
         strategy,
         _limit(outcome),
-        format_bytes(original),
+        f"{unlike}{format_bytes(original)}",
         f"{mark}{format_bytes(optimized)}",
         f"{optimized / original:.3f}" if original else "",
         _latency(outcome),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F  # noqa: N812
 
 from magis.api import OptimizerSpec, Workload
@@ -37,6 +40,22 @@ def blocks() -> Workload:
         OptimizerSpec("adamw", weight_decay=0.01),
         blocks=names,
     )
+
+
+class Hungry(nn.Sequential):
+    """Runs out of memory in eager mode; a captured step of it does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        result: Tensor = super().forward(x)
+        return result
+
+
+def hungry() -> Workload:
+    """The same in a module that only runs captured."""
+    work = blocks()
+    return replace(work, module=Hungry(*work.module.children()).train())
 
 
 class Projected(nn.Module):

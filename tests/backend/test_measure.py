@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,48 @@ def test_machines_without_a_memory_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert measure._meminfo("MemTotal") >= 2**28
 
 
+class Allocator:
+    """The figures of a caching allocator: 100 bytes in use, 1000 cached by whoever came before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.allocated, self.reserved, self.most_allocated, self.most_reserved = 100, 1100, 900, 1100
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, partial(self.call, name))
+        for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            figure = name.replace("max_memory", "most").replace("memory_", "")
+            monkeypatch.setattr(torch.cuda, name, lambda *_device, figure=figure: getattr(self, figure))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2000, 10_000))
+
+    def call(self, name: str, *_device: object) -> None:
+        self.log.append(name)
+        if name == "empty_cache":
+            self.reserved = 128  # blocks of 64
+        if name == "reset_peak_memory_stats":
+            self.most_allocated, self.most_reserved = self.allocated, self.reserved
+
+    def step(self) -> None:
+        self.log.append("step")
+        self.allocated, self.most_allocated, self.reserved, self.most_reserved = 150, 400, 512, 512
+
+
+def test_the_window_of_a_gpu_is_the_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    assert window_peak(allocator.step, "cuda") == WindowPeak(300, 50, 412)
+    assert allocator.log == ["synchronize", "empty_cache", "reset_peak_memory_stats", "step", "synchronize"]
+
+
+def test_a_cpu_reserves_nothing() -> None:
+    assert window_peak(lambda: torch.ones(10)).reserved_bytes is None
+
+
+def test_what_others_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    Allocator(monkeypatch)
+    assert measure.others_memory("cuda") == 10_000 - 2000 - 1100
+    assert free_device_memory("cuda") == 2000 + 1000
+    assert measure.others_memory("cpu") == measure.others_memory("sim:rtx3090") == 0
+
+
 @pytest.mark.cuda
 def test_cuda_peaks() -> None:
     def program() -> torch.Tensor:
@@ -322,6 +365,9 @@ def test_cuda_peaks() -> None:
         return b * 2
 
     program()
-    assert window_peak(program, "cuda") == WindowPeak(8 * 1024, 4 * 1024)
+    found = window_peak(program, "cuda")
+    assert (found.peak_bytes, found.kept_bytes) == (8 * 1024, 4 * 1024)
+    assert found.reserved_bytes is not None
+    assert found.reserved_bytes >= found.peak_bytes
     assert device_identity("cuda")["gpu"] == torch.cuda.get_device_name()
     assert 0 < free_device_memory("cuda") <= device_memory("cuda")

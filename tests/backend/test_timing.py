@@ -204,6 +204,85 @@ def test_real_time_is_measured() -> None:
     assert all(before != after for before, after in pairwise(found.first_ms))
 
 
+class Device:
+    """A stream whose work takes as long as it is told; the host never waits, but for events."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def event(self) -> Event:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def work(self, milliseconds: float) -> None:
+        self.log.append("work")
+        self.now += milliseconds
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.time: float | None = None
+        self.waited = False
+
+    def record(self) -> None:
+        self.device.log.append("record")
+        self.time = self.device.now
+
+    def synchronize(self) -> None:
+        self.device.log.append("wait")
+        self.waited = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.time is not None
+        assert end.time is not None
+        assert end.waited  # torch raises otherwise
+        return end.time - self.time
+
+
+def test_a_device_is_timed_by_events_around_the_step() -> None:
+    device = Device()
+    clock = module.event_clock(device.event, device.synchronize)
+    device.now = 17.0
+    assert clock(lambda: device.work(2.5)) == 2.5
+    assert device.log == ["synchronize", "record", "work", "record", "wait"]
+
+
+def test_timing_starts_when_the_devices_clock_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, calls = Device(), []
+    clock = module.event_clock(device.event, device.synchronize)
+    monkeypatch.setattr(module, "clock_of", lambda _device: clock)
+
+    def step() -> None:
+        calls.append(1)
+        device.work(1.0 + max(0, 12 - len(calls)))  # twelve slow calls
+
+    assert module.alone(step, 4, "cuda") == (1.0,) * 4
+    assert len(calls) == 1 + 15 + 4  # an untimed one, threes until two of them are alike, and those timed
+    calls.clear()
+    found = interleave(step, step, Patience(3, most=0), warmup=2, device="cuda")
+    assert found == Timing((1.0,) * 3, (1.0,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("times", "count"),
+    [
+        ([5.0] * 6, 2),
+        ([5.0, 50.0, 5.0, 5.0, 5.0, 500.0], 2),  # medians
+        ([5.0] * 3 + [4.8] * 3 + [4.75] * 3, 3),
+        ([float(2**n) for n in range(60, 0, -1)], 1),  # so slow that the time is up
+        ([1.0, 1.0, 1.0, 2.0, 2.0, 2.0] * 10, 15),  # never
+        ([0.0] * 6, 2),
+    ],
+)
+def test_a_clock_settles_or_the_time_is_up(times: list[float], count: int) -> None:
+    left = iter(times)
+    assert module.settle(lambda: next(left)) == count
+
+
 @pytest.mark.cuda
 def test_cuda_is_waited_for() -> None:
     import torch

@@ -48,6 +48,9 @@ output 5
 """
 
 
+OVERWRITE = Op(9, "aten.zero_.default", (Ref(4),), (), (4,), reads=((3, 1),), writes=((3, 2),))
+
+
 def sound() -> Graph:
     return parse(SOUND)
 
@@ -179,6 +182,14 @@ BROKEN: dict[str, tuple[Callable[[Graph], Graph], str]] = {
     "store that says nothing": (
         lambda g: change_op(g, 4, reads=()),
         "operator 4 (magis.store): takes a value on storage 3 without saying which version it reads",
+    ),
+    "store that nothing waits for": (
+        lambda g: replace(g, ops=(*g.ops[:5], *g.ops[6:])),
+        "operator 4 (magis.store): nothing waits for the copy, so its memory may be used again too early",
+    ),
+    "written while it is copied": (
+        lambda g: replace(g, ops=(*g.ops[:5], OVERWRITE, *g.ops[5:])),
+        "operator 9 (aten.zero_.default): writes storage 3, which is being copied to the host",
     ),
     "made twice": (
         lambda g: change_op(g, 6, outputs=(2,)),

@@ -10,7 +10,7 @@ import pytest
 
 from magis.errors import UsageError
 from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_csv, row_from_result, write_csv
-from magis.results import Memory, StepFigures
+from magis.results import CaseResult, Memory, StepFigures
 
 SEED = (
     "name, device memory limit, latency limit, memory limit, latency limit ratio, memory limit ratio, weight memory, "
@@ -52,6 +52,8 @@ def test_a_measured_row(measured):
         "ori workspace bytes": 501,
         "opt reserved bytes (predicted)": None,
         "ori reserved bytes (predicted)": None,
+        "opt reserved bytes (measured)": None,
+        "ori reserved bytes (measured)": None,
         "memory limit bytes": 8400,
         "lower bound bytes": 4000,
         "persistent bytes": 3000,
@@ -95,6 +97,17 @@ def test_a_simulated_row_says_so_and_has_no_errors(simulated):
     assert {row[column] for column in empty} == {None}
     assert row["ori reserved bytes (predicted)"] == 2**60 + 2**21
     assert row["opt reserved bytes (predicted)"] == 2**59 + 2**22
+    assert row["opt reserved bytes (measured)"] is row["ori reserved bytes (measured)"] is None
+
+
+def test_reserved_bytes_that_were_measured_stand_beside_those_predicted(measured: CaseResult) -> None:
+    optimized, original = (
+        replace(step, measured=Memory(1, 2, number))
+        for step, number in ((measured.optimized, 2**21), (measured.original, 2**22))
+    )
+    row = row_from_result(replace(measured, optimized=optimized, original=original))
+    assert row["opt reserved bytes (measured)"] == 2**21
+    assert row["ori reserved bytes (measured)"] == 2**22
 
 
 def test_a_ratio_above_one_is_a_slow_down(measured):

@@ -138,8 +138,9 @@ def test_not_what_leaves_the_device() -> None:
     kept = replace(looks, id=max(where.values) + 1, storage=max(where.storages) + 1)
     host = Storage(kept.storage, looks.nbytes, "host")
     store = Op(99, "magis.store", (Ref(product),), (), (kept.id,), reads=((looks.storage, 0),))
+    wait = Op(100, "magis.wait", (Ref(product), Ref(kept.id)), (), ())
     storages, values = {**where.storages, host.id: host}, {**where.values, kept.id: kept}
-    swapped = replace(where, storages=storages, values=values, ops=(*where.ops, store))
+    swapped = replace(where, storages=storages, values=values, ops=(*where.ops, store, wait))
     verify(swapped)
     assert (places("merge-mm", where), places("merge-mm", swapped)) == (1, 0)
 
