@@ -45,7 +45,6 @@ class Piece:
 
     name: str
     command: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 def main() -> int:
@@ -104,7 +103,7 @@ def _pieces(out: Path, device: str, preset: str, models: Sequence[str]) -> Itera
 def _profile(out: Path, device: str) -> Path:
     """Where the profile of a GPU belongs; a rehearsal's is no measurement to keep."""
     if device == "cpu":
-        return out / "cpu.json"
+        return out / "baselines" / "profiles" / "cpu.json"
     sys.path[:0] = [str(ROOT), str(SITE)]
     from magis.api import PROFILES, profile_file
 
@@ -120,7 +119,8 @@ def _install() -> None:
 def _run(piece: Piece, out: Path, seconds: float) -> int:
     """Run a piece for so long at most; its exit code, 124 where it was cut off."""
     paths = os.pathsep.join(filter(None, (str(ROOT), str(SITE), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, **dict(piece.environment)}
+    # plugins by name: this one may be installed here or not
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     started = time.monotonic()
     with (out / f"{piece.name}.log").open("w", encoding="utf-8") as log:
         try:
