@@ -87,10 +87,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         pareto=_folder(config, "pareto"),
         processes=processes,
         resume=resume,
-        tolerances=Tolerances(
-            memory=_tolerance(config, "memory-tolerance", Tolerances.memory),
-            latency=_tolerance(config, "latency-tolerance", Tolerances.latency),
-        ),
+        tolerances=_tolerances(config),
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
@@ -168,10 +165,19 @@ def _whole(name: str, text: str | None, *, least: int) -> int | None:
     return int(text)
 
 
-def _tolerance(config: pytest.Config, name: str, default: float) -> float:
+def _tolerances(config: pytest.Config) -> Tolerances:
+    """The defaults but for what was given; one for latency holds for timed and for simulated ones."""
+    memory, latency = _tolerance(config, "memory-tolerance"), _tolerance(config, "latency-tolerance")
+    return Tolerances(
+        memory=Tolerances.memory if memory is None else memory,
+        latency=Tolerances.latency if latency is None else latency,
+        simulated_latency=Tolerances.simulated_latency if latency is None else latency,
+    )
+
+
+def _tolerance(config: pytest.Config, name: str) -> float | None:
     wanted = "a share such as 0.05 (it must not be negative)"
-    number = _number(name, _scalar(config, name), wanted, lambda x: x >= 0)
-    return default if number is None else number
+    return _number(name, _scalar(config, name), wanted, lambda x: x >= 0)
 
 
 def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
