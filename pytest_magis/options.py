@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from magis.errors import UsageError
+from magis.dtypes import DTYPES, check_dtype
+from magis.errors import UsageError, nearest
 from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
 __all__ = ["Settings", "read_settings", "read_sharing"]
 
-DTYPES = ("float32", "bfloat16", "float16")
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
@@ -63,7 +63,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     grid = Grid(
         device=device,
         preset=_choice("preset", _scalar(config, "preset"), PRESETS) or ("small" if device == "cpu" else "paper"),
-        dtype=_choice("dtype", _scalar(config, "dtype"), DTYPES),
+        dtype=_dtype(_scalar(config, "dtype"), device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
         budget=_whole("budget", _scalar(config, "budget"), least=1),
@@ -182,7 +182,17 @@ def _tolerance(config: pytest.Config, name: str) -> float | None:
 
 def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is not None and text not in known:
-        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=f"choose from {', '.join(known)}")
+        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=nearest(text, known))
+    return text
+
+
+def _dtype(text: str | None, device: str) -> str | None:
+    _choice("dtype", text, DTYPES)
+    if text is not None:
+        try:
+            check_dtype(text, device)
+        except UsageError as error:
+            raise UsageError(f"{BY_NAME['dtype'].flag}: {error}") from None
     return text
 
 
@@ -196,7 +206,7 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
         return text
     if text == "cuda":
         raise UsageError("--magis-device: 'cuda' needs a GPU and none was found", hint="use cpu or sim:<name>")
-    raise UsageError(f"--magis-device: unknown device {text!r}", hint=f"choose from {', '.join(found)}")
+    raise UsageError(f"--magis-device: unknown device {text!r}", hint=nearest(text, found))
 
 
 def _directory(config: pytest.Config) -> Path:

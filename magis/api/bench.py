@@ -11,12 +11,12 @@ import torch
 from magis.api.sharing import Sharing
 from magis.api.subject import Source, Subject
 from magis.cost.devices import device_names
-from magis.errors import UsageError
+from magis.dtypes import check_dtype
+from magis.errors import UsageError, nearest
 from magis.models.registry import PRESETS, get
 from magis.results import Case
 
 KEPT = 2
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Bench:
@@ -36,8 +36,8 @@ class Bench:
         check_device(case.device)
         spec = get(case.model)
         dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
-        if dtype and dtype not in DTYPES:
-            raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
+        if dtype:
+            check_dtype(dtype, case.device)
         make = functools.partial(spec.build, case.preset)
         return self.keep((case.model, case.preset), Source(case.model, make, dtype, case.device, case.seed))
 
@@ -68,4 +68,4 @@ def check_device(name: str) -> None:
         return
     if name == "cuda":
         raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
-    raise UsageError(f"unknown device {name!r}", hint=f"use one of {', '.join(available_devices())}")
+    raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,7 @@ from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.signature import signature
+from magis.dtypes import autocast_type, tensor_type
 from magis.fission.floor import Floor, floor
 from magis.ir import Graph, Op, Value, digest, every_op, verify
 from magis.models.names import is_factory
@@ -94,7 +96,7 @@ class Subject:
 
     def _make(self) -> Workload:
         made = self._asked.make(self._asked.seed)
-        return made.to(self._asked.dtype) if self._asked.dtype else made
+        return made.to(tensor_type(self._asked.dtype)) if self._asked.dtype else made
 
     @cached_property
     def captured(self) -> Captured:
@@ -116,6 +118,7 @@ class Subject:
             workload.optimizer,
             device=self.kind,
             explicit_attention=workload.explicit_attention,
+            autocast=autocast_type(self._asked.dtype),
         )
         verify(found.graph)
         return found
@@ -354,7 +357,13 @@ class Subject:
             work.loss_fn,
             work.optimizer,
             explicit_attention=work.explicit_attention,
+            around=self._around,
         )
+
+    def _around(self) -> AbstractContextManager[object]:
+        """The context of eager's forward and loss."""
+        cast = autocast_type(self._asked.dtype)
+        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
 
     def generated(self, graph: Graph) -> GraphStep:
         work = self.fresh()

@@ -8,14 +8,23 @@ import pytest
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("tpu", "--magis-device: unknown device 'tpu'; choose from cpu, sim:rtx3090"),
-        ("sim:rtx9999", "--magis-device: unknown device 'sim:rtx9999'"),
+        ("tpu", "--magis-device: unknown device 'tpu'; did you mean cpu? choose from cpu, sim:rtx3090"),
+        ("none", "--magis-device: unknown device 'none'; choose from cpu, sim:rtx3090"),
+        ("sim:rtx9999", "--magis-device: unknown device 'sim:rtx9999'; did you mean sim:rtx3090?"),
+        ("sim:RTX3090", "--magis-device: unknown device 'sim:RTX3090'; did you mean sim:rtx3090?"),
+        ("rtx3090", "--magis-device: unknown device 'rtx3090'; did you mean sim:rtx3090?"),
+        ("CPU", "--magis-device: unknown device 'CPU'; did you mean cpu?"),
         ("cuda", "--magis-device: 'cuda' needs a GPU and none was found; use cpu or sim:<name>"),
         ("", "--magis-device is empty"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(gate, given, message, workers):
     assert message in gate.refuses("--magis-models=bert", f"--magis-device={given}", workers=workers)
+
+
+def test_a_gpu_that_the_ini_file_asks_for_and_is_not_there(gate):
+    message = gate.refuses("--magis-models=bert", "-o", "magis_device=cuda")
+    assert message == "ERROR: --magis-device: 'cuda' needs a GPU and none was found; use cpu or sim:<name>"
 
 
 def test_the_default_is_the_first_device(gate):
