@@ -7,8 +7,8 @@ plugin itself in a process of its own, as `pytest --magis-models=planted:bert --
 Changes are made to the module, as a commit would make them: parts that run a second time without gradients (slower, the
 peak stays), a wider layer (more memory, hardly slower). The devices' constants are never touched.
 
-The optimized step is another plan after any change, whose own figures may move by more than what was planted; they are
-gated as well. Runs that must stay green although something changed are therefore those of the eager step alone.
+Printed: `benchmarks/results/planted_h200.txt`. The optimized step is another plan after any change, whose own figures
+may move by more than what was planted; they are gated as well. Runs that must stay green although something changed are therefore those of the eager step alone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import magis
 from magis.api import Bench, check_device, run_case
 from magis.api.precision import products_of
 from magis.errors import UsageError
+from magis.models.names import GATE_NAMES
 from magis.report import row_from_result
 from magis.results import Case
 from magis.testing import nn, run_optimization, setup_training_graph
@@ -37,6 +39,16 @@ def test_a_step_under_autocast_is_eagers_bit_by_bit_and_byte_by_byte(net: str, d
     plain = run_case(case(net, "float32", strategy="eager"))
     assert result.weight_bytes == plain.weight_bytes
     assert result.original_memory != plain.original_memory
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["eager", "magis"])
+@pytest.mark.parametrize("model", GATE_NAMES)
+def test_the_networks_of_the_gate_under_autocast(model: str, strategy: str) -> None:
+    result = run_case(replace(case("tied", "amp-bfloat16", strategy=strategy), model=model))
+    assert result.numbers == ("bit-identical" if strategy == "magis" else "reference")
+    for step in (result.original, result.optimized):
+        assert step.measured == step.simulated
 
 
 def test_checkpointing_under_autocast_is_as_simulated() -> None:
