@@ -8,7 +8,8 @@ Changes are made to the module, as a commit would make them: parts that run a se
 peak stays), a wider layer (more memory, hardly slower). The devices' constants are never touched.
 
 Printed: `benchmarks/results/planted_h200.txt`. The optimized step is another plan after any change, whose own figures
-may move by more than what was planted; they are gated as well. Runs that must stay green although something changed are therefore those of the eager step alone.
+may move by more than what was planted; they are gated as well. Runs that must stay green although something changed are
+therefore those of the eager step alone.
 """
 
 from __future__ import annotations
