@@ -26,11 +26,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv gate test lint types soak bench coverage gpu gpu-wheels mutants clean
+.PHONY: help venv gate test lint types soak bench coverage gpu wheels mutants clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
-	    printf 'make %-10s %s\n' "$$name" "$$text"; done
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+	    printf 'make %-9s %s\n' "$$name" "$$text"; done
 
 venv: $(READY)  ## create .venv with the pinned dependencies and this project (done once)
 
@@ -72,7 +72,7 @@ coverage: $(READY)  ## run the test suite under coverage; at least 90% is requir
 gpu:  ## on a GPU machine: CUDA tests, profiles, measured workloads, within 9 minutes; call again to go on
 	$(PYTHON) tools/gpu/run.py --out .gpu/out $(ARGS)
 
-gpu-wheels: $(READY)  ## fetch what a GPU machine without an index lacks (rustworkx, for GPU_PYTHON)
+wheels: $(READY)  ## fetch what a GPU machine without an index lacks (rustworkx, for GPU_PYTHON)
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary :all: --python-version $(GPU_PYTHON) \
 	    --constraint constraints.txt --dest .gpu/wheels rustworkx
 

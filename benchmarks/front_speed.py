@@ -26,7 +26,8 @@ before_torch()
 
 from magis.api.planning import plan_whole  # noqa: E402
 from magis.api.plans import Scratch  # noqa: E402
-from magis.api.subject import Source, Subject  # noqa: E402
+from magis.api.source import Source  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
 from magis.models.gpt_neo import GptNeoConfig, gpt_neo  # noqa: E402
 from magis.models.style import SEED  # noqa: E402
 from magis.report.svg import TEXT, across, framed, label  # noqa: E402

@@ -33,7 +33,8 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from torch import Tensor, nn  # noqa: E402
 
-from magis.api.subject import Source, Subject  # noqa: E402
+from magis.api.source import Source  # noqa: E402
+from magis.api.subject import Subject  # noqa: E402
 from magis.errors import VerifyError  # noqa: E402
 from magis.fission.expand import expand as expand_region  # noqa: E402
 from magis.fission.grow import most_parts  # noqa: E402

@@ -6,7 +6,9 @@ Every message is one line: what is wrong, the values that show it, and the way o
 
 from __future__ import annotations
 
-__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError"]
+from collections.abc import Sequence
+
+__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError", "nearest"]
 
 
 class MagisError(Exception):
@@ -39,3 +41,15 @@ class CaptureError(MagisError):
 
 class VerifyError(MagisError):
     """A graph or a plan breaks a rule that all of them keep; always a defect, never bad input."""
+
+
+def nearest(given: str, known: Sequence[str]) -> str:
+    """The hint for a name that is unknown: the most similar ones, whatever their case; else all that there are."""
+    import difflib  # here: an idle plugin has no use for it
+
+    by_folded = {name.casefold(): name for name in known}
+    close = [by_folded[name] for name in difflib.get_close_matches(given.casefold(), by_folded, n=2, cutoff=0.6)]
+    if given.casefold() in by_folded:
+        close = [by_folded[given.casefold()]]
+    listed = f"choose from {', '.join(known)}"
+    return f"did you mean {' or '.join(close)}? {listed}" if close else listed

@@ -34,7 +34,8 @@ class Case:
     """ "small" or "paper"."""
     dtype: str | None = None
     """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper"; of a factory's, what it was built
-    with)."""
+    with). "tf32": float32 with products in tf32; "amp-bfloat16", "amp-float16": float32 weights, forward and loss under
+    autocast, gradients not scaled."""
     memory_ratio: float | None = None
     """Memory limit as a share of the original's peak; only for "magis"."""
     latency_ratio: float | None = None

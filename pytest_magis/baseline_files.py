@@ -198,6 +198,7 @@ def _ratio(value: object, where: str) -> float:
 
 
 _READERS: Mapping[str, Callable[[object, str], object]] = {
+    "constants": _text,
     "feasible": _flag,
     "graph": _text,
     "latency_ratio": _ratio,

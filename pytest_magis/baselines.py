@@ -23,9 +23,11 @@ __all__ = [
     "ModelBaseline",
     "case_key",
     "configuration_key",
+    "constants",
     "identity_key",
     "latency",
     "planning",
+    "simulated_ns",
     "stored_case",
     "updated",
 ]
@@ -35,7 +37,10 @@ RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be nois
 
 @dataclass(frozen=True)
 class Measured:
-    """What holds for one device identity (for every machine on a simulated device). Bytes; ratios opt/ori."""
+    """What holds for one device identity (for every machine on a simulated device). Bytes; ratios opt/ori.
+
+    The last three are of simulated devices alone, and of files that were written since they are kept.
+    """
 
     lower_bound_bytes: int
     optimized_peak_bytes: int
@@ -44,6 +49,10 @@ class Measured:
     latency_ratio: float | None = None
     latency_ratio_low: float | None = None
     latency_ratio_high: float | None = None
+    original_latency_ns: int | None = None
+    optimized_latency_ns: int | None = None
+    constants: str | None = None
+    """Version of the devices' constants that these latencies were simulated with."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +186,7 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
 
 def _measured(result: CaseResult) -> Measured:
     ratio, low, high = latency(result)
+    original_ns, optimized_ns = simulated_ns(result) or (None, None)
     return Measured(
         lower_bound_bytes=result.lower_bound_bytes,
         optimized_peak_bytes=result.memory.peak_bytes,
@@ -185,7 +195,26 @@ def _measured(result: CaseResult) -> Measured:
         latency_ratio=_rounded(ratio),
         latency_ratio_low=_rounded(low),
         latency_ratio_high=_rounded(high),
+        original_latency_ns=original_ns,
+        optimized_latency_ns=optimized_ns,
+        constants=constants(result),
     )
+
+
+def simulated_ns(result: CaseResult) -> tuple[int, int] | None:
+    """Simulated latencies of the original and the optimized step, nanoseconds; None but on a simulated device.
+
+    Not of a step that is only too large for its device: such a row is gated on the device where it was made.
+    """
+    if not result.case.device.startswith("sim:"):
+        return None
+    # results hold milliseconds: the nearest whole number is what they were divided from
+    return round(result.original.simulated_ms * 1e6), round(result.optimized.simulated_ms * 1e6)
+
+
+def constants(result: CaseResult) -> str | None:
+    """Version of the constants that a simulated device's latencies come from; None on other devices."""
+    return result.identity.get("constants") if result.case.device.startswith("sim:") else None
 
 
 def latency(result: CaseResult) -> tuple[float | None, float | None, float | None]:

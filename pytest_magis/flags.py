@@ -38,7 +38,11 @@ OPTIONS = (
     Option("strategies", "NAMES", "what to run each model under (default: eager,magis)", is_list=True),
     Option("device", "NAME", "cpu, cuda or sim:<name> (default: cuda if there is one, else cpu)"),
     Option("preset", "NAME", "sizes of the models: small or paper (default: small on cpu, else paper)"),
-    Option("dtype", "NAME", "float32, bfloat16 or float16 (default: each model's own)"),
+    Option(
+        "dtype",
+        "NAME",
+        "float32, tf32, bfloat16, float16, float64, amp-bfloat16 or amp-float16 (default: each model's own)",
+    ),
     Option("budget", "STATES", "work budget of the search, in states evaluated"),
     Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
     Option("seed", "N", "seed of models, batches and searches (default: 0)"),
@@ -50,7 +54,9 @@ OPTIONS = (
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
     Option("pareto", "DIR", "also write each model's front of memory against latency there, as .json and .svg"),
     Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
-    Option("latency-tolerance", "SHARE", "share by which the latency ratio may exceed its baseline (default: 0.04)"),
+    Option(
+        "latency-tolerance", "SHARE", "share by which latency may exceed its baseline (default: 0.04; simulated 0.01)"
+    ),
 )
 BY_NAME = {option.name: option for option in OPTIONS}
 

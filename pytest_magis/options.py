@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from magis.errors import UsageError
+from magis.dtypes import DTYPES, check_dtype
+from magis.errors import UsageError, nearest
 from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
 __all__ = ["Settings", "read_profiles", "read_settings", "read_sharing"]
 
-DTYPES = ("float32", "bfloat16", "float16")
 PROFILES = "profiles"
 """The folder of operator profiles, among those of the baselines."""
 PRESETS = ("small", "paper")
@@ -65,7 +65,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     grid = Grid(
         device=device,
         preset=_choice("preset", _scalar(config, "preset"), PRESETS) or ("small" if device == "cpu" else "paper"),
-        dtype=_choice("dtype", _scalar(config, "dtype"), DTYPES),
+        dtype=_dtype(_scalar(config, "dtype"), device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
         budget=_whole("budget", _scalar(config, "budget"), least=1),
@@ -90,10 +90,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         pareto=_folder(config, "pareto"),
         processes=processes,
         resume=resume,
-        tolerances=Tolerances(
-            memory=_tolerance(config, "memory-tolerance", Tolerances.memory),
-            latency=_tolerance(config, "latency-tolerance", Tolerances.latency),
-        ),
+        tolerances=_tolerances(config),
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
@@ -188,15 +185,34 @@ def _whole(name: str, text: str | None, *, least: int) -> int | None:
     return int(text)
 
 
-def _tolerance(config: pytest.Config, name: str, default: float) -> float:
+def _tolerances(config: pytest.Config) -> Tolerances:
+    """The defaults but for what was given; one for latency holds for timed and for simulated ones."""
+    memory, latency = _tolerance(config, "memory-tolerance"), _tolerance(config, "latency-tolerance")
+    return Tolerances(
+        memory=Tolerances.memory if memory is None else memory,
+        latency=Tolerances.latency if latency is None else latency,
+        simulated_latency=Tolerances.simulated_latency if latency is None else latency,
+    )
+
+
+def _tolerance(config: pytest.Config, name: str) -> float | None:
     wanted = "a share such as 0.05 (it must not be negative)"
-    number = _number(name, _scalar(config, name), wanted, lambda x: x >= 0)
-    return default if number is None else number
+    return _number(name, _scalar(config, name), wanted, lambda x: x >= 0)
 
 
 def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is not None and text not in known:
-        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=f"choose from {', '.join(known)}")
+        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=nearest(text, known))
+    return text
+
+
+def _dtype(text: str | None, device: str) -> str | None:
+    _choice("dtype", text, DTYPES)
+    if text is not None:
+        try:
+            check_dtype(text, device)
+        except UsageError as error:
+            raise UsageError(f"{BY_NAME['dtype'].flag}: {error}") from None
     return text
 
 
@@ -210,7 +226,7 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
         return text
     if text == "cuda":
         raise UsageError("--magis-device: 'cuda' needs a GPU and none was found", hint="use cpu or sim:<name>")
-    raise UsageError(f"--magis-device: unknown device {text!r}", hint=f"choose from {', '.join(found)}")
+    raise UsageError(f"--magis-device: unknown device {text!r}", hint=nearest(text, found))
 
 
 def _directory(config: pytest.Config) -> Path:

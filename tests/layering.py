@@ -31,14 +31,14 @@ LAYERS = (
     ("magis.aten",),
     ("magis.ir",),
     ("magis.results",),
-    ("magis.quiet", "magis.units"),
+    ("magis.dtypes", "magis.quiet", "magis.units"),
     ("magis.errors",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
 PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
-    {"magis", "magis.api", "magis.errors", "magis.models", "magis.models.names"}
+    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.names"}
     | {"magis.quiet", "magis.report", "magis.results", "magis.units"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis

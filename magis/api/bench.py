@@ -10,14 +10,15 @@ import torch
 
 from magis.api.pricing import Pricing, Profiles
 from magis.api.sharing import Sharing
-from magis.api.subject import Source, Subject
+from magis.api.source import Source
+from magis.api.subject import Subject
 from magis.cost.devices import device_names
-from magis.errors import UsageError
+from magis.dtypes import check_dtype
+from magis.errors import UsageError, nearest
 from magis.models.registry import PRESETS, ModelSpec, get
 from magis.results import Case
 
 KEPT = 2
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Bench:
@@ -69,8 +70,8 @@ def check_profile(case: Case, *, cache: Bench | None = None) -> None:
 def _dtype(spec: ModelSpec, case: Case) -> str:
     """What tensors are converted to; empty: each stays as it was built. UsageError for an unknown data type."""
     dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
-    if dtype and dtype not in DTYPES:
-        raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
+    if dtype:
+        check_dtype(dtype, case.device)
     return dtype
 
 
@@ -91,4 +92,4 @@ def check_device(name: str) -> None:
         return
     if name == "cuda":
         raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
-    raise UsageError(f"unknown device {name!r}", hint=f"use one of {', '.join(available_devices())}")
+    raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))

@@ -22,6 +22,7 @@ from magis.api.alone import (
 from magis.api.bench import Bench
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
+from magis.api.precision import products_of
 from magis.api.subject import Subject
 from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import Step
@@ -120,6 +121,10 @@ class CaseRun:
         self._bounds = tuple(latency_bounds)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
+        with products_of(self._subject.source.dtype):
+            return self._result(stored, expected_graph)
+
+    def _result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         subject, case = self._subject, self._case
         self._progress("capturing")
         original_ns = subject.latency_ns(subject.captured.graph)

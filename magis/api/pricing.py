@@ -11,6 +11,7 @@ from magis.backend.measure import device_identity
 from magis.backend.profiler import schema_of
 from magis.cost.devices import gpu_name
 from magis.cost.store import Profile, ProfileError, load, matched
+from magis.dtypes import autocast_type, tensor_type
 
 __all__ = ["FOLDER", "UNPRICED", "Pricing", "Profiles", "profile_file", "refused"]
 
@@ -93,10 +94,11 @@ def refused(profile: Profile, device: str) -> str:
 
 
 def _lacking(profile: Profile, dtype: str) -> str:
-    if not dtype or dtype in profile.dtypes:
+    wanted = {tensor_type(dtype), autocast_type(dtype) or tensor_type(dtype)} if dtype else set()
+    if wanted <= profile.dtypes:
         return ""
     known = ", ".join(sorted(profile.dtypes)) or "none at all"
-    return f"has no {dtype} operators (its data types: {known})"
+    return f"has no {' or '.join(sorted(wanted - profile.dtypes))} operators (its data types: {known})"
 
 
 def _name(identity: Mapping[str, str]) -> str:

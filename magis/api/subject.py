@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from magis.api.forms import redo_graph, signatures
 from magis.api.pricing import UNPRICED, Pricing
 from magis.api.sharing import Sharing
+from magis.api.source import Source, own_dtype
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
 from magis.backend.timing import alone
@@ -24,6 +26,7 @@ from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.prices import Prices
 from magis.cost.shares import shares
 from magis.cost.signature import signature
+from magis.dtypes import autocast_type, tensor_type
 from magis.fission.floor import Floor, floor
 from magis.ir import Graph, digest, every_op, verify
 from magis.models.names import is_factory
@@ -38,20 +41,6 @@ from magis.simulate.reserved import reserved
 
 ROUNDS_ALONE = 5
 ALONE = Sharing()
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a workload comes from: a recipe (seed -> workload), and the case's settings that shape it."""
-
-    name: str
-    make: Callable[[int], Workload]
-    dtype: str
-    """What every floating-point tensor is converted to; empty: each stays as it was built."""
-    device: str
-    seed: int
-    reuse: bool = True
-    """Whether an operator may take over the memory of an input that dies with it."""
 
 
 class Subject:
@@ -72,7 +61,7 @@ class Subject:
     @cached_property
     def source(self) -> Source:
         """With the model's own data type, where none was asked for."""
-        return self._asked if self._asked.dtype else replace(self._asked, dtype=_own_dtype(self.fake))
+        return self._asked if self._asked.dtype else replace(self._asked, dtype=own_dtype(self.fake))
 
     @property
     def keeps_dtypes(self) -> bool:
@@ -98,7 +87,7 @@ class Subject:
 
     def _make(self) -> Workload:
         made = self._asked.make(self._asked.seed)
-        return made.to(self._asked.dtype) if self._asked.dtype else made
+        return made.to(tensor_type(self._asked.dtype)) if self._asked.dtype else made
 
     @cached_property
     def captured(self) -> Captured:
@@ -120,6 +109,7 @@ class Subject:
             workload.optimizer,
             device=self.kind,
             explicit_attention=workload.explicit_attention,
+            autocast=autocast_type(self._asked.dtype),
         )
         verify(found.graph)
         return found
@@ -386,7 +376,13 @@ class Subject:
             work.loss_fn,
             work.optimizer,
             explicit_attention=work.explicit_attention,
+            around=self._around,
         )
+
+    def _around(self) -> AbstractContextManager[object]:
+        """The context of eager's forward and loss."""
+        cast = autocast_type(self._asked.dtype)
+        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
 
     def generated(self, graph: Graph) -> GraphStep:
         work = self.fresh()
@@ -405,11 +401,3 @@ class Subject:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.fake.blocks
-
-
-def _own_dtype(workload: Workload) -> str:
-    """The data type of the first floating-point parameter, else of such an input; float32 where there is none."""
-    for tensor in (*workload.module.parameters(), *workload.inputs):
-        if tensor.is_floating_point():
-            return str(tensor.dtype).removeprefix("torch.")
-    return "float32"

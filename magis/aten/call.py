@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from magis.aten.mixed import as_mixed
 from magis.errors import MagisError
 from magis.ir.types import Arg, Const, Op, Ref, Scalar
 
@@ -126,4 +127,4 @@ def call(
     """Run one operator and return its outputs (`outputs`); `tensors` holds its inputs by value id."""
     args = [to_torch(arg, tensors, scalars, device) for arg in op.args]
     kwargs = {name: to_torch(arg, tensors, scalars, device) for name, arg in op.kwargs}
-    return outputs(resolve(op.target)(*args, **kwargs))
+    return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))

@@ -7,6 +7,7 @@ gradients None at its start. Both kinds update weights and statistics in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +58,11 @@ class EagerStep:
         rule: OptimizerSpec,
         *,
         explicit_attention: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """``around`` makes the context of forward and loss: autocast, say."""
         self.module = module
+        self._around = around
         self._inputs = tuple(inputs)
         self._targets = tuple(targets)
         self._loss_fn = loss_fn
@@ -96,9 +100,10 @@ class EagerStep:
         return self._outputs[0]
 
     def _forward(self) -> Any:
-        if self._loss_fn is None:
-            return self.module(*self._inputs)
-        return self._loss_fn(self.module(*self._inputs), *self._targets)
+        with self._around():
+            if self._loss_fn is None:
+                return self.module(*self._inputs)
+            return self._loss_fn(self.module(*self._inputs), *self._targets)
 
     def results(self) -> tuple[Tensor, ...]:
         if self._rule.kind != "gradients":

@@ -29,6 +29,7 @@ from magis.aten.facts import (
     undeclared_writes,
 )
 from magis.aten.layouts import masked, row_by_row
+from magis.aten.mixed import as_mixed
 from magis.aten.watched import unwatched
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
@@ -104,7 +105,7 @@ class Recorder(TorchDispatchMode):
         _check_dense(out)
         if str(func) in CONTIGUOUS_RESULT:
             out = row_by_row(out)
-        out = masked(func, args, out)
+        out = as_mixed(str(func), args, masked(func, args, out))
         self._record(func, args, kwargs, out, before)
         return out
 

@@ -29,6 +29,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from magis.aten import optimizers
 from magis.aten.call import CallError
+from magis.capture.autocast import autocast as casting
+from magis.capture.autocast import cuda_rules
 from magis.capture.device_table import device_forms
 from magis.capture.recorder import ONLY_DENSE, Recorder, layout_problem
 from magis.errors import CaptureError, MagisError
@@ -65,11 +67,13 @@ def capture(
     *,
     device: str = "cpu",
     explicit_attention: bool = False,
+    autocast: str | None = None,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
     The tensors may be real or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators that
-    this device would run. Raises CaptureError, naming module and line, for steps that are not one static graph.
+    this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to. Raises
+    CaptureError, naming module and line, for steps that are not one static graph.
     """
     _check_tensors(module, inputs, targets)
     mode = _fake_mode([*module.parameters(), *module.buffers(), *inputs, *targets])
@@ -91,8 +95,10 @@ def capture(
             stack.enter_context(_reparametrize_module(module, {**fakes.params, **fakes.buffers}, tie_weights=True))
             stack.enter_context(recorder.watch(module))
             stack.enter_context(device_forms(device))
+            if autocast is not None and device == "cuda":
+                stack.enter_context(cuda_rules())
             stack.enter_context(recorder)
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(training), casting(autocast):
                 result = _forward(module, fakes, loss_fn)
             _check_buffers(module, fakes)
             grads: Sequence[Tensor | None] = ()

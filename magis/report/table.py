@@ -1,8 +1,8 @@
 """results.csv: one row per case.
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
-the row's data type, an exact float, and "latency" is milliseconds. The columns after them name their unit, and every
-ratio says that it is optimized / original (opt/ori).
+the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
+columns after them name their unit, and every ratio says that it is optimized / original (opt/ori).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
+from magis.dtypes import tensor_type
 from magis.errors import UsageError
 from magis.report.files import write_text_atomically
 from magis.results import CaseResult, StepFigures
@@ -112,7 +113,7 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
     """The row of one case, in the order of COLUMNS. `note` stands in for the result's own note if given."""
     from magis.ir import ITEM_SIZE
 
-    item_size = ITEM_SIZE.get(result.dtype)
+    item_size = ITEM_SIZE.get(tensor_type(result.dtype))
     if item_size is None:
         raise UsageError(f"results.csv: unknown data type {result.dtype!r} of {result.case.model}")
     case = result.case

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from magis.api.bench import DTYPES, Bench, check_device, default_device
+from magis.api.bench import Bench, check_device, default_device
 from magis.api.cases import CaseRun
-from magis.api.subject import Source
+from magis.api.source import Source
 from magis.capture import OptimizerSpec, Workload
+from magis.dtypes import check_dtype
 from magis.errors import UsageError
 from magis.ir import dump
 from magis.report import append_rows, row_from_result, to_plain, write_text_atomically
@@ -113,9 +114,8 @@ def _case(
         raise UsageError(f"lat_limit_ratio={latency!r}", hint="use a multiple of the un-optimized latency, at least 1")
     if seconds is not None and not (_number(seconds) and seconds > 0):
         raise UsageError(f"time_budget={seconds!r}", hint="use a positive number of seconds")
-    if dtype not in DTYPES:
-        raise UsageError(f"unknown data type {dtype!r}", hint=f"use one of {', '.join(DTYPES)}")
     check_device(device)
+    check_dtype(dtype, device)
     return Case(
         model=name,
         strategy="magis",

@@ -12,7 +12,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.api import OptimizerSpec, Workload
 from magis.api.numbers import compare_rounding
-from magis.api.subject import Source, Subject
+from magis.api.source import Source
+from magis.api.subject import Subject
 from magis.fission.expand import expand
 from magis.fission.grow import connected
 from magis.fission.region import Region

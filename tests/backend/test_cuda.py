@@ -16,7 +16,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.api import Bench, OptimizerSpec, Workload, run_case
 from magis.api.numbers import SAME, compare
-from magis.api.subject import Source, Subject
+from magis.api.source import Source
+from magis.api.subject import Subject
 from magis.api.trace import write_trace
 from magis.backend.measure import free_device_memory, others_memory
 from magis.backend.replayed import ReplayedStep

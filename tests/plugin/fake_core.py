@@ -22,6 +22,8 @@ FIGURES = {
     "opt_peak": 1.0,
     "ori_tensor": 1.0,
     "latency": 1.02,
+    "milliseconds": 10.0,  # of the original
+    "constants": "1",  # of simulated devices
     "half_interval": 0.01,
     "simulator_off": 0,  # bytes
     "numbers": "bit-identical",
@@ -86,14 +88,16 @@ def make_result(case, figure):
     optimized = Memory(tensors, original.peak_bytes if eager else int((tensors + 512) * figure["opt_peak"]))
     real = not case.device.startswith("sim:")
     latency = 1.0 if eager else figure["latency"]
+    milliseconds = figure["milliseconds"]
+    identity = {"instruction set": figure["identity"], "threads": "2", "torch": "2.13.0"}
     return CaseResult(
         case=case,
         dtype=case.dtype or "float32",
-        identity={"instruction set": figure["identity"], "threads": "2", "torch": "2.13.0"},
-        original=step(original, 10.0, real, 0),
-        optimized=step(original, 10.0, real, 0)
+        identity=identity if real else {"device": case.device, "constants": figure["constants"]},
+        original=step(original, milliseconds, real, 0),
+        optimized=step(original, milliseconds, real, 0)
         if eager
-        else step(optimized, 10 * latency, real, figure["simulator_off"]),
+        else step(optimized, milliseconds * latency, real, figure["simulator_off"]),
         ratio=interval(latency, figure["half_interval"]) if real and not eager else None,
         weight_bytes=base // 8 * 4,
         persistent_bytes=base // 4,

@@ -8,14 +8,23 @@ import pytest
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("tpu", "--magis-device: unknown device 'tpu'; choose from cpu, sim:rtx3090"),
-        ("sim:rtx9999", "--magis-device: unknown device 'sim:rtx9999'"),
+        ("tpu", "--magis-device: unknown device 'tpu'; did you mean cpu? choose from cpu, sim:rtx3090"),
+        ("none", "--magis-device: unknown device 'none'; choose from cpu, sim:rtx3090"),
+        ("sim:rtx9999", "--magis-device: unknown device 'sim:rtx9999'; did you mean sim:rtx3090?"),
+        ("sim:RTX3090", "--magis-device: unknown device 'sim:RTX3090'; did you mean sim:rtx3090?"),
+        ("rtx3090", "--magis-device: unknown device 'rtx3090'; did you mean sim:rtx3090?"),
+        ("CPU", "--magis-device: unknown device 'CPU'; did you mean cpu?"),
         ("cuda", "--magis-device: 'cuda' needs a GPU and none was found; use cpu or sim:<name>"),
         ("", "--magis-device is empty"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(gate, given, message, workers):
     assert message in gate.refuses("--magis-models=bert", f"--magis-device={given}", workers=workers)
+
+
+def test_a_gpu_that_the_ini_file_asks_for_and_is_not_there(gate):
+    message = gate.refuses("--magis-models=bert", "-o", "magis_device=cuda")
+    assert message == "ERROR: --magis-device: 'cuda' needs a GPU and none was found; use cpu or sim:<name>"
 
 
 def test_the_default_is_the_first_device(gate):
@@ -39,15 +48,106 @@ def test_simulated_rows_are_gated_on_every_machine(gate, workers):
     assert gate.rows()[0]["opt-is-prof-result"] == "False"
 
 
-def test_a_simulated_latency_is_gated_exactly_within_the_tolerance(gate):
-    arguments = ("--magis-models=bert", "--magis-device=sim:rtx3090", "--magis-strategies=magis")
+SIMULATED = ("--magis-models=bert", "--magis-device=sim:rtx3090")
+
+
+def test_a_simulated_latency_is_gated_exactly_within_a_hundredth(gate):
+    arguments = (*SIMULATED, "--magis-strategies=magis")
     gate.accept(*arguments)
-    gate.fake(any_case={"latency": 1.02 * 1.039})
+    gate.fake(any_case={"latency": 1.02 * 1.0099})
     gate(*arguments).assert_outcomes(passed=2)
-    gate.fake(any_case={"latency": 1.02 * 1.041})
+    gate.fake(any_case={"latency": 1.02 * 1.0102})
     result = gate(*arguments)
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(["worse: latency ratio (opt/ori): 1.0618, allowed 1.061 *"])
+    allowed = "allowed 10,302,000 ns (10.3 ms) (baseline 10,200,000 + 0.01), +0.02%; their ratio (opt/ori) +0.02%"
+    result.stdout.fnmatch_lines([f"worse: optimized simulated latency: 10,304,040 ns (10.3 ms), {allowed}"])
+    gate(*arguments, "--magis-latency-tolerance=0.04").assert_outcomes(passed=2)
+    gate.fake(any_case={"latency": 1.0201})
+    gate(*arguments, "--magis-latency-tolerance=0").assert_outcomes(failed=2)
+
+
+def test_a_simulated_step_that_gets_slower_alike_is_seen_although_the_ratio_stays(gate, workers):
+    gate.accept(*SIMULATED)
+    gate.fake(any_case={"milliseconds": 10.3})
+    result = gate(*SIMULATED, workers=workers)
+    result.assert_outcomes(failed=3)
+    allowed = "allowed 10,100,000 ns (10.1 ms) (baseline 10,000,000 + 0.01), +2.0%"
+    text = f"worse: original simulated latency: 10,300,000 ns (10.3 ms), {allowed}"
+    found = [line for line in result.outlines if line.startswith("worse: ")]
+    assert found == [text, f"{text}; optimized +2.0%", f"{text}; optimized +2.0%"]
+    result.stdout.fnmatch_lines(["accept everything that can be: pytest * --magis-update=worse"])
+    gate.fake(any_case={"milliseconds": 10.1})
+    gate(*SIMULATED).assert_outcomes(passed=3)
+    gate.fake(any_case={"milliseconds": 9.0})
+    result = gate(*SIMULATED)
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(
+        ["*better: original simulated latency: 9,000,000 ns (9.00 ms), baseline 10,000,000 ns*"]
+    )
+
+
+def test_a_machine_that_is_slower_is_no_regression(gate):
+    gate.accept("--magis-models=bert")
+    gate.fake(any_case={"milliseconds": 20.0})
+    gate("--magis-models=bert").assert_outcomes(passed=3)
+    text = str(gate.baseline())
+    assert "latency_ns" not in text
+    assert "constants" not in text
+
+
+def without_latencies(gate):
+    """The baseline as it was written before latencies were kept."""
+    path = gate.root / "baselines" / "sim-rtx3090" / "bert.json"
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if "_latency_ns" not in line and '"constants"' not in line]
+    assert len(kept) == len(lines) - 3 * 3
+    path.write_text("".join(kept).replace(",\n            }", "\n            }"))
+    return path
+
+
+def test_an_older_baseline_without_latencies_still_holds_and_takes_them_over_when_asked(gate):
+    gate.accept(*SIMULATED)
+    complete = gate.baseline(device="sim-rtx3090")
+    path = without_latencies(gate)
+    older = path.read_bytes()
+    result = gate(*SIMULATED)
+    result.assert_outcomes(passed=3)
+    advice = "the baseline has no simulated latencies; --magis-update=new adds them"
+    result.stdout.fnmatch_lines([f"*eager*: latency is not gated: {advice}"])
+    result.stdout.fnmatch_lines([f"*mem0.8*: of latency only the ratio is gated: {advice}"])
+    gate.fake(any_case={"milliseconds": 20.0})
+    gate(*SIMULATED).assert_outcomes(passed=3)
+    gate(*SIMULATED, "--magis-update=better,worse").assert_outcomes(passed=3)
+    assert path.read_bytes() == older
+    gate.fake(any_case={"latency": 1.05})
+    gate(*SIMULATED).assert_outcomes(passed=1, failed=2)
+    gate.fake()
+    gate.accept(*SIMULATED)
+    assert {row["verdict"] for row in gate.rows()} == {"accepted new"}
+    assert gate.baseline(device="sim-rtx3090") == complete
+    gate.fake(any_case={"milliseconds": 20.0})
+    gate(*SIMULATED).assert_outcomes(failed=3)
+
+
+def test_latencies_of_other_constants_are_not_compared(gate):
+    gate.accept(*SIMULATED)
+    gate.fake(any_case={"milliseconds": 20.0, "latency": 1.5, "constants": "2"})
+    result = gate(*SIMULATED)
+    result.assert_outcomes(passed=3)
+    expected = "latency is not gated: it is simulated with version 2 of the devices' constants, the baseline's with"
+    result.stdout.fnmatch_lines([f"*{expected} version 1; --magis-update=new renews it"])
+    gate.accept(*SIMULATED)
+    gate.fake(any_case={"milliseconds": 20.3, "latency": 1.5, "constants": "2"})
+    gate(*SIMULATED).assert_outcomes(failed=3)
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", '"1"', "true", "9223372036854775808"])
+def test_a_latency_in_the_file_that_is_no_count_is_refused(gate, value):
+    gate.accept(*SIMULATED)
+    path = gate.root / "baselines" / "sim-rtx3090" / "bert.json"
+    path.write_text(path.read_text().replace('_latency_ns": 10000000', f'_latency_ns": {value}'))
+    message = gate.refuses(*SIMULATED)
+    assert "latency_ns: expected a whole number from 0 to" in message
 
 
 def test_devices_do_not_share_baselines(gate):

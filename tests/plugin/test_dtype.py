@@ -12,10 +12,39 @@ def test_unknown_types_are_refused(gate, given):
 
 def test_the_ini_file_is_checked_too(gate, workers):
     message = gate.refuses("--magis-models=bert", "-o", "magis_dtype=fp16", workers=workers)
-    assert message == "ERROR: --magis-dtype: unknown dtype 'fp16'; choose from float32, bfloat16, float16"
+    known = "float32, tf32, bfloat16, float16, float64, amp-bfloat16, amp-float16"
+    assert message == f"ERROR: --magis-dtype: unknown dtype 'fp16'; choose from {known}"
 
 
-@pytest.mark.parametrize(("dtype", "item_size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("Float32", "float32"),
+        ("BF16", "bfloat16"),
+        ("int8", ""),
+        ("bfloat", "bfloat16"),
+        ("amp_bfloat16", "amp-bfloat16"),
+        ("TF32", "tf32"),
+    ],
+)
+def test_a_slip_of_the_hand_is_told_the_nearest_type(gate, given, meant):
+    message = gate.refuses("--magis-models=bert", f"--magis-dtype={given}")
+    assert (f"did you mean {meant}" in message) == bool(meant)
+    assert "choose from float32, tf32" in message
+
+
+@pytest.mark.parametrize("options", [("--magis-dtype=tf32",), ("-o", "magis_dtype=tf32")])
+def test_tf32_is_refused_on_the_cpu_where_it_does_nothing(gate, options):
+    message = gate.refuses("--magis-models=bert", "--magis-device=cpu", *options)
+    expected = "data type 'tf32' does nothing on device 'cpu'; use float32, or a GPU (sim:<name>)"
+    assert message == f"ERROR: --magis-dtype: {expected}"
+    gate("--magis-models=bert", "--magis-device=sim:rtx3090", *options).assert_outcomes(failed=3)  # no baseline
+    assert {row["dtype"] for row in gate.rows()} == {"tf32"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "item_size"), [("float32", 4), ("bfloat16", 2), ("float16", 2), ("amp-bfloat16", 4), ("amp-float16", 4)]
+)
 def test_memory_is_counted_in_items_of_that_type(gate, dtype, item_size):
     gate("--magis-models=bert", f"--magis-dtype={dtype}")
     for row in gate.rows():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from magis.results import RatioInterval
-from pytest_magis.baselines import stored_case, updated
+from magis.results import CaseResult, RatioInterval
+from pytest_magis.baselines import simulated_ns, stored_case, updated
 from pytest_magis.verdict import Tolerances, Verdict, judge
 from tests.plugin.verdicts import check, compare, result
 
@@ -78,3 +79,77 @@ def test_a_tenth_above_the_stored_ratio_is_red_if_measured_to_within_a_fiftieth(
         before = result(ratio=ratio, half=half * ratio)
         assert not compare(result(ratio=1.1 * ratio, half=0.02 * ratio), before).passed
         assert compare(result(ratio=ratio, half=0.02 * ratio), before).passed
+
+
+# --- simulated devices: latencies of each step ------------------------------------------------------------------
+
+
+def simulated(original: float = 10.0, ratio: float = 1.0, **more: Any) -> CaseResult:
+    """A simulated result; `original` and, times `ratio`, the optimized step in milliseconds."""
+    made = result(device="sim:h200", ratio=1.0, **more)
+    steps = {name: replace(getattr(made, name), simulated_ms=original) for name in ("original", "optimized")}
+    if made.case.strategy != "eager":
+        steps["optimized"] = replace(steps["optimized"], simulated_ms=original * ratio)
+    return replace(made, **steps)
+
+
+@pytest.mark.parametrize("strategy", ["eager", "magis", "checkpoint"])
+def test_the_first_nanosecond_above_the_tolerance_is_red(strategy):
+    before = simulated(strategy=strategy)
+    assert compare(simulated(10.1, strategy=strategy), before).findings == ()
+    verdict = compare(simulated(10.100001, strategy=strategy), before)
+    check(verdict, "FAIL worse", "worse", passed=False)
+    seen = "original simulated latency: 10,100,001 ns (10.1 ms), allowed 10,100,000 ns (10.1 ms)"
+    assert verdict.findings[0].text.startswith(f"{seen} (baseline 10,000,000 + 0.01), +9.9e-06%")
+    assert ("; optimized +9.9e-06%" in verdict.findings[0].text) == (strategy != "eager")
+    assert compare(simulated(10.100001, strategy=strategy), before, "worse").store
+
+
+def test_the_first_nanosecond_below_is_better():
+    assert compare(simulated(9.9), simulated()).findings == ()
+    verdict = compare(simulated(9.899999), simulated())
+    check(verdict, "pass, better", "better", passed=True)
+    expected = "original simulated latency: 9,899,999 ns (9.90 ms), baseline 10,000,000 ns (10.0 ms), -1.0%"
+    assert verdict.findings[0].text == f"{expected}; optimized -1.0%"
+
+
+def test_a_slower_original_does_not_make_the_ratio_an_improvement():
+    verdict = compare(simulated(11.0, 1 / 1.1), simulated())
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert verdict.needed == ("worse",)
+
+
+def test_a_faster_original_beside_an_unchanged_step_is_a_worse_ratio():
+    verdict = compare(simulated(9.0, 10 / 9), simulated())
+    check(verdict, "FAIL worse", "better", "worse", passed=False)
+    assert verdict.findings[1].text.startswith("latency ratio (opt/ori): 1.1111, allowed 1.010 (baseline 1 + 0.01)")
+
+
+def test_a_ratio_can_be_worse_although_neither_step_is():
+    verdict = compare(simulated(9.91, 10.09 / 9.91), simulated())
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert verdict.findings[0].text.startswith("latency ratio (opt/ori): 1.0182")
+
+
+def test_of_a_search_that_was_stopped_only_the_original_is_gated():
+    assert compare(simulated(10.0, 2.0, stopped=True), simulated()).passed
+    verdict = compare(simulated(10.3, 2.0, stopped=True), simulated())
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert "optimized" not in verdict.findings[0].text
+
+
+def test_one_tolerance_for_timed_and_one_for_simulated_latencies():
+    assert compare(simulated(10.3), simulated(), simulated_latency=0.03).passed
+    assert not compare(simulated(10.3), simulated(), latency=0.5).passed
+    assert compare(result(ratio=1.05, half=0.0), result(ratio=1.02, half=0.0), simulated_latency=0.0).passed
+
+
+@pytest.mark.parametrize("nanoseconds", [0, 1, 999_999, 123_456_789_012_345, 2**52 - 1])
+def test_nanoseconds_survive_the_milliseconds_of_results(nanoseconds):
+    assert simulated_ns(simulated(nanoseconds / 1e6)) == (nanoseconds, nanoseconds)
+
+
+def test_a_step_that_is_too_large_for_its_device_keeps_no_latencies():
+    made = replace(simulated(), case=replace(result().case, device="cpu"))
+    assert simulated_ns(made) is None
+    assert simulated_ns(result()) is None

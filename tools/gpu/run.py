@@ -14,7 +14,7 @@ In pieces, each in a process of its own, those that succeeded left out the next 
     report      docs/results-<gpu>.md from the rows so far, beside the paper's figures
 
 A piece that fails is said so, and the next one begins. With --device cpu --preset small --models mlp it is a rehearsal.
-Nothing is installed but rustworkx, where it is missing, from wheels in .gpu/wheels (`make gpu-wheels`).
+Nothing is installed but rustworkx, where it is missing, from wheels in .gpu/wheels (`make wheels`).
 """
 
 from __future__ import annotations

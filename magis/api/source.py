@@ -1,0 +1,30 @@
+"""Where a workload comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from magis.capture import Workload
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a workload comes from: a recipe (seed -> workload), and the case's settings that shape it."""
+
+    name: str
+    make: Callable[[int], Workload]
+    dtype: str
+    """What every floating-point tensor is converted to; empty: each stays as it was built."""
+    device: str
+    seed: int
+    reuse: bool = True
+    """Whether an operator may take over the memory of an input that dies with it."""
+
+
+def own_dtype(workload: Workload) -> str:
+    """The data type of the first floating-point parameter, else of such an input; float32 where there is none."""
+    for tensor in (*workload.module.parameters(), *workload.inputs):
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return "float32"

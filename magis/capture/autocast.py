@@ -1,0 +1,189 @@
+"""Autocast while a step is traced on CPU fakes, by the rules of the device that it is meant for.
+
+What autocast does is decided in torch's dispatcher, by one kernel per operator and device type. The rules of a GPU
+differ from the CPU's: softmax, layer norm, sums, powers and losses run in float32 there. CPU fakes only ever meet the
+CPU's kernels, so these give way to the GPU's rules while a step is traced. Unlike a mode that watches torch's
+functions, kernels also see methods, what a composite function calls inside, and parts that switch autocast off
+(`torch.autocast(x.device.type, enabled=False)`).
+
+The tables are those of `ATen/autocast_mode.h`, which torch documents as "CUDA Ops that can autocast"; a test holds them
+to the installed torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, fallthrough_kernel
+
+__all__ = ["BANNED", "FP32", "LOWER", "OPTIONAL_DTYPE", "PROMOTED", "autocast", "cuda_rules", "installed"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+LOWER = _names(
+    """_convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell
+    _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
+    conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
+    cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu
+    rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention"""
+)
+"""Run in the lower type."""
+
+FP32 = _names(
+    """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+    cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss kl_div l1_loss
+    layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
+    native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist poisson_nll_loss pow.Scalar
+    pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss softplus
+    tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
+    upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""
+)
+"""Run in float32."""
+
+OPTIONAL_DTYPE = _names(
+    """cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int norm.Scalar
+    norm.ScalarOpt_dim prod prod.dim_int softmax.int sum sum.dim_IntList"""
+)
+"""Return float32, by their own argument for it, unless another type was asked for."""
+
+PROMOTED = _names("addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot")
+"""Run in the widest type among their inputs."""
+
+BANNED = _names("binary_cross_entropy")
+
+_NORMS = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+"""The overloads of `norm` that take a data type."""
+
+_FUSED = {"softmax.int": "_softmax", "log_softmax.int": "_log_softmax"}
+"""Kernels that read float16 and write float32 on a GPU, without a copy of their input."""
+
+_KEY = "AutocastCPU"
+
+
+def installed(key: str) -> frozenset[str]:
+    """The operators with a rule for autocast in the installed torch, by dispatch key; "aten::" left out."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(name.removeprefix("aten::") for name in names if has(name, key))
+
+
+def autocast(dtype: str | None) -> AbstractContextManager[Any]:
+    """Autocast on CPU tensors (of whatever rules are in force) to "bfloat16" or "float16"; nothing for None."""
+    return nullcontext() if dtype is None else torch.autocast("cpu", getattr(torch, dtype))
+
+
+@contextmanager
+def cuda_rules() -> Iterator[None]:
+    """Autocast on CPU tensors follows the rules of a GPU. Of the whole process, hence of short duration."""
+    library = Library("aten", "IMPL")
+    ours = (LOWER | FP32 | OPTIONAL_DTYPE | PROMOTED | BANNED) & installed("AutocastCUDA")
+    theirs = installed(_KEY)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels give way, once
+            for name in sorted(theirs - ours):
+                library.impl(name, fallthrough_kernel, _KEY, allow_override=True)
+            # What runs in the lower type on both keeps the CPU's kernel, and its cache of weights.
+            for name in sorted((ours - theirs) | (ours - LOWER)):
+                library.impl(name, _kernel(name), _KEY, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    operator = _operator(name)
+    if name in BANNED:
+        return _banned
+    if name in OPTIONAL_DTYPE:
+        return _with_dtype(name, operator)
+    chosen = _lower if name in LOWER else _float32 if name in FP32 else _widest
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        wanted = chosen((*args, *kwargs.values()))
+        with _excluded():
+            cast = [_cast(arg, wanted) for arg in args]
+            return operator(*cast, **{key: _cast(value, wanted) for key, value in kwargs.items()})
+
+    return run
+
+
+def _with_dtype(name: str, operator: Any) -> Callable[..., Any]:
+    normed = getattr(torch.ops.aten.norm, _NORMS[name]) if name in _NORMS else None
+    fused = getattr(torch.ops.aten, _FUSED[name]) if name in _FUSED else None
+
+    def run(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _excluded():
+            position = next((i for i, arg in enumerate(args) if isinstance(arg, torch.dtype)), None)
+            if not _is_eligible(first) or position is not None or kwargs.get("dtype") is not None:
+                return operator(first, *args, **kwargs)
+            if fused is not None and first.dtype == torch.float16:
+                return fused(first, args[0] if args else kwargs["dim"], True)
+            if normed is not None:
+                return normed(first, *_all_given(name, args, kwargs), dtype=torch.float32)
+            if name.endswith("softmax.int"):  # where the type may be given by position
+                return operator(first, args[0] if args else kwargs["dim"], torch.float32)
+            return operator(first, *args, **{**kwargs, "dtype": torch.float32})
+
+    return run
+
+
+def _all_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Arguments of `norm` behind the tensor, with the defaults of those that were left out."""
+    names, defaults = (("p",), (2,)) if name == "norm.Scalar" else (("p", "dim", "keepdim"), (None, None, False))
+    return tuple(
+        args[i] if i < len(args) else kwargs.get(key, default)
+        for i, (key, default) in enumerate(zip(names, defaults, strict=True))
+    )
+
+
+def _banned(*_args: Any, **_kwargs: Any) -> Any:
+    raise RuntimeError(
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast;"
+        " use binary_cross_entropy_with_logits"
+    )
+
+
+def _operator(name: str) -> Any:
+    family, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, family), overload or "default")
+
+
+def _excluded() -> AbstractContextManager[Any]:
+    """Inside, operators do not come back here."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def _is_eligible(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point() and item.dtype != torch.float64
+
+
+def _lower(_items: tuple[Any, ...]) -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
+
+
+def _float32(_items: tuple[Any, ...]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(items: tuple[Any, ...]) -> torch.dtype:
+    tensors = [*(each for item in items if isinstance(item, (list, tuple)) for each in item), *items]
+    if any(_is_eligible(tensor) and tensor.dtype == torch.float32 for tensor in tensors):
+        return torch.float32
+    return torch.get_autocast_dtype("cpu")
+
+
+def _cast(item: Any, dtype: torch.dtype) -> Any:
+    if isinstance(item, (list, tuple)):
+        return [_cast(each, dtype) for each in item]
+    return item.to(dtype) if _is_eligible(item) else item

@@ -1,0 +1,33 @@
+"""The data types that a case can be run in, by name.
+
+"float32", "bfloat16", "float16", "float64": every floating-point tensor has that type. "tf32": float32 tensors whose
+matrix products may be rounded to 10 bits of mantissa (GPUs only). "amp-bfloat16", "amp-float16": weights, gradients
+and optimizer state in float32, forward and loss under autocast; gradients are not scaled (no GradScaler).
+"""
+
+from __future__ import annotations
+
+from magis.errors import UsageError, nearest
+
+__all__ = ["DTYPES", "autocast_type", "check_dtype", "tensor_type"]
+
+_AUTOCAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64", *_AUTOCAST)
+
+
+def tensor_type(dtype: str) -> str:
+    """The type of weights and batch, in torch's words; the csv counts memory in items of it."""
+    return "float32" if dtype == "tf32" or dtype in _AUTOCAST else dtype
+
+
+def autocast_type(dtype: str) -> str | None:
+    """What autocast casts to; None without autocast."""
+    return _AUTOCAST.get(dtype)
+
+
+def check_dtype(dtype: str, device: str) -> None:
+    """Raise UsageError for an unknown data type, and for one that means nothing on the device."""
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown data type {dtype!r}", hint=nearest(dtype, DTYPES))
+    if dtype == "tf32" and device == "cpu":
+        raise UsageError("data type 'tf32' does nothing on device 'cpu'", hint="use float32, or a GPU (sim:<name>)")
