@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from magis.api import Bench, OptimizerSpec, Workload, pareto, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
+    from magis.training.step import OptimizedStep, optimize
 
 __version__ = "0.1.0"
 
@@ -21,11 +22,13 @@ __all__ = [
     "Bench",
     "CaptureError",
     "MagisError",
+    "OptimizedStep",
     "OptimizerSpec",
     "UsageError",
     "VerifyError",
     "Workload",
     "__version__",
+    "optimize",
     "pareto",
     "run_case",
 ]
@@ -36,10 +39,12 @@ _EXPORTS = {
     "Bench": "magis.api",
     "CaptureError": "magis.errors",
     "MagisError": "magis.errors",
+    "OptimizedStep": "magis.training.step",
     "OptimizerSpec": "magis.api",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
+    "optimize": "magis.training.step",
     "pareto": "magis.api",
     "run_case": "magis.api",
 }

@@ -18,6 +18,7 @@ LAYERS = (
     ("pytest_magis",),
     ("magis.__main__",),
     ("magis.cli",),
+    ("magis.training",),
     ("magis.testing",),
     ("magis.api",),
     ("magis.models", "magis.report"),

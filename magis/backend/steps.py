@@ -137,7 +137,8 @@ class EagerStep:
 class GraphStep:
     """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers.
 
-    ``runtime`` stands in for the device's streams.
+    ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by name, where it has some
+    already ("exp_avg:layer.weight"); the others are zeros.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class GraphStep:
         *,
         device: torch.device | str = "cpu",
         runtime: Runtime | None = None,
+        states: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.module = module
         self._rule = rule
@@ -160,7 +162,7 @@ class GraphStep:
         self._step = compile_step(graph, device, host=self._host)
         self._interrupted: Program | None = None
         self._turn: Turn | None = None
-        self._state: dict[str, Tensor] = {}
+        self._state: dict[str, Tensor] = dict(states or {})
         self._tensors = self._bind(graph, inputs, targets, device)
         self._outputs: tuple[Tensor, ...] = ()
 
@@ -178,8 +180,8 @@ class GraphStep:
             value = graph.values[value_id]
             kind, _, rest = value.name.partition(":")
             if kind == "state":
-                tensor = torch.zeros_like(known[f"parameter:{rest.partition(':')[2]}"], requires_grad=False)
-                self._state[rest] = tensor
+                like = known[f"parameter:{rest.partition(':')[2]}"]
+                tensor = self._state.setdefault(rest, torch.zeros_like(like, requires_grad=False))
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)
                 tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
@@ -209,8 +211,32 @@ class GraphStep:
 
     def run(self) -> Tensor:
         self._steps += 1
-        self._outputs = self._step(self._tensors, optimizers.scalars(self._rule, self._steps))
+        return self.run_with(optimizers.scalars(self._rule, self._steps))
+
+    def run_with(self, numbers: Mapping[str, float]) -> Tensor:
+        """One step with these values of the named scalars (learning rate, bias corrections)."""
+        self._outputs = self._step(self._tensors, numbers)
         return self._outputs[0]
+
+    def feed(self, batch: Mapping[str, Tensor]) -> None:
+        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data types.
+
+        One with other strides is copied, since kernels were planned for those of the example.
+        """
+        for position, value_id in enumerate(self._graph.inputs):
+            value = self._graph.values[value_id]
+            tensor = batch.get(value.name)
+            if tensor is None:
+                continue
+            if (tuple(tensor.shape), tensor.dtype) != (value.shape, getattr(torch, value.dtype)):
+                raise MagisError(
+                    f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the step is for {value.dtype}{value.shape}"
+                )
+            if tensor.stride() != value.stride:
+                tensor = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device).copy_(
+                    tensor
+                )
+            self._tensors[position] = tensor
 
     def finish(self) -> None:
         """Whatever comes next comes after every copy of the step, too."""

@@ -56,6 +56,8 @@ class Captured:
     parameters: tuple[str, ...]
     dtype: str
     rule: optimizers.OptimizerSpec
+    graded: tuple[str, ...] = ()
+    """Those of the trained parameters that have a gradient."""
 
 
 def capture(
@@ -122,6 +124,7 @@ def capture(
         parameters=trained,
         dtype=_main_dtype(module),
         rule=rule,
+        graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
     )
 
 

@@ -1,0 +1,1 @@
+"""A user's own training loop, with a step that needs less memory: `magis.optimize`."""

@@ -1,0 +1,65 @@
+"""Batches as a training loop has them: inputs and targets, each a tensor or several, or keywords of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from magis.errors import UsageError
+
+__all__ = ["Batch", "Key", "as_batch"]
+
+Key: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]
+"""What a plan depends on: names, shapes, data types and devices of a batch."""
+
+EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors by role. With `names`, the inputs are keywords of the model and there are no targets."""
+
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """By the names of the graph's inputs."""
+        found = {f"input:{number}": tensor for number, tensor in enumerate(self.inputs)}
+        found.update({f"target:{number}": tensor for number, tensor in enumerate(self.targets)})
+        return found
+
+    @property
+    def key(self) -> Key:
+        return tuple(
+            (f"{name} {self.names}" if self.names else name, tuple(tensor.shape), tensor.dtype, tensor.device)
+            for name, tensor in self.by_name.items()
+        )
+
+
+def as_batch(given: Any) -> Batch:
+    """The batch in what a caller passed: `(inputs, targets)`, or keywords. Raises UsageError for anything else."""
+    if isinstance(given, Mapping):
+        names = tuple(given)
+        return Batch(_tensors("the batch", list(given.values())), (), names)
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        what = f"{len(given)} values" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        raise UsageError(f"a batch of {what}", hint=EXPECTED)
+    return Batch(_tensors("inputs", given[0]), _tensors("targets", given[1]))
+
+
+def _tensors(role: str, given: Any) -> tuple[Tensor, ...]:
+    items: Sequence[Any] = given if isinstance(given, (tuple, list)) else (given,)
+    for item in items:
+        if not isinstance(item, Tensor):
+            raise UsageError(f"{role} hold a {type(item).__name__}, not only tensors", hint=EXPECTED)
+        if item.requires_grad:
+            raise UsageError(
+                f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
+            )
+    return tuple(items)

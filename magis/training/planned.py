@@ -1,0 +1,226 @@
+"""From a module, an example batch and a limit to a plan: what `magis.optimize` knows before the first step runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from magis.api.planning import Plan, plan
+from magis.api.source import Source
+from magis.api.subject import Subject
+from magis.aten.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
+from magis.capture import OptimizerSpec, Workload
+from magis.cost.families import FAMILIES, name_of
+from magis.errors import CaptureError, UsageError
+from magis.ir import Graph, every_op
+from magis.training.batch import Batch
+from magis.units import format_bytes, format_milliseconds
+
+__all__ = ["Limits", "Planned", "Report", "planned", "with_keywords"]
+
+FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
+"""What operators of a step turn into."""
+AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Exactly one limit, and how long to search for what keeps it."""
+
+    memory_ratio: float | None = None
+    memory_bytes: int | None = None
+    latency_ratio: float | None = None
+    budget: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
+
+    original_bytes: int
+    planned_bytes: int
+    limit_bytes: int | None
+    latency_ratio: float
+    """Predicted, by operators' times on the device: planned / original."""
+    recomputed_ops: int
+    swapped_bytes: int
+    fission: str
+    """What runs in parts, in words; empty: nothing does."""
+    update: str
+    """Where the weight update happens, in words."""
+    seconds: float
+    """What the search took."""
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.planned_bytes / self.original_bytes
+
+    def __str__(self) -> str:
+        peaks = f"{format_bytes(self.planned_bytes)}, eager {format_bytes(self.original_bytes)}"
+        lines = [
+            f"peak memory  {peaks} (ratio {self.memory_ratio:.3f})",
+            f"latency      {self.latency_ratio:.3f} times eager's, predicted",
+            f"recomputed   {self.recomputed_ops} operators",
+            f"swapped      {format_bytes(self.swapped_bytes)}",
+            f"in parts     {self.fission or 'nothing'}",
+            f"update       {self.update}",
+            f"search       {format_milliseconds(1000 * self.seconds)}",
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A plan for batches like one."""
+
+    graph: Graph
+    graded: tuple[str, ...]
+    """Parameters with a gradient, in the order in which the graph returns them (where it does)."""
+    digest: str
+    """Of the captured step: a plan holds for this step alone."""
+    rule: OptimizerSpec
+    report: Report
+
+
+def planned(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    batch: Batch,
+    rule: OptimizerSpec,
+    limits: Limits,
+    *,
+    device: str,
+    autocast: torch.dtype | None,
+    update: str,
+    graph: Graph | None = None,
+    expected: str = "",
+) -> Planned:
+    """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
+
+    Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
+    """
+    subject = _subject(module, loss_fn, batch, rule, device, autocast)
+    captured = subject.captured
+    if graph is not None and subject.digest != expected:
+        raise UsageError(
+            "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
+        )
+    original = subject.original.peak_bytes
+    limit = _limit(limits, original)
+    if graph is not None:
+        _check_operators(graph, captured.graph)
+        peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
+        report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
+        return Planned(graph, captured.graded, subject.digest, rule, report)
+    latency_limit = None
+    if limits.latency_ratio is not None:
+        latency_limit = int(Fraction(str(limits.latency_ratio)) * subject.latency_ns(captured.graph))
+    found = plan(
+        subject,
+        memory_limit=limit,
+        latency_limit_ns=latency_limit,
+        budget=limits.budget,
+        seconds=limits.seconds,
+        seed=0,
+        stored=None,
+    )
+    if limit is not None and not found.feasible:
+        raise UsageError(
+            f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(found.peak)}, none"
+            f" less than {format_bytes(subject.lower_bound)}, eager {format_bytes(original)}",
+            hint="raise the limit",
+        )
+    return Planned(found.graph, captured.graded, subject.digest, rule, _report(found, subject, original, limit, update))
+
+
+def _check_operators(graph: Graph, step: Graph) -> None:
+    """A graph from a file may hold operators of the step that it is for, and what plans make of them; UsageError."""
+    own = {op.target for op, _ in every_op(step)}
+    for op, _ in every_op(graph):
+        plain = op.target.startswith("aten.") and name_of(op.target) in FAMILIES
+        if not (op.target in own or op.target in FORMS or plain or op.target.startswith("magis.")):
+            raise UsageError(f"the saved plan holds {op.target}, which its step has not", hint="optimize again")
+
+
+def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str) -> Report:
+    return Report(
+        original,
+        found.peak,
+        limit,
+        _ratio(found.latency_ns, subject),
+        found.recomputed_ops,
+        found.swapped_bytes,
+        found.fission,
+        update,
+        found.seconds,
+    )
+
+
+def _ratio(latency_ns: int, subject: Subject) -> float:
+    return latency_ns / max(1, subject.latency_ns(subject.captured.graph))
+
+
+def _limit(limits: Limits, original: int) -> int | None:
+    if limits.memory_ratio is not None:
+        return int(Fraction(str(limits.memory_ratio)) * original)
+    return limits.memory_bytes
+
+
+def _subject(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    batch: Batch,
+    rule: OptimizerSpec,
+    device: str,
+    autocast: torch.dtype | None,
+) -> Subject:
+    name = f"{type(module).__module__}:{type(module).__qualname__}"
+    loss = loss_fn if loss_fn is not None else _own_loss
+    here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)
+    if device != "cpu":  # steps are traced on the CPU, whatever they are for
+        here = replace(
+            here,
+            module=copy.deepcopy(here.module).cpu(),
+            inputs=tuple(tensor.cpu() for tensor in here.inputs),
+            targets=tuple(tensor.cpu() for tensor in here.targets),
+        )
+    return Subject(Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0))
+
+
+class _Keywords(nn.Module):
+    """Calls a module with its batch as keywords."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = names
+        self.training = module.training
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.module(**dict(zip(self._names, values, strict=True)))
+
+
+def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
+    """The module as it takes the batch's tensors one after another."""
+    return _Keywords(module, batch.names) if batch.names else module
+
+
+def _own_loss(output: Any, *targets: Tensor) -> Tensor:
+    """The loss that a module returns itself: a tensor, or `output.loss` as in Hugging Face's models."""
+    if targets:
+        raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the model returned a {type(output).__name__} without a loss", hint="pass a loss function, or labels"
+        )
+    return loss

@@ -1,0 +1,285 @@
+"""`magis.optimize`: one training step of a user's own loop, planned for less memory, on their module and optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from magis.api.bench import check_device
+from magis.aten.optimizers import scalars
+from magis.backend.steps import GraphStep
+from magis.capture import OptimizerSpec
+from magis.errors import MagisError, UsageError
+from magis.training.batch import Batch, as_batch
+from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned, with_keywords
+from magis.training.rule import fused_rule, numbers_of, why_apart
+from magis.training.saved import read_plan, write_plan
+from magis.training.state import State, adopted
+from magis.training.watch import Watch
+from magis.units import parse_bytes
+
+__all__ = ["OptimizedStep", "optimize"]
+
+KEPT = 4
+"""Plans for batches of different shapes that are kept."""
+
+
+def optimize(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    optimizer: Optimizer | None,
+    example_batch: Any,
+    *,
+    memory_ratio: float | None = None,
+    memory_limit: str | int | None = None,
+    latency_ratio: float | None = None,
+    autocast: torch.dtype | None = None,
+    device: str | None = None,
+    budget: int | None = None,
+    seconds: float | None = None,
+    plan: Path | str | None = None,
+) -> OptimizedStep:
+    """A step that trains `model` in place with less memory: `loss = step(inputs, targets)`.
+
+    It does what `zero_grad`, `loss_fn(model(*inputs), *targets)`, `backward` and `optimizer.step()` do, with the same
+    numbers, under exactly one limit: `memory_ratio` (share of eager's peak), `memory_limit` (bytes, or "8 GiB"; with
+    everything that stays) or `latency_ratio` (multiple of eager's predicted latency). The optimizer's state and
+    learning rate are read from the optimizer at every step and written back to it, so that schedulers and
+    `state_dict` work as ever.
+
+    Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping them,
+    accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, or
+    with groups of different numbers, run by themselves after the step (`report().update` says so).
+
+    `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
+    with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another shape are planned
+    when they first come. `autocast` (torch.bfloat16) takes the place of a `torch.autocast` around forward and loss.
+    `budget` and `seconds` bound each search, `plan` is a file of `OptimizedStep.save`.
+
+    Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
+    and line, for a step that is no single static graph.
+    """
+    limits = _limits(memory_ratio, memory_limit, latency_ratio, budget, seconds)
+    if autocast not in AUTOCAST:
+        raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
+    where = _device(model, device)
+    step = OptimizedStep(model, loss_fn, optimizer, limits, where, autocast)
+    step.prepare(as_batch(example_batch), plan)
+    return step
+
+
+class OptimizedStep:
+    """A training step that `magis.optimize` made. Calling it runs the step on a batch and returns the loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        optimizer: Optimizer | None,
+        limits: Limits,
+        device: str,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.model = model
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._limits = limits
+        self._device = device
+        self._autocast = autocast
+        self._watch = Watch(model)
+        self._structure = self._watch.structure()
+        self._bound: OrderedDict[Any, _Bound] = OrderedDict()
+        self._last: _Bound | None = None
+
+    def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
+        """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
+        given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        if torch.is_autocast_enabled(self._device):
+            raise UsageError(
+                "the step was called under torch.autocast", hint="leave that out, and pass autocast= to magis.optimize"
+            )
+        return self.prepare(given).run(given)
+
+    def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Bound:
+        """The step for batches like this one, planned (or read from the file `plan`) if there is none yet."""
+        structure = self._watch.structure()
+        if structure != self._structure:  # other layers, modes or trained parameters: everything is planned anew
+            self._watch, self._structure = Watch(self.model), structure
+            self._structure = self._watch.structure()
+            self._bound.clear()
+        key = (batch.key, self._numbers())
+        found = self._bound.pop(key, None)
+        if found is None:
+            found = self._made(batch, plan)
+        elif not found.is_current(self._watch.tensors()):
+            found = self._bind(batch, found.plan)
+        self._bound[key] = self._last = found
+        while len(self._bound) > KEPT:
+            self._bound.popitem(last=False)
+        return found
+
+    def report(self) -> Report:
+        """What the step that ran last was planned to need."""
+        return self._current().plan.report
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
+        write_plan(Path(path), self._current().plan)
+
+    def _current(self) -> _Bound:
+        if self._last is None:
+            raise MagisError("the step has not been prepared yet")
+        return self._last
+
+    def _numbers(self) -> str:
+        """The optimizer's numbers that are part of the graph: all but the learning rate."""
+        if self._optimizer is None:
+            return ""
+        groups = ({**numbers_of(group), "lr": None} for group in self._optimizer.param_groups)
+        return repr([sorted(group.items()) for group in groups])
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def _made(self, batch: Batch, plan: Path | str | None) -> _Bound:
+        trained = self._trained()
+        _check_hooks(trained)
+        rule, update = OptimizerSpec("gradients"), "left to the caller"
+        if self._optimizer is not None:
+            why = why_apart(self._optimizer, trained)
+            if why:
+                update = f"by the optimizer itself, after the step: {why}"
+            else:
+                rule, update = fused_rule(self._optimizer), "part of the step"
+        graph, expected = (None, "") if plan is None else read_plan(Path(plan))
+        found = planned(
+            self.model, self._loss_fn, batch, rule, self._limits,
+            device=self._device, autocast=self._autocast, update=update, graph=graph, expected=expected,
+        )  # fmt: skip
+        return self._bind(batch, found)
+
+    def _bind(self, batch: Batch, found: Planned) -> _Bound:
+        module = with_keywords(self.model, batch)
+        state = None
+        if self._optimizer is not None and found.rule.kind != "gradients":
+            named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            state = adopted(self._optimizer, found.rule, named)
+        step = GraphStep(
+            found.graph, module, batch.inputs, batch.targets, found.rule,
+            device=self._device, states=None if state is None else state.tensors,
+        )  # fmt: skip
+        return _Bound(found, step, module, state, self._optimizer, self._watch.tensors())
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    """A plan on the tensors of a module and an optimizer."""
+
+    plan: Planned
+    step: GraphStep
+    module: nn.Module
+    state: State | None
+    optimizer: Optimizer | None
+    tensors: tuple[int, ...]
+
+    def is_current(self, tensors: tuple[int, ...]) -> bool:
+        return tensors == self.tensors and (self.state is None or self.state.is_current())
+
+    def run(self, batch: Batch) -> Tensor:
+        self.step.prepare()
+        self.step.feed(batch.by_name)
+        if self.state is None:
+            return self._gradients()
+        optimizer = self.state.optimizer
+        rule = replace(self.plan.rule, lr=float(optimizer.param_groups[0]["lr"]))
+        for parameter in self.state.trained.values():
+            parameter.grad = None
+        loss = self.step.run_with(scalars(rule, max(1, self.state.counted())))
+        self.step.finish()
+        self.step.prepare()
+        _mark_stepped(optimizer)
+        return loss
+
+    def _gradients(self) -> Tensor:
+        """Gradients to where autograd puts them; then the optimizer's own step, if there is one."""
+        parameters = dict(self.module.named_parameters())
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss = self.step.run_with(scalars(self.plan.rule, 1))
+        self.step.finish()
+        found = self.step.results()
+        gradients = found[len(found) - len(self.plan.graded) :]
+        self.step.prepare()
+        for name, gradient in zip(self.plan.graded, gradients, strict=True):
+            parameter = parameters[name]
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+
+def _mark_stepped(optimizer: Optimizer) -> None:
+    """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)
+
+
+def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in trained.items():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name} has a hook on its gradient, which the step would not run",
+                hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",
+            )
+
+
+def _device(model: nn.Module, asked: str | None) -> str:
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if len(kinds) != 1:
+        raise UsageError(
+            f"the model lies on {' and '.join(sorted(kinds)) or 'no device'}", hint="move it to one device"
+        )
+    (found,) = kinds
+    if asked is not None and asked != found:
+        raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")
+    check_device(found)
+    return found
+
+
+def _limits(
+    memory_ratio: float | None,
+    memory_limit: str | int | None,
+    latency_ratio: float | None,
+    budget: int | None,
+    seconds: float | None,
+) -> Limits:
+    given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = " and ".join(named) or "none"
+        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
+    for name, number, most in (("memory_ratio", memory_ratio, 1.0), ("latency_ratio", latency_ratio, math.inf)):
+        least = 1.0 if name == "latency_ratio" else 0.0
+        if number is not None and not (_is_number(number) and least <= number <= most and number > 0):
+            raise UsageError(f"{name}={number!r}", hint="use a share above 0 and at most 1, or a latency of at least 1")
+    if budget is not None and not (_is_number(budget) and budget > 0 and budget == int(budget)):
+        raise UsageError(f"budget={budget!r}", hint="use a whole number above 0")
+    if seconds is not None and not (_is_number(seconds) and seconds > 0):
+        raise UsageError(f"seconds={seconds!r}", hint="use a number above 0")
+    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if nbytes is not None and nbytes <= 0:
+        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
+    return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

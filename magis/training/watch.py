@@ -1,0 +1,36 @@
+"""What of a module a plan rests on: it is looked at before every step, since a loop may change it in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Watch"]
+
+
+class Watch:
+    """A module's parts as they were found. Looking again takes about a microsecond a part."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = list(module.modules())
+
+    def structure(self) -> tuple[Any, ...]:
+        """What another plan is needed for: sub-modules, modes, and the parameters' looks, trained or not."""
+        return tuple(
+            (
+                part.training,
+                *map(id, part.children()),
+                *((p.requires_grad, p.dtype, p.shape, p.device) for p in part.parameters(recurse=False)),
+            )
+            for part in self._parts
+        )
+
+    def tensors(self) -> tuple[int, ...]:
+        """Which parameters and buffers the module has, for steps that are bound to them."""
+        return tuple(
+            id(tensor)
+            for part in self._parts
+            for tensors in (part.parameters(recurse=False), part.buffers(recurse=False))
+            for tensor in tensors
+        )

@@ -1,0 +1,363 @@
+"""magis.optimize: the caller's own module and optimizer, trained as their loop would, bit for bit, in less memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from magis import CaptureError, UsageError, optimize
+from magis.backend.measure import window_peak
+from magis.training.step import KEPT
+from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": partial(SGD, lr=0.1),
+    "momentum": partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": partial(Adam, lr=1e-2, weight_decay=0.1, betas=(0.8, 0.95)),
+    "adamw": partial(AdamW, lr=1e-2, eps=1e-5),
+}
+plain = partial(AdamW, lr=1e-2, foreach=False)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_trains_as_in_eager_mode(name: str) -> None:
+    loops = Loops(net(dropout=0.1, norm=True), partial(OPTIMIZERS[name], foreach=False), memory_ratio=0.8)
+    assert loops.step.report().update == "part of the step"
+    assert loops.step.report().memory_ratio <= 0.8
+    loops.agree(4)
+
+
+def test_less_memory_is_really_used() -> None:
+    loops = Loops(net(64, 8), partial(SGD, lr=0.1), example=batch(512, 64), memory_ratio=0.6)
+    data = batch(512, 64)
+    for _ in range(2):
+        loops.step(*data)
+        loops.eager(*data)
+    loops.other.zero_grad()
+    persistent = 4 * (sum(p.numel() for p in loops.module.parameters()) + sum(t.numel() for t in data))
+    ours = window_peak(lambda: loops.step(*data)).peak_bytes + persistent
+    theirs = window_peak(lambda: loops.eager(*data)).peak_bytes + persistent
+    report = loops.step.report()
+    assert theirs == report.original_bytes
+    assert ours == report.planned_bytes <= 0.6 * theirs
+
+
+def test_learning_rates_may_change_at_every_step() -> None:
+    loops = Loops(net(), plain)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, 5) for each in (loops.optimizer, loops.other)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+        for _ in range(4):
+            loops.agree(1)
+            for schedule in schedules:
+                schedule.step()
+    loops.agree(1)
+
+
+def test_states_are_saved_and_loaded_as_ever() -> None:
+    loops = Loops(net(), plain)
+    loops.agree(2)
+    for module, optimizer in ((loops.module, loops.optimizer), (loops.twin, loops.other)):
+        kept = copy.deepcopy((module.state_dict(), optimizer.state_dict()))
+        for parameter in module.parameters():
+            parameter.data.zero_()
+        module.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])  # puts new tensors in the place of those that the step was bound to
+    loops.agree(2)
+
+
+def test_training_goes_on_where_eager_left_off() -> None:
+    """Moments and counters that the optimizer has already are taken over."""
+    module = net()
+    optimizer = plain(module.parameters())
+    for seed in range(3):
+        optimizer.zero_grad()
+        inputs, targets = batch(seed=seed)
+        loss_of(module(inputs), targets).backward()
+        optimizer.step()
+    twin = copy.deepcopy(module)
+    other = plain(twin.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loops = Loops.__new__(Loops)
+    loops.module, loops.twin, loops.optimizer, loops.other, loops.loss_fn = module, twin, optimizer, other, loss_of
+    loops.step = optimize(module, loss_of, optimizer, batch(), memory_ratio=0.95, budget=BUDGET)
+    loops.agree(2)
+    # and eager goes on where the step left off
+    for _ in range(2):
+        data = batch(seed=9)
+        optimizer.zero_grad()
+        loss_of(module(data[0]), data[1]).backward()
+        optimizer.step()
+        loops.eager(*data)
+    loops.optimizer.zero_grad()
+    loops.other.zero_grad()
+    loops.same()
+
+
+def test_without_an_optimizer_gradients_are_left_for_clipping_and_accumulation() -> None:
+    module = net()
+    twin = copy.deepcopy(module)
+    step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, budget=BUDGET)
+    assert step.report().update == "left to the caller"
+    ours, theirs = RMSprop(module.parameters(), lr=1e-3), RMSprop(twin.parameters(), lr=1e-3)
+    for _ in range(2):
+        for seed in range(3):
+            data = batch(seed=seed)
+            assert torch.equal(step(*data), loss_of(twin(data[0]), data[1]).detach())
+            loss_of(twin(data[0]), data[1]).backward()
+        grads = [[p.grad for p in each.parameters()] for each in (module, twin)]
+        assert_same(grads[0], grads[1])
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (module, twin)]
+        assert torch.equal(norms[0], norms[1])
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(module.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda params: RMSprop(params, lr=1e-3), "RMSprop is none of SGD, Adam, AdamW"),
+        (lambda params: AdamW(params, amsgrad=True), "amsgrad is True"),
+        (lambda params: SGD(params, lr=0.1, momentum=0.9, nesterov=True), "nesterov is True"),
+        (lambda params: AdamW(_two_groups(list(params))), "its 2 groups of parameters have different numbers"),
+        (lambda params: SGD(list(params)[:2], lr=0.1), "its parameters are not all that the model trains"),
+        (lambda params: AdamW(params, lr=torch.tensor(1e-3)), "one of its numbers is a tensor"),
+    ],
+)
+def test_other_optimizers_run_by_themselves(make: Any, reason: str) -> None:
+    loops = Loops(net(), make, memory_ratio=0.95)
+    assert loops.step.report().update == f"by the optimizer itself, after the step: {reason}"
+    loops.agree(3)
+    assert all(parameter.grad is None for group in loops.optimizer.param_groups for parameter in group["params"])
+
+
+def _two_groups(params: list[Tensor]) -> list[dict[str, Any]]:
+    return [{"params": params[:3], "weight_decay": 0.0}, {"params": params[3:], "weight_decay": 0.1}]
+
+
+def test_batches_of_other_shapes_are_planned_when_they_come_and_a_few_are_kept() -> None:
+    loops = Loops(net(), plain, memory_ratio=0.9)
+    first = loops.step.report()
+    loops.agree(1, rows=48)
+    assert loops.step.report().original_bytes < first.original_bytes
+    for rows in range(16, 16 + 8 * KEPT, 8):
+        loops.agree(1, rows=rows)
+    assert len(loops.step._bound) == KEPT
+    loops.agree(1, rows=64)
+
+
+def test_strides_of_a_batch_do_not_matter() -> None:
+    loops = Loops(net(), plain)
+    inputs, targets = batch()
+    columns = inputs.t().contiguous().t()
+    assert not columns.is_contiguous()
+    assert torch.equal(loops.step(columns, targets), loops.eager(inputs, targets))
+    loops.same()
+
+
+def test_modes_and_frozen_layers_are_noticed() -> None:
+    loops = Loops(net(dropout=0.5, norm=True), plain, memory_ratio=0.9)
+    loops.agree(1)
+    for module in (loops.module, loops.twin):
+        module.eval()
+    loops.agree(1)
+    for module in (loops.module, loops.twin):
+        module.train()
+        module.get_submodule("0").requires_grad_(False)
+    loops.agree(2)  # the optimizer has parameters without a gradient now: it runs by itself
+    assert loops.step.report().update.endswith("its parameters are some that the model does not train")
+
+
+def test_replaced_parameters_and_layers_are_noticed() -> None:
+    module = net()
+    step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, budget=BUDGET)
+    step(*batch())
+    first = module.get_submodule("0")
+    first.weight = nn.Parameter(torch.eye(32))
+    module[2] = nn.Linear(32, 32, bias=False)
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    module.zero_grad()
+    loss_of(twin(batch()[0]), batch()[1]).backward()
+    step(*batch())
+    assert_same([p.grad for p in module.parameters()], [p.grad for p in twin.parameters()])
+    module.append(nn.ReLU())
+    assert torch.equal(step(*batch()), loss_of(module(batch()[0]), batch()[1]).detach())
+
+
+class Keywords(nn.Module):
+    """As models of transformers: keywords in, an object with the loss out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 32)
+        self.body = net()
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.body(self.embed(ids)))
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+
+def test_a_batch_of_keywords_and_a_loss_of_the_models_own() -> None:
+    module = Keywords()
+    twin = copy.deepcopy(module)
+    ours, theirs = plain(module.parameters()), plain(twin.parameters())
+    data = {"ids": torch.randint(0, 50, (8, 12)), "labels": torch.randint(0, 50, (8, 12))}
+    step = optimize(module, None, ours, data, memory_ratio=0.95, budget=BUDGET)
+    for _ in range(3):
+        theirs.zero_grad()
+        loss = twin(**data)["loss"]
+        loss.backward()
+        theirs.step()
+        assert torch.equal(step(**data), loss.detach())
+    assert_same(module.state_dict(), twin.state_dict())
+    assert torch.equal(step(data), twin(**data)["loss"].detach())  # as one dictionary, too
+
+
+def test_several_inputs_and_targets() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            return self.body(left + right)
+
+    def loss(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        return ((output - target).abs() * weight).mean()
+
+    (x, y), (z, w) = batch(), batch(seed=5)
+    loops = Loops(Two(), plain, loss, ((x, z), (y, w)))
+    for _ in range(2):
+        assert torch.equal(loops.step((x, z), (y, w)), loops.eager((x, z), (y, w)))
+    loops.same()
+
+
+def test_autocast_takes_the_place_of_its_context() -> None:
+    module = net(64)
+    twin = copy.deepcopy(module)
+    ours, theirs = plain(module.parameters()), plain(twin.parameters())
+    data = batch(width=64)
+    step = optimize(module, loss_of, ours, data, memory_ratio=0.95, autocast=torch.bfloat16, budget=BUDGET)
+    for _ in range(2):
+        theirs.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(twin(data[0]), data[1])
+        loss.backward()
+        theirs.step()
+        assert torch.equal(step(*data), loss.detach())
+    assert_same(module.state_dict(), twin.state_dict())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"called under torch.autocast"):
+        step(*data)
+
+
+def test_a_step_in_parts_trains_as_well_but_for_rounding() -> None:
+    module = net(32, 4)
+    twin = copy.deepcopy(module).double()
+    step = optimize(module, loss_of, None, batch(256), memory_ratio=0.55, budget=BUDGET)
+    assert step.report().fission
+    inputs, targets = batch(256, seed=3)
+    loss = loss_of(twin(inputs.double()), targets.double())
+    loss.backward()
+    assert torch.allclose(step(inputs, targets).double(), loss.detach(), rtol=1e-6)
+    for ours, exact in zip(module.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert exact.grad is not None
+        assert (ours.grad.double() - exact.grad).abs().max() <= 1e-5 * exact.grad.abs().max()
+
+
+def test_a_latency_limit_and_one_in_bytes() -> None:
+    module = net(64, 8)
+    data = batch(512, 64)
+    fast = optimize(module, loss_of, None, data, latency_ratio=1.2, budget=BUDGET).report()
+    assert fast.latency_ratio <= 1.2
+    assert fast.memory_ratio < 1
+    lean = optimize(module, loss_of, None, data, memory_limit="2 MiB", budget=BUDGET).report()
+    assert lean.planned_bytes <= lean.limit_bytes == 2**21
+    assert "peak memory" in str(lean)
+
+
+def test_limits_that_cannot_be_kept_name_what_can() -> None:
+    with pytest.raises(UsageError, match=r"no plan found that needs at most 100.00 KiB: .* raise the limit"):
+        optimize(net(64, 8), loss_of, None, batch(512, 64), memory_limit="100 KiB", budget=BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "one limit is needed, not none; give one of memory_ratio, memory_limit, latency_ratio"),
+        ({"memory_ratio": 0.5, "latency_ratio": 1.1}, "one limit is needed, not memory_ratio and latency_ratio"),
+        ({"memory_ratio": 0.0}, "memory_ratio=0.0"),
+        ({"memory_ratio": float("nan")}, "memory_ratio=nan"),
+        ({"memory_ratio": True}, "memory_ratio=True"),
+        ({"latency_ratio": 0.9}, "latency_ratio=0.9"),
+        ({"memory_limit": "8 G"}, "not an amount of memory: '8 G'"),
+        ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"memory_ratio": 0.5, "budget": 0}, "budget=0"),
+        ({"memory_ratio": 0.5, "seconds": "x"}, "seconds='x'"),
+        ({"memory_ratio": 0.5, "device": "cuda"}, "device='cuda', but the model lies on 'cpu'"),
+        ({"memory_ratio": 0.5, "autocast": torch.float64}, "autocast to torch.float64; use torch.bfloat16"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        optimize(net(), loss_of, None, batch(), **arguments)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.ones(3), "a batch of a Tensor; pass (inputs, targets)"),
+        ((torch.ones(3),), "a batch of 1 values"),
+        ((torch.ones(3), "target"), "targets hold a str, not only tensors"),
+        ((torch.ones(3, requires_grad=True), torch.ones(3)), "requires a gradient; detach it"),
+    ],
+)
+def test_batches_that_cannot_be(given: Any, message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        optimize(net(), loss_of, None, given, memory_ratio=0.8)
+    assert message in str(error.value)
+
+
+def test_steps_that_cannot_be_captured_are_refused_with_the_line() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) if x.sum() > 0 else x
+
+    with pytest.raises(CaptureError, match=r"test_optimize\.py"):
+        optimize(Branching(), loss_of, None, batch(), memory_ratio=0.8)
+
+
+def test_hooks_on_gradients_are_refused() -> None:
+    module = net()
+    module[0].weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(UsageError, match=r"0.weight has a hook on its gradient"):
+        optimize(module, loss_of, None, batch(), memory_ratio=0.8)
+
+
+def test_counters_that_differ_are_refused() -> None:
+    module = net()
+    optimizer = plain(module.parameters())
+    module[0].requires_grad_(False)
+    loss_of(module(batch()[0]), batch()[1]).backward()
+    optimizer.step()
+    module[0].requires_grad_(True)
+    with pytest.raises(UsageError, match=r"different numbers of steps: \[0.0, 1.0\]; pass None"):
+        optimize(module, loss_of, optimizer, batch(), memory_ratio=0.9, budget=BUDGET)
