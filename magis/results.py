@@ -218,6 +218,8 @@ class ParetoFront:
     """Plans judged; deterministic."""
     seconds: float
     """What the search took, capture left out."""
+    provenance: Provenance = field(default_factory=Provenance)
+    """What eager's simulated latency rests on."""
 
     def best(self, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> FrontPoint | None:
         """The fastest point within a share of the original's peak, or the leanest within a multiple of its latency;

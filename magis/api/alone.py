@@ -22,6 +22,9 @@ NOT_BOTH = "not run: original and optimized step do not fit together"
 NOTABLE_BYTES = GIB
 """Of a GPU in others' hands: CUDA itself takes about half of that in every process."""
 
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""What errors say that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
+
 T = TypeVar("T")
 
 
@@ -47,8 +50,8 @@ def attempt(run: Callable[[], T]) -> T | None:
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A GPU says so by the error's type; the CPU's allocator in words."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """A GPU's allocator says so by the error's type; CUDA, its libraries and the CPU's allocator in words."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def fits_alone(subject: Subject, peak_bytes: int) -> bool:

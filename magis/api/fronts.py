@@ -104,6 +104,7 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         points=tuple(_figures(plan) for plan in found),
         states=states,
         seconds=time.perf_counter() - started,
+        provenance=subject.provenance(original),
     )
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from magis.backend.measure import device_identity
 from magis.backend.profiler import schema_of
-from magis.cost.devices import gpu_name
+from magis.cost.devices import DeviceModel, gpu_name
+from magis.cost.prices import Prices
 from magis.cost.store import Profile, ProfileError, load, matched
 from magis.dtypes import autocast_type, tensor_type
 
-__all__ = ["FOLDER", "UNPRICED", "Pricing", "Profiles", "profile_file", "refused"]
+__all__ = ["FOLDER", "UNPRICED", "Pricing", "Profiles", "profile_file", "recording_identity", "refused"]
 
+PRODUCTS = "products"
+"""In a profile's identity: how products of float32 were rounded, where that is not in full."""
 FOLDER = "profiles"
 """Beside the baselines of the devices."""
 SAME_CPU = ("instruction set", "threads")
@@ -31,11 +35,18 @@ class Pricing:
     """Where the prices are from, in words: "h200.json (NVIDIA H200, torch 2.11.0)"; empty without a profile."""
     note: str = ""
     """What a reader should know about it, in one line."""
+    _prices: dict[str, Prices] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of the profile in use; empty without one."""
         return "" if self.profile is None else self.profile.digest
+
+    def prices(self, device: DeviceModel) -> Prices:
+        """Prices on a device by this profile: every model of a process asks the same ones."""
+        if device.name not in self._prices:
+            self._prices[device.name] = Prices(device, self.profile)
+        return self._prices[device.name]
 
 
 UNPRICED = Pricing()
@@ -51,11 +62,11 @@ class Profiles:
     def pricing(self, device: str, dtype: str = "") -> Pricing:
         """The prices of a device, for steps of a data type (empty: any). Raises ProfileError, in one line, where `file`
         is of no use for them, or where the file in the folder is corrupt; a sound one is left aside with a note."""
-        path = self.file if self.file is not None else self._found(device)
+        path = self.file if self.file is not None else self._found(device, dtype)
         if path is None:
             return UNPRICED
         profile = load(path)
-        problem = refused(profile, device) or _lacking(profile, dtype)
+        problem = refused(profile, device) or _lacking(profile, dtype) or _rounded_otherwise(profile, dtype)
         if problem:
             text = f"the operator profile {path} {problem}"
             if self.file is not None:
@@ -64,19 +75,29 @@ class Profiles:
         kept, changed = matched(profile, schema_of)
         return Pricing(kept, f"{path.name} ({_origin(profile)})", _changes(profile, changed))
 
-    def _found(self, device: str) -> Path | None:
+    def _found(self, device: str, dtype: str) -> Path | None:
         if self.folder is None:
             return None
-        path = profile_file(self.folder, device)
+        path = profile_file(self.folder, device, dtype)
         return path if path.is_file() else None
 
 
-def profile_file(folder: Path, device: str) -> Path:
-    """Where the profile of a device belongs: "cpu.json", "h200.json" (of "sim:h200" and of such a GPU)."""
+def profile_file(folder: Path, device: str, dtype: str = "") -> Path:
+    """Where the profile of a device belongs: "cpu.json", "h200.json" (of "sim:h200" and of such a GPU).
+
+    Products of float32 in tf32 are other kernels on tensors that look the same: they have a file of their own,
+    "h200-tf32.json".
+    """
+    name = device.removeprefix("sim:")
     if device == "cuda":
         gpu = device_identity(device)["gpu"]
-        return folder / f"{gpu_name(gpu) or _plain(gpu)}.json"
-    return folder / f"{device.removeprefix('sim:')}.json"
+        name = gpu_name(gpu) or _plain(gpu)
+    return folder / f"{name}{'-tf32' if dtype == 'tf32' else ''}.json"
+
+
+def recording_identity(device: str, dtype: str = "") -> dict[str, str]:
+    """The identity of a profile that is recorded here."""
+    return {**device_identity(device), **({PRODUCTS: "tf32"} if dtype == "tf32" else {})}
 
 
 def refused(profile: Profile, device: str) -> str:
@@ -99,6 +120,11 @@ def _lacking(profile: Profile, dtype: str) -> str:
         return ""
     known = ", ".join(sorted(profile.dtypes)) or "none at all"
     return f"has no {' or '.join(sorted(wanted - profile.dtypes))} operators (its data types: {known})"
+
+
+def _rounded_otherwise(profile: Profile, dtype: str) -> str:
+    theirs, ours = profile.device.get(PRODUCTS, "float32"), "tf32" if dtype == "tf32" else "float32"
+    return "" if not dtype or theirs == ours else f"is of products in {theirs}, the case's are in {ours}"
 
 
 def _name(identity: Mapping[str, str]) -> str:

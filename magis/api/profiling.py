@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,11 +12,16 @@ from pathlib import Path
 import torch
 
 from magis.api.bench import Bench
+from magis.api.precision import products_of
+from magis.api.pricing import recording_identity
 from magis.api.signatures import signatures_of_model
 from magis.backend.cuda_profile import EventWatch, cuda_workspace, link_speed
-from magis.backend.measure import device_identity, free_device_memory
+from magis.backend.measure import free_device_memory
 from magis.backend.profiler import Batch, Effort, Wall, batches, record, schemas
 from magis.cost.store import Entry, Profile, load, merge, save
+from magis.dtypes import check_dtype
+from magis.errors import UsageError
+from magis.models.registry import PRESETS
 from magis.results import Case
 
 __all__ = ["Recording", "record_profile"]
@@ -56,12 +63,16 @@ def record_profile(
     ProfileError if the file is of another device or torch version, or corrupt; it stays as it is.
     """
     started = time.perf_counter()
+    every = tuple(dtypes)
+    rounding = _checked(every, device, preset)
     effort = effort or Effort(batch_bytes=_batch_bytes(device))
-    identity = device_identity(device)
+    identity = recording_identity(device, rounding)
     profile = _opened(path, identity)
+    if not path.exists():
+        save(profile, path)  # a place that cannot be written is found out before the work
     wanted: dict[str, None] = {}
     over = False
-    for model, keys in _asked(models, dtypes, device, preset, parts, progress):
+    for model, keys in _asked(models, every, device, preset, parts, progress):
         lacking = [key for key in keys if key not in wanted and key not in profile.entries]
         wanted.update(dict.fromkeys(keys))
         for number, batch in enumerate(batches(lacking, effort.batch_bytes)):
@@ -69,23 +80,44 @@ def record_profile(
                 over = True
                 break
             progress(f"{model}: batch {number + 1}, {len(profile.entries)} operators known")
-            found = _measured(batch, effort, device)
-            profile = merge(profile, Profile(identity, found, schemas(found), _link(profile, device)))
-            save(profile, path)
+            with products_of(rounding):
+                found = _measured(batch, effort, device)
+            profile = _added(path, Profile(identity, found, schemas(found), _link(profile, device)))
         if over:
             break
-    if not path.exists():
-        save(profile, path)
     missing = tuple(key for key in wanted if key not in profile.entries)
     return Recording(len(profile.entries), len(wanted), missing, not over)
+
+
+def _checked(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
+    """How products are rounded: "tf32", or "" for in full. UsageError for what cannot be recorded."""
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}", hint=f"use one of {', '.join(PRESETS)}")
+    for dtype in dtypes:
+        if dtype is not None:
+            check_dtype(dtype, device)
+    if "tf32" in dtypes and len(set(dtypes)) > 1:
+        raise UsageError("tf32 beside other data types", hint="record it by itself: it has a file of its own")
+    return "tf32" if "tf32" in dtypes else ""
+
+
+def _added(path: Path, found: Profile) -> Profile:
+    """The file with these entries, and those that others put there meanwhile: one recording at a time replaces it."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        merged = merge(load(path), found) if path.exists() else found
+        save(merged, path)
+    finally:
+        os.close(folder)
+    return merged
 
 
 def _asked(
     models: Iterable[str], dtypes: Iterable[str | None], device: str, preset: str, parts: bool, progress: Progress
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    every = tuple(dtypes)
     for model in models:
-        for dtype in every:
+        for dtype in dtypes:
             progress(f"{model}: capturing")
             subject = Bench().subject(Case(model, "magis", device, preset, dtype))
             yield model, signatures_of_model(subject, parts=parts)

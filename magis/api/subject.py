@@ -186,12 +186,12 @@ class Subject:
         """What searches work with. A CPU's profile is of one machine: plans must be the same on all of them."""
         gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
         device = find_device(self.source.device, gpu)
-        return Prices(device, None if self.kind == "cpu" else self.pricing.profile)
+        return (UNPRICED if self.kind == "cpu" else self.pricing).prices(device)
 
     @cached_property
     def predicting(self) -> RooflineCosts:
         """What latencies are predicted with: the profile of this machine, where there is one."""
-        prices = self._prices if self.kind != "cpu" else Prices(self._prices.device, self.pricing.profile)
+        prices = self.pricing.prices(self._prices.device)
         return RooflineCosts(prices.device, prices.profile, {}, prices)
 
     def workspaces(self, graph: Graph) -> Mapping[str, int]:

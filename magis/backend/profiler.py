@@ -120,7 +120,7 @@ def record(
     `workspace` says how many bytes a call takes besides its results (None: as the CPU's allocator says). The state of
     the global random-number generator is left as it was.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+    with torch.random.fork_rng(_gpus(device)), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
         scrub = _Scrub(batch.nbytes, effort.batch_bytes // 4, device)
         started = time.perf_counter()
@@ -135,6 +135,10 @@ def record(
         call.key: _entry(found, workspace(call.key) if workspace is not None else scratch.get(call.key, 0))
         for call, found in zip(calls, times, strict=True)
     }
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
 
 
 def _round(calls: Sequence[Call], watch: Stopwatch, scrub: _Scrub) -> Sequence[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 
-__all__ = ["BANNED", "FP32", "LOWER", "OPTIONAL_DTYPE", "PROMOTED", "autocast", "cuda_rules", "installed"]
+__all__ = ["BANNED", "FP32", "LOWER", "OPTIONAL_DTYPE", "PROMOTED", "as_on_cuda", "autocast", "cuda_rules", "installed"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -82,8 +82,30 @@ def autocast(dtype: str | None) -> AbstractContextManager[Any]:
 
 
 @contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Autocast on CPU tensors follows the rules of a GPU, also where a module names "cuda" (`torch.autocast("cuda")`).
+
+    Of the whole process, hence of short duration.
+    """
+    kind: Any = torch.amp.autocast_mode.autocast
+    plain = kind.__init__
+
+    def renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and not args and kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.get_autocast_dtype("cuda")
+        plain(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    with cuda_rules():
+        kind.__init__ = renamed
+        try:
+            yield
+        finally:
+            kind.__init__ = plain
+
+
+@contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Autocast on CPU tensors follows the rules of a GPU. Of the whole process, hence of short duration."""
+    """The rules alone. Of the whole process, too."""
     library = Library("aten", "IMPL")
     ours = (LOWER | FP32 | OPTIONAL_DTYPE | PROMOTED | BANNED) & installed("AutocastCUDA")
     theirs = installed(_KEY)

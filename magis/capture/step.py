@@ -29,8 +29,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from magis.aten import optimizers
 from magis.aten.call import CallError
+from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
-from magis.capture.autocast import cuda_rules
 from magis.capture.device_table import device_forms
 from magis.capture.recorder import ONLY_DENSE, Recorder, layout_problem
 from magis.errors import CaptureError, MagisError
@@ -97,8 +97,8 @@ def capture(
             stack.enter_context(_reparametrize_module(module, {**fakes.params, **fakes.buffers}, tie_weights=True))
             stack.enter_context(recorder.watch(module))
             stack.enter_context(device_forms(device))
-            if autocast is not None and device == "cuda":
-                stack.enter_context(cuda_rules())
+            if device == "cuda":  # with autocast of the module's own, too
+                stack.enter_context(as_on_cuda())
             stack.enter_context(recorder)
             with torch.set_grad_enabled(training), casting(autocast):
                 result = _forward(module, fakes, loss_fn)

@@ -21,6 +21,8 @@ Measure every distinct operator of the models, the sizes that fission asks for i
 with cold caches, and scratch memory. What the file knows already is not measured again, and it is replaced after every
 batch: a run that was cut off goes on where it was. Simulated devices (sim:<name>) use baselines/profiles/<name>.json.
 """
+UNFINISHED = 3
+"""Exit code of a recording that --seconds ended."""
 SHOWN = 3
 """Operators that are named where some could not be measured."""
 
@@ -52,19 +54,22 @@ def _run(asked: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(int(threads))
-    path = asked.out or api.profile_file(Path("baselines") / api.PROFILES, device)
+    dtypes = tuple(name.strip() for name in asked.dtype.split(",")) if asked.dtype is not None else (None,)
+    if "" in dtypes:
+        raise UsageError(f"--dtype: empty item in {asked.dtype!r}")
+    path = asked.out or api.profile_file(Path("baselines") / api.PROFILES, device, dtypes[0] or "")
     found = api.record_profile(
         path,
         models,
         device=device,
         preset=asked.preset or ("small" if device == "cpu" else "paper"),
-        dtypes=asked.dtype.split(",") if asked.dtype else (None,),
+        dtypes=dtypes,
         parts=not asked.no_parts,
         seconds=seconds,
         progress=_say,
     )
     print(_summary(path, found))  # noqa: T201
-    return 0
+    return 0 if found.in_time else UNFINISHED
 
 
 def _say(text: str) -> None:
@@ -78,8 +83,8 @@ def _number(flag: str, text: str | None, *, whole: bool = False) -> float | None
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < math.inf or (whole and number != int(number)):
-        raise UsageError(f"{flag}: {text!r} is not a {'whole ' if whole else ''}number above 0")
+    if not 0 < number < 1e6 or (whole and number != int(number)):
+        raise UsageError(f"{flag}: {text!r} is not a {'whole ' if whole else ''}number above 0 and below a million")
     return number
 
 

@@ -21,6 +21,7 @@ constants are). They are frozen: a search never depends on a timing of the machi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -252,8 +253,10 @@ def device_names() -> tuple[str, ...]:
 
 def gpu_name(gpu: str) -> str:
     """The short name of a GPU that calls itself "NVIDIA H200": "h200"; empty where no constants are known for it."""
-    plain = gpu.lower().replace(" ", "")
-    return next((known.name for known in _GPUS if known.name.removeprefix("rtx") in plain), "")
+    words = re.split(r"[^a-z0-9]+", gpu.lower())
+    if {"ti", "super"} & set(words):
+        return ""
+    return next((known.name for known in _GPUS if known.name.removeprefix("rtx") in words), "")
 
 
 def find_device(name: str, gpu: str = "") -> DeviceModel:

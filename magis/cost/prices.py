@@ -13,7 +13,7 @@ from magis.cost.loops import equivalent
 from magis.cost.roofline import roofline_ns
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
-from magis.cost.store import Profile
+from magis.cost.store import Profile, target_of
 from magis.errors import MagisError
 from magis.ir.types import Op, Value
 
@@ -40,6 +40,7 @@ class Prices:
     _known: dict[str, Price] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By signature: equal layers ask once."""
     _curves: dict[str, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kinds: dict[str, Mapping[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
         op, values = equivalent(op, values)
@@ -55,12 +56,14 @@ class Prices:
         entry = self.profile.entries.get(key)
         if entry is not None:
             return Price(entry.ns, MEASURED, entry.spread / entry.ns if entry.ns else 0.0)
-        answer = self._curve(kin(op, values)).at(expected)
+        answer = self._curve(op.target, kin(op, values)).at(expected)
         return Price(expected, ESTIMATED) if answer is None else Price(answer.ns, INTERPOLATED, answer.error)
 
-    def _curve(self, kind: str) -> Curve:
+    def _curve(self, target: str, kind: str) -> Curve:
+        if target not in self._kinds:
+            self._kinds[target] = self._kinds_of(target)
         if kind not in self._curves:
-            keys = self._measured.get(kind, ())
+            keys = self._kinds[target].get(kind, ())
             self._curves[kind] = Curve.of([point for key in keys if (point := self._point(key)) is not None])
         return self._curves[kind]
 
@@ -73,11 +76,18 @@ class Prices:
         except MagisError:
             return None
 
-    @cached_property
-    def _measured(self) -> Mapping[str, list[str]]:
-        """The profile's signatures by what they have in common."""
+    def _kinds_of(self, target: str) -> Mapping[str, list[str]]:
+        """An operator's signatures in the profile, by what they have in common."""
         found: dict[str, list[str]] = {}
-        for key in self.profile.entries if self.profile is not None else ():
+        for key in self._by_target.get(target, ()):
             with contextlib.suppress(MagisError):  # no signature: nobody asks for it
                 found.setdefault(kin(*parse(key)), []).append(key)
+        return found
+
+    @cached_property
+    def _by_target(self) -> Mapping[str, list[str]]:
+        """All signatures by operator: reading them is put off until one of its kin is asked for."""
+        found: dict[str, list[str]] = {}
+        for key in self.profile.entries if self.profile is not None else ():
+            found.setdefault(target_of(key), []).append(key)
         return found

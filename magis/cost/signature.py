@@ -69,7 +69,10 @@ def parse(text: str) -> tuple[Op, dict[int, Value]]:
     Raises SignatureError when the text is no signature. `signature(*parse(text)) == text` for every
     signature.
     """
-    return _Reader(text).read()
+    try:
+        return _Reader(text).read()
+    except (ValueError, RecursionError) as error:  # numbers and lists beyond what Python reads
+        raise SignatureError(f"not an operator's signature: {text[:80]!r}: {type(error).__name__}") from None
 
 
 class _Reader:
@@ -151,4 +154,4 @@ class _Reader:
         return True
 
     def error(self, expected: str) -> SignatureError:
-        return SignatureError(f"not an operator's signature: {self.text!r}: expected {expected} at {self.at}")
+        return SignatureError(f"not an operator's signature: {self.text[:200]!r}: expected {expected} at {self.at}")

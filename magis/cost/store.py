@@ -36,8 +36,10 @@ from magis.errors import UsageError
 __all__ = ["SCHEMA", "Entry", "Profile", "ProfileError", "load", "matched", "merge", "save", "target_of"]
 
 SCHEMA = 2
-_MOST = 2**62
-"""No time in nanoseconds and no size in bytes is as large."""
+_MOST = 2**44
+"""No operator takes as many nanoseconds (five hours) or bytes (16 TiB), and sums of thousands fit a machine word."""
+_LONGEST = 20_000
+"""Characters of a signature, a schema or a name."""
 _TENSOR = re.compile(r"(\b[a-z]+\d+|\bbool)\[")
 
 
@@ -73,8 +75,9 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Tells profiles apart that price differently."""
-        return sha256(_text(self).encode()).hexdigest()[:12]
+        """Tells profiles apart that price differently; what they were recorded with and how often does not count."""
+        prices = [self.link, sorted((key, entry.ns, entry.workspace) for key, entry in self.entries.items())]
+        return sha256(json.dumps(prices).encode()).hexdigest()[:12]
 
 
 def target_of(key: str) -> str:
@@ -113,7 +116,7 @@ def load(path: Path) -> Profile:
         )
     device = _texts(path, data.get("device"), "no device identity")
     link = data.get("link", 0)
-    if type(link) is not int or not 0 <= link < _MOST:
+    if type(link) is not int or not 0 <= link < 2**62:
         raise _corrupt(path, "its link carries no number of bytes a second")
     entries = _entries(path, data.get("operators"))
     return Profile(device, entries, _texts(path, data.get("schemas"), "no schemas"), link)
@@ -127,7 +130,15 @@ def _corrupt(path: Path, reason: str) -> ProfileError:
 def _texts(path: Path, data: Any, missing: str) -> dict[str, str]:
     if not isinstance(data, dict) or not all(isinstance(value, str) for value in data.values()):
         raise _corrupt(path, missing)
+    for text in (*data, *data.values()):
+        _check_text(path, text)
     return dict(data)
+
+
+def _check_text(path: Path, text: str) -> None:
+    """Texts end up in reports: they must be of a size and kind that can be printed."""
+    if not 0 < len(text) <= _LONGEST or not text.isprintable():
+        raise _corrupt(path, f"a text that cannot be shown: {text[:40]!a}")
 
 
 def _entries(path: Path, data: Any) -> dict[str, Entry]:
@@ -137,8 +148,9 @@ def _entries(path: Path, data: Any) -> dict[str, Entry]:
     for key, value in data.items():
         numbers = [value.get(name) if isinstance(value, dict) else None for name in Entry.__slots__]
         whole = [number for number in numbers if type(number) is int and 0 <= number < _MOST]
-        if len(whole) != len(numbers):
-            raise _corrupt(path, f"the entry of {key!r} lacks ns, spread, workspace or samples")
+        _check_text(path, key)
+        if len(whole) != len(numbers) or not whole[0]:
+            raise _corrupt(path, f"the entry of {key!r} lacks ns (above 0), spread, workspace or samples")
         found[key] = Entry(*whole)
     return found
 

@@ -44,6 +44,8 @@ def _lines(front: ParetoFront, most: float) -> Iterator[str]:
 
     title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
     yield label((LEFT, 22), title)
+    if front.provenance.source:
+        yield label((LEFT, 38), f"priced by {front.provenance.source}, {front.provenance.measured:.0%} of it measured")
     for tenth in range(0, 11, 2):
         at = y(tenth / 10)
         yield across(LEFT, WIDTH - RIGHT, at)

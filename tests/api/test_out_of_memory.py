@@ -21,6 +21,30 @@ from pytest_magis.verdict import Verdict, judge
 HUNGRY, BLOCKS = "tests.api.nets:hungry", "tests.api.nets:blocks"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory",
+    ],
+)
+def test_every_kind_of_running_out_of_memory_is_known(text: str) -> None:
+    def run() -> None:
+        raise RuntimeError(text)
+
+    assert attempt(run) is None
+
+
+def test_other_errors_are_not_taken_for_it() -> None:
+    def run() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        attempt(run)
+
+
 def case(model: str = HUNGRY, strategy: str = "magis", ratio: float | None = 0.6) -> Case:
     return Case(model, strategy, "cpu", "small", memory_ratio=ratio, budget=500, timing_rounds=8)
 

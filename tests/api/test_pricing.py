@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from magis.api import Bench, Profiles, run_case
-from magis.api.pricing import UNPRICED, profile_file, refused
+from magis.api.pricing import UNPRICED, profile_file, recording_identity, refused
 from magis.backend.measure import device_identity
 from magis.backend.profiler import schema_of
 from magis.cost.store import Entry, Profile, ProfileError, save
@@ -71,6 +71,27 @@ def test_a_profile_without_the_data_type(tmp_path: Path) -> None:
         Profiles(file=path).pricing("sim:h200", "bfloat16")
     with pytest.raises(ProfileError, match="has no bfloat16 operators"):
         Bench(profiles=Profiles(file=path)).subject(Case("bert", "eager", "sim:h200", "small", "bfloat16"))
+
+
+def test_products_in_tf32_are_priced_by_a_profile_of_tf32_alone(tmp_path: Path) -> None:
+    written(tmp_path / "h200.json", H200)
+    written(tmp_path / "h200-tf32.json", {**H200, "products": "tf32"})
+    for dtype, name in (("float32", "h200.json"), ("tf32", "h200-tf32.json"), ("amp-bfloat16", "h200.json")):
+        assert profile_file(tmp_path, "sim:h200", dtype).name == name
+    found = Profiles(folder=tmp_path).pricing("sim:h200", "tf32")
+    assert found.source.startswith("h200-tf32.json")
+    with pytest.raises(ProfileError, match="is of products in float32, the case's are in tf32"):
+        Profiles(file=tmp_path / "h200.json").pricing("sim:h200", "tf32")
+    with pytest.raises(ProfileError, match="is of products in tf32, the case's are in float32"):
+        Profiles(file=tmp_path / "h200-tf32.json").pricing("sim:h200", "float32")
+    assert recording_identity("cpu") == device_identity("cpu")
+    assert recording_identity("cpu", "tf32") == {**device_identity("cpu"), "products": "tf32"}
+
+
+def test_models_of_a_process_ask_the_same_prices(tmp_path: Path) -> None:
+    bench = Bench(profiles=Profiles(file=written(tmp_path / "h200.json", H200)))
+    first, second = (bench.subject(Case(model, "eager", "sim:h200", "small")) for model in ("mlp", "vit"))
+    assert first.predicting.prices is second.predicting.prices
 
 
 def test_operators_that_changed_are_named_and_left_out(tmp_path: Path) -> None:

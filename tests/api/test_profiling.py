@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from magis.api import Bench, record_profile
+from magis.api import Bench, profiling, record_profile
 from magis.api.planning import plan
 from magis.api.signatures import signatures_of_model
 from magis.backend import profiler
@@ -15,6 +15,7 @@ from magis.backend.measure import device_identity
 from magis.backend.profiler import Effort
 from magis.cost.loops import signatures_of
 from magis.cost.store import Entry, Profile, ProfileError, load, save
+from magis.errors import UsageError
 from magis.results import Case
 from magis.units import MIB
 
@@ -68,6 +69,32 @@ def test_a_recording_that_is_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest
     assert not set(again) & set(known.entries)
 
 
+def test_two_recordings_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another one put into the file while a batch was measured is still there afterwards."""
+    path = tmp_path / "cpu.json"
+    real, others = profiler.record, []
+
+    def meanwhile(batch: profiler.Batch, *rest: object) -> dict[str, Entry]:
+        key = f"other{len(others)}(a)"
+        others.append(key)
+        known = load(path)
+        save(Profile(known.device, {**known.entries, key: Entry(7, 0, 0, 9)}, known.schemas), path)
+        return real(batch, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("magis.api.profiling.record", meanwhile)
+    recorded(path, effort=Effort(batch_bytes=2 * MIB, rounds=5))
+    assert len(others) > 1
+    assert set(others) <= set(load(path).entries)
+
+
+def test_tf32_has_a_file_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tf32 beside other data types; record it by itself"):
+        record_profile(tmp_path / "x.json", ["mlp"], device="sim:h200", preset="small", dtypes=("float32", "tf32"))
+    with pytest.raises(UsageError, match="data type 'tf32' does nothing on device 'cpu'"):
+        recorded(tmp_path / "x.json", dtypes=("tf32",))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_seconds_end_it_and_the_rest_is_named(tmp_path: Path) -> None:
     found = recorded(tmp_path / "cpu.json", seconds=1e-9)
     assert not found.in_time
@@ -106,3 +133,9 @@ def test_plans_hold_no_operator_that_was_not_listed(model: str, ratio: float) ->
     listed = set(signatures_of_model(subject))
     assert set(signatures_of(found.graph)) <= listed
     assert dataclasses.is_dataclass(found)
+
+
+def test_a_gpu_is_filled_to_a_quarter_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "free_device_memory", lambda _device: 100 * 2**30)
+    assert profiling._batch_bytes("cuda") == 25 * 2**30
+    assert profiling._batch_bytes("cpu") == Effort.batch_bytes

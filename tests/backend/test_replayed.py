@@ -205,3 +205,27 @@ def test_a_step_must_run_before_it_is_recorded() -> None:
     graph = plan(built, None)
     with pytest.raises(ValueError, match="must run before it is recorded"):
         ReplayedStep(step_of(graph, built), graph, built.rule, PaperRecorder(), warm_up=0)
+
+
+def test_the_side_stream_waits_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What warms up on a side stream comes after what was there, and before what comes next."""
+    said: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            said.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def stream(which: Stream) -> Iterator[None]:
+        said.append(f"on {which.name}")
+        yield
+        said.append(f"off {which.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream("current"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    with replayed._Aside(torch.device("cuda"), Stream("side")):
+        said.append("run")
+    assert said == ["side waits for current", "on side", "run", "off side", "current waits for side"]

@@ -282,3 +282,35 @@ def test_a_weight_that_is_used_twice_is_cast_once() -> None:
     # the input, two weights and two biases
     forward = [target for target, dtype in targets("cuda", "bfloat16") if dtype == "bfloat16"]
     assert forward.count("aten._to_copy.default") == 1 + 2 * 2
+
+
+class Within(nn.Module):
+    """Casts by itself, as code for GPUs does: by the device's name."""
+
+    def __init__(self, **how: object) -> None:
+        super().__init__()
+        self.how = how
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", **self.how):
+            return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "around", "expected"),
+    [
+        ({"enabled": False}, "bfloat16", "float32"),
+        ({"dtype": torch.bfloat16}, None, "bfloat16"),
+        ({}, None, "float16"),  # what autocast on a GPU casts to by default
+        ({"dtype": torch.float16}, "bfloat16", "float16"),
+    ],
+)
+def test_a_module_may_name_the_gpu(how: dict[str, object], around: str | None, expected: str) -> None:
+    plain = torch.amp.autocast_mode.autocast.__init__
+    inputs, targets = (torch.randn(3, 4),), (torch.randn(3, 4),)
+    loss = nn.functional.mse_loss
+    found = capture(Within(**how), inputs, targets, loss, OptimizerSpec("sgd"), device="cuda", autocast=around)
+    products = [op for op in found.graph.ops if op.target == "aten.addmm.default"]
+    assert [found.graph.values[op.made()[0]].dtype for op in products] == [expected]
+    assert torch.amp.autocast_mode.autocast.__init__ is plain

@@ -11,13 +11,14 @@ import torch
 
 from magis.backend.measure import device_identity
 from magis.cli.main import USAGE_ERROR, main
+from magis.cli.profile import UNFINISHED
 from magis.cost.store import Profile, load, save
 
 
 def test_profile_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "deep" / "cpu.json"
     arguments = ["profile", "--device", "cpu", "--models", "mlp", "--no-parts", "--out", str(path)]
-    assert main([*arguments, "--seconds", "0.000001"]) == 0
+    assert main([*arguments, "--seconds", "0.000001"]) == UNFINISHED
     assert "and more to come: run the command again to go on" in capsys.readouterr().out
     assert main(arguments) == 0
     out = capsys.readouterr()
@@ -52,6 +53,8 @@ def test_several_data_types_and_threads(tmp_path: Path) -> None:
         (["profile", "--seconds", "0"], "--seconds: '0' is not a number above 0"),
         (["profile", "--seconds", "nan"], "--seconds: 'nan' is not a number above 0"),
         (["profile", "--threads", "1.5"], "--threads: '1.5' is not a whole number above 0"),
+        (["profile", "--threads", "1e30"], "--threads: '1e30' is not a whole number above 0 and below a million"),
+        (["profile", "--device", "cpu", "--dtype", "float32,"], "--dtype: empty item in 'float32,'"),
         (["profile", "--models", "mlp", "--device", "cpu", "--dtype", "float31"], "unknown data type 'float31'"),
         (["profile", "--models", "mlp", "--device", "cpu", "--preset", "huge"], "unknown preset 'huge'"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from magis.cost.shapes import made
 from magis.cost.shares import shares
 from magis.cost.signature import parse, signature
 from magis.cost.store import Entry, Profile
-from magis.ir.types import Graph
+from magis.ir import Graph, Loop, replace_refs
 
 GPU = find_device("sim:h200")
 
@@ -143,18 +145,17 @@ def test_shares_add_up_and_loops_count_for_every_part() -> None:
     assert found.estimated == expected(keys[2]) / total
     assert shares(RooflineCosts(GPU), Graph({}, {}, (), (), ())).estimated == 1.0
 
+    body = Graph({}, values, (ops[0],), (), ())  # measured, four times
+    looped = Graph({}, values, (replace(ops[0], target="magis.loop", body=Loop(4, body)), ops[2]), (), ())
+    inside = 4 * 3 * expected(keys[0])
+    assert shares(costs, looped).measured == inside / (inside + expected(keys[2]))
+
 
 def _moved(value, shift):
-    from dataclasses import replace
-
     return replace(value, id=shift[value.id], storage=shift[value.storage])
 
 
 def _renamed(op, shift):
-    from dataclasses import replace
-
-    from magis.ir import replace_refs
-
     return replace(
         op, args=replace_refs(op.args, shift), outputs=tuple(None if v is None else shift[v] for v in op.outputs)
     )
@@ -162,7 +163,14 @@ def _renamed(op, shift):
 
 def test_entries_that_this_torch_refuses_are_no_kin() -> None:
     times = {gelu(size): 2 * expected(gelu(size)) for size in (64, 128, 512)}
-    strange = {"aten.nowhere.default(float32[3]{1})": 5, "no signature": 6, "aten.mm.default(float32[2,3]{3,1})": 7}
+    strange = {
+        "aten.nowhere.default(float32[3]{1})": 5,
+        "no signature": 6,
+        "aten.gelu.default(float32[2,3]{3,1}, float32[2]{1})": 7,
+        f"aten.gelu.default(float32[{'9' * 5000}]{{1}})": 8,
+        f"aten.gelu.default({'[' * 5000})": 9,
+        f"aten.gelu.default(float32[{2**62},{2**62}]{{1,1}})": 10,
+    }
     prices = Prices(GPU, profile_of({**times, **strange}))
     assert prices.price(*made(gelu(256))).source == INTERPOLATED
 

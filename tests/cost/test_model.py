@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device
+from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device, gpu_name
 from magis.cost.flops import work
 from magis.cost.model import CostModel, RooflineCosts, device_model
 from magis.cost.prices import ESTIMATED, MEASURED, Price
@@ -166,6 +166,18 @@ def test_profile_before_roofline_and_measured_workspaces_before_both() -> None:
     measured = RooflineCosts(find_device("cpu"), profile, {key: 9, signature(*other): 11})
     assert (measured.workspace(*known), measured.workspace(*other)) == (9, 11)
     assert device_model("cpu").price(*known).source == ESTIMATED
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", ""), ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("RTX 3090 Ti", ""),
+        ("NVIDIA GeForce GT 103090", ""), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla V100-SXM2-32GB", "v100"), ("", ""),
+    ],
+)  # fmt: skip
+def test_gpus_are_known_by_whole_words(gpu: str, name: str) -> None:
+    assert gpu_name(gpu) == name
 
 
 def test_a_measured_link_comes_before_the_datasheet() -> None:

@@ -14,7 +14,9 @@ from magis.cost.store import SCHEMA, Entry, Profile, ProfileError, load, matched
 
 DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
 entries = st.dictionaries(
-    st.text(max_size=12), st.builds(Entry, *(st.integers(0, 10**12) for _ in range(4))), max_size=6
+    st.text(st.characters(codec="utf-8", categories=("L", "N", "P")), min_size=1, max_size=12),
+    st.builds(Entry, *(st.integers(1, 10**12) for _ in range(4))),
+    max_size=6,
 )
 
 
@@ -96,7 +98,7 @@ def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize("field", Entry.__slots__)
-@pytest.mark.parametrize("wrong", ["-1", "1e300", "1.0", "NaN", "true", "null", '"1"', "1" + "0" * 30])
+@pytest.mark.parametrize("wrong", ["-1", "1e300", "1.0", "NaN", "true", "null", '"1"', "1" + "0" * 30, str(2**44)])
 def test_figures_are_whole_numbers_of_a_possible_size(tmp_path: Path, field: str, wrong: str) -> None:
     path = tmp_path / "profile.json"
     save(Profile(DEVICE, {"k": Entry(1, 2, 3, 4)}), path)
@@ -104,6 +106,27 @@ def test_figures_are_whole_numbers_of_a_possible_size(tmp_path: Path, field: str
     path.write_text(path.read_text().replace(right, f'"{field}": {wrong}'))
     with pytest.raises(ProfileError, match="is corrupt: the entry of 'k' lacks"):
         load(path)
+
+
+def test_a_time_of_zero_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save(Profile(DEVICE, {"k": Entry(0, 2, 3, 4)}), path)
+    with pytest.raises(ProfileError, match=r"the entry of 'k' lacks ns \(above 0\)"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["", "\ud800", "a\nb", "\x1b[31m", "x" * 30_000])
+def test_texts_that_cannot_be_shown(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    entry = Entry(1, 2, 3, 4)
+    for profile in (
+        Profile({**DEVICE, "torch": text}), Profile(DEVICE, {}, {text: "s"}), Profile(DEVICE, {text: entry}),
+    ):  # fmt: skip
+        save(profile, path)
+        with pytest.raises(ProfileError, match="a text that cannot be shown") as error:
+            load(path)
+        assert len(str(error.value)) < 500
+        assert str(error.value).isprintable()
 
 
 def test_missing_and_undecodable_files(tmp_path: Path) -> None:
@@ -166,4 +189,6 @@ def test_data_types_and_digest() -> None:
     assert profile.dtypes == {"bool", "float32", "bfloat16"}
     other = Profile(DEVICE, {key: Entry(6, 1, 2, 3)})
     assert profile.digest != other.digest
-    assert profile.digest == Profile(dict(reversed(DEVICE.items())), {key: Entry(5, 1, 2, 3)}).digest
+    assert profile.digest == Profile({}, {key: Entry(5, 9, 2, 30)}).digest  # how it was found does not count
+    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 3, 3)}).digest
+    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 2, 3)}, link=1).digest

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 
 def _load(repository: Path, name: str) -> ModuleType:
@@ -30,10 +32,12 @@ def run(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         "good": "open('ran', 'a').write('good '); print('said')",
         "bad": "open('ran', 'a').write('bad '); raise SystemExit(7)",
         "slow": "import time; open('ran', 'a').write('slow '); time.sleep(60)",
+        "after": "open('ran', 'a').write('after ')",
         "report": "open('ran', 'a').write('report ')",
     }
     made = [module.Piece(name, (sys.executable, "-c", text)) for name, text in pieces.items()]
     monkeypatch.setattr(module, "_pieces", lambda *_: iter(made))
+    monkeypatch.setattr(module, "_profiles", lambda *_: Path())
     monkeypatch.setattr(module, "LEAST", 0.5)
     return module
 
@@ -50,26 +54,42 @@ def test_what_succeeded_is_left_out_and_what_is_late_is_cut_off(
 ) -> None:
     assert _call(run, monkeypatch, tmp_path, 3) == 3
     assert (tmp_path / "ran").read_text() == "good bad slow report "
+    assert "after: no time left; run the command again to go on" in capsys.readouterr().out
     state = json.loads((tmp_path / "state.json").read_text())
     assert state == {"good": 0, "bad": 7, "slow": 124, "report": 0}
     assert (tmp_path / "good.log").read_text() == "said\n"
+
+    assert _call(run, monkeypatch, tmp_path, 3) == 3  # what was never tried comes first
+    assert (tmp_path / "ran").read_text() == "good bad slow report after bad slow report "
     said = capsys.readouterr().out.splitlines()
     assert [line.split(",")[0] for line in said] == [
-        "good: exit code 0", "bad: exit code 7", "slow: exit code 124", "report: exit code 0",
+        "after: exit code 0", "bad: exit code 7", "slow: exit code 124", "report: exit code 0",
     ]  # fmt: skip
 
     assert _call(run, monkeypatch, tmp_path, 0.1) == 3  # the report is made anew, whatever the time
-    assert (tmp_path / "ran").read_text() == "good bad slow report report "
+    assert (tmp_path / "ran").read_text().endswith("slow report report ")
     assert "bad: no time left; run the command again to go on" in capsys.readouterr().out
 
 
 def test_the_pieces_cover_the_workloads(repository: Path, tmp_path: Path) -> None:
     module = _load(repository, "run")
-    names = [piece.name for piece in module._pieces(tmp_path, "cpu", "small", ["vit", "bert"])]
+    names = [piece.name for piece in module._pieces(tmp_path, tmp_path / "p.json", "cpu", "small", ["vit", "bert"])]
     assert names == [
-        "tests", "profile-vit", "profile-bert", "memory-vit", "latency-vit", "memory-bert", "latency-bert",
-        "dtypes-bfloat16", "oom", "trace", "report",
+        "tests", "profile-vit", "profile-bert", "memory-0.8-vit", "memory-0.8-bert", "latency-1.1-vit",
+        "latency-1.1-bert", "memory-0.6-vit", "memory-0.6-bert", "latency-1.05-vit", "latency-1.05-bert",
+        "memory-0.4-vit", "memory-0.4-bert", "dtypes-bfloat16", "oom", "trace", "report",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(repository: Path, tmp_path: Path) -> None:
+    program = repository / "tools" / "gpu" / "run.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--out", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>")
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_the_page_sets_measured_figures_beside_the_papers(

@@ -6,8 +6,8 @@ In pieces, each in a process of its own, those that succeeded left out the next 
 
     tests       pytest -m cuda
     profile     magis profile, resumable within itself
-    memory      the gate's cases at memory ratios 0.8, 0.6, 0.4, model by model
-    latency     the same at latency ratios 1.1 and 1.05
+    memory-...  the gate's cases at memory ratios 0.8, 0.6, 0.4, model by model
+    latency-... the same at latency ratios 1.1 and 1.05
     dtypes      every model at size small in tf32, bfloat16, float16 and bfloat16 autocast
     oom         one model with the allocator held to a share of the memory that eager needs: a simulated original
     trace       one step with swaps, for Perfetto
@@ -33,7 +33,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOOLS = ROOT / "tools" / "gpu"
 WHEELS, SITE = ROOT / ".gpu" / "wheels", ROOT / ".gpu" / "site"
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default")
+WHERE = """
+import sys
+from pathlib import Path
+from magis import api
+api.check_device(sys.argv[1])
+print(api.profile_file(Path(), sys.argv[1]))
+"""
+NEEDED = ("torch", "numpy", "numba", "pandas", "pytest")
 DTYPES = ("tf32", "bfloat16", "float16", "amp-bfloat16")
 LEAST = 20.0
 """Seconds that must be left for a piece to begin."""
@@ -62,7 +70,9 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     _install()
     done = _read(out)
-    for piece in _pieces(out, asked.device, asked.preset, asked.models.split(",")):
+    pieces = list(_pieces(out, _profiles(asked.device, out), asked.device, asked.preset, asked.models.split(",")))
+    # what was never tried comes before what failed or was cut off: one slow piece must not keep the others from running
+    for piece in sorted(pieces, key=lambda piece: (piece.name == "report", piece.name in done)):
         wanted = asked.only is None or any(piece.name.startswith(name) for name in asked.only.split(","))
         if not wanted or (done.get(piece.name) == 0 and piece.name != "report"):
             continue
@@ -75,21 +85,28 @@ def main() -> int:
     return 0 if all(code == 0 for code in done.values()) else 3
 
 
-def _pieces(out: Path, device: str, preset: str, models: Sequence[str]) -> Iterator[Piece]:
+def _pieces(out: Path, profile: Path, device: str, preset: str, models: Sequence[str]) -> Iterator[Piece]:
     case = (*PYTEST, "-p", "pytest_magis.plugin", f"--magis-device={device}", "--magis-update=new,better,worse")
     where = f"--magis-baselines={ROOT / 'baselines'}" if device != "cpu" else f"--magis-baselines={out / 'baselines'}"
-    profile = _profile(out, device)
     yield Piece("tests", (*PYTEST, "-m", "cuda", str(ROOT / "tests" / "backend" / "test_cuda.py")))
     dtypes = ("--dtype", "float32,bfloat16") if device != "cpu" else ()
     command = (sys.executable, "-m", "magis", "profile", "--device", device, "--preset", preset)
     for model in models:
         yield Piece(f"profile-{model}", (*command, "--models", model, *dtypes, "--out", str(profile)))
-    for model in models:
-        paper = (*case, where, f"--magis-preset={preset}", f"--magis-models={model}")
-        memory = ("--magis-memory-ratios=0.8,0.6,0.4", f"--magis-csv={out / f'memory-{model}.csv'}")
-        yield Piece(f"memory-{model}", (*paper, *memory))
-        latency = ("--magis-latency-ratios=1.1,1.05", "--magis-strategies=magis")
-        yield Piece(f"latency-{model}", (*paper, *latency, f"--magis-csv={out / f'latency-{model}.csv'}"))
+    for limit in ("memory-0.8", "latency-1.1", "memory-0.6", "latency-1.05", "memory-0.4"):
+        kind, _, ratio = limit.partition("-")
+        for model in models:
+            name = f"{limit}-{model}"
+            paper = (
+                *case,
+                where,
+                f"--magis-preset={preset}",
+                f"--magis-models={model}",
+                f"--magis-csv={out / name}.csv",
+            )
+            strategies = "eager,magis" if limit == "memory-0.8" else "magis"
+            given = (f"--magis-{kind}-ratios={ratio}", f"--magis-strategies={strategies}")
+            yield Piece(name, (*paper, *given, f"--magis-resume={out / 'resume' / model}"))
     for dtype in DTYPES if device != "cpu" else ("bfloat16",):
         small = (*case, where, "--magis-preset=small", f"--magis-models={','.join(models)}", f"--magis-dtype={dtype}")
         yield Piece(
@@ -100,17 +117,30 @@ def _pieces(out: Path, device: str, preset: str, models: Sequence[str]) -> Itera
     yield Piece("report", (sys.executable, str(TOOLS / "report.py"), str(out), device))
 
 
-def _profile(out: Path, device: str) -> Path:
-    """Where the profile of a GPU belongs; a rehearsal's is no measurement to keep."""
+def _profiles(device: str, out: Path) -> Path:
+    """Where the profile belongs: asked in a process of its own, which alone opens the GPU. A rehearsal's is no
+    measurement to keep."""
     if device == "cpu":
         return out / "baselines" / "profiles" / "cpu.json"
-    sys.path[:0] = [str(ROOT), str(SITE)]
-    from magis.api import PROFILES, profile_file
+    asked = subprocess.run(
+        (sys.executable, "-c", WHERE, device), cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        sys.exit(f"ERROR: {(asked.stderr.strip().splitlines() or ['no answer'])[-1]}")
+    return ROOT / "baselines" / "profiles" / asked.stdout.strip().splitlines()[-1]
 
-    return profile_file(ROOT / "baselines" / PROFILES, device)
+
+def _environment() -> dict[str, str]:
+    """Plugins by name, since this one may be installed here or not."""
+    paths = os.pathsep.join(filter(None, (str(ROOT), str(SITE), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def _install() -> None:
+    """What is missing; ends with one line where that is more than the wheels have."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"ERROR: this Python lacks {', '.join(missing)}: install them first")
     if importlib.util.find_spec("rustworkx") is None and not (SITE / "rustworkx").is_dir():
         pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(WHEELS), "--target", str(SITE))
         subprocess.run((*pip, "rustworkx"), check=True)
@@ -118,14 +148,11 @@ def _install() -> None:
 
 def _run(piece: Piece, out: Path, seconds: float) -> int:
     """Run a piece for so long at most; its exit code, 124 where it was cut off."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), str(SITE), os.environ.get("PYTHONPATH"))))
-    # plugins by name: this one may be installed here or not
-    environment = {**os.environ, "PYTHONPATH": paths, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     started = time.monotonic()
     with (out / f"{piece.name}.log").open("w", encoding="utf-8") as log:
         try:
             done = subprocess.run(
-                piece.command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=seconds, check=False
+                piece.command, cwd=ROOT, env=_environment(), stdout=log, stderr=log, timeout=seconds, check=False
             )
             code = done.returncode
         except subprocess.TimeoutExpired:
