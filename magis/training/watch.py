@@ -9,18 +9,22 @@ from torch import nn
 __all__ = ["Watch"]
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
 class Watch:
-    """A module's parts as they were found. Looking again takes about a microsecond a part."""
+    """A module's parts as they were found. Looking again takes some microseconds a part."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts = list(module.modules())
 
     def structure(self) -> tuple[Any, ...]:
-        """What another plan is needed for: sub-modules, modes, and the parameters' looks, trained or not."""
+        """What another plan is needed for: sub-modules, modes, the parameters' looks, trained or not, and plain
+        attributes (a dropout's probability, say), which are constants of a captured step."""
         return tuple(
             (
-                part.training,
                 *map(id, part.children()),
+                *((name, value) for name, value in vars(part).items() if type(value) in _PLAIN),
                 *((p.requires_grad, p.dtype, p.shape, p.device) for p in part.parameters(recurse=False)),
             )
             for part in self._parts

@@ -195,6 +195,17 @@ def test_replaced_parameters_and_layers_are_noticed() -> None:
     assert torch.equal(step(*batch()), loss_of(module(batch()[0]), batch()[1]).detach())
 
 
+def test_attributes_that_change_are_noticed() -> None:
+    """The probability of a dropout is a constant of a captured step; a schedule for it must not be lost."""
+    loops = Loops(net(dropout=0.1), plain, memory_ratio=0.99)
+    loops.agree(1)
+    for module in (loops.module, loops.twin):
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = 0.7
+    loops.agree(2)
+
+
 class Keywords(nn.Module):
     """As models of transformers: keywords in, an object with the loss out."""
 
