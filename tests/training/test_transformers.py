@@ -1,0 +1,99 @@
+"""Hugging Face's models from their configurations, with random weights: trained as in eager mode, bit by bit.
+
+Needs the extra `hf` (`pip install 'pytest-magis[hf]'`); nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magis import optimize
+from tests.training.loops import BUDGET, assert_same
+
+transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+pytestmark = pytest.mark.filterwarnings("default")  # theirs, of deprecations between them and torch
+
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+WORDS, ENDS = {"vocab_size": 200}, {"bos_token_id": 0, "eos_token_id": 1}
+
+
+def _bert() -> Any:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **WORDS))
+
+
+def _gpt2() -> Any:
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=32, **WORDS, **ENDS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _gpt_neo() -> Any:
+    kinds = [[["global", "local"], 1]]
+    config = transformers.GPTNeoConfig(
+        hidden_size=64, num_layers=2, num_heads=4, attention_types=kinds, max_position_embeddings=32, **WORDS, **ENDS
+    )
+    return transformers.GPTNeoForCausalLM(config)
+
+
+def _llama() -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **WORDS, **ENDS, num_key_value_heads=2))
+
+
+def _t5() -> Any:
+    config = transformers.T5Config(
+        d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0, **WORDS
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def _vit() -> Any:
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SMALL, image_size=32, patch_size=8, num_labels=10)
+    )
+
+
+def _words(masked: bool = False) -> dict[str, Tensor]:
+    ids = torch.randint(0, 200, (4, 16))
+    return {"input_ids": ids, "labels": ids, **({"attention_mask": torch.ones_like(ids)} if masked else {})}
+
+
+def _pictures() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 10, (4,))}
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
+    "bert": (_bert, lambda: _words(masked=True)),
+    "gpt2": (_gpt2, _words),
+    "gpt_neo": (_gpt_neo, _words),
+    "llama": (_llama, _words),
+    "t5": (_t5, _words),
+    "vit": (_vit, _pictures),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_in_eager_mode(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    module, data = make().train(), batch()
+    twin = copy.deepcopy(module)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in (module, twin))
+    step = optimize(module, None, ours, data, memory_ratio=0.9, budget=BUDGET)
+    assert step.report().memory_ratio <= 0.9
+    assert not step.report().fission
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = step(**data)
+        torch.manual_seed(seed)
+        theirs.zero_grad()
+        expected = twin(**data).loss
+        expected.backward()
+        theirs.step()
+        assert torch.equal(loss, expected.detach())
+    assert_same(module.state_dict(), twin.state_dict())
+    assert_same(ours.state_dict(), theirs.state_dict())
