@@ -52,6 +52,7 @@ OPTIONS = (
     Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
+    Option("markdown", "FILE", "write the table as Markdown there (default: add it to $GITHUB_STEP_SUMMARY, if set)"),
     Option("pareto", "DIR", "also write each model's front of memory against latency there, as .json and .svg"),
     Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
     Option(

@@ -18,6 +18,7 @@ from pytest_magis.baseline_files import baseline_path, read_baseline, write_base
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
+from pytest_magis.outputs.github import markdown, write_markdown
 from pytest_magis.outputs.results import write_results
 from pytest_magis.plan import (
     FRONT,
@@ -83,6 +84,7 @@ class Gate:
         outcomes = self.ordered()
         if outcomes:
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
+            written &= self._summarized(outcomes)
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
@@ -92,6 +94,13 @@ class Gate:
         for path, of_file in _by_file(self.settings.baselines, accepted).items():
             written &= self._try(partial(_store, path, of_file))
         return written
+
+    def _summarized(self, outcomes: list[Outcome]) -> bool:
+        settings = self.settings
+        if settings.markdown is None:
+            return True
+        text = markdown(outcomes, settings.given)
+        return self._try(partial(write_markdown, settings.markdown, text, add=settings.adds_markdown))
 
     def _try(self, write: Callable[[], str]) -> bool:
         try:
@@ -122,6 +131,8 @@ def prepare(config: pytest.Config) -> Gate:
     baselines = read_baselines(settings.baselines, cases)
     if not is_worker:
         check_writable(settings.csv)
+        if settings.markdown is not None:
+            check_writable(settings.markdown)
         if settings.pareto is not None:
             names = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
             _check_directory("--magis-pareto", settings.pareto, names)

@@ -22,6 +22,8 @@ from pytest_magis.verdict import PERMISSIONS, Tolerances
 
 __all__ = ["Settings", "read_profiles", "read_settings", "read_sharing"]
 
+SUMMARY = "GITHUB_STEP_SUMMARY"
+"""Names the file that GitHub shows as a job's summary."""
 PROFILES = "profiles"
 """The folder of operator profiles, among those of the baselines."""
 PRESETS = ("small", "paper")
@@ -41,6 +43,10 @@ class Settings:
     updates_ignored: bool
     """Updates come from the ini file, but CI is set: nothing is stored."""
     csv: Path
+    markdown: Path | None
+    """Where the table goes as Markdown; None: nowhere."""
+    adds_markdown: bool
+    """Whether that file is GitHub's, to which every step of a job adds."""
     pareto: Path | None
     """Where fronts are written; None: they are not asked for."""
     processes: int
@@ -79,6 +85,8 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
     # an ini file must not make CI accept everything; a command line is somebody's decision
     ignored = bool(updates) and on_command_line(config, "update") is None and bool(os.environ.get("CI"))
+    given_markdown = _scalar(config, "markdown")
+    markdown = given_markdown or os.environ.get(SUMMARY)
     return Settings(
         models=_list(config, "models") or (),
         strategies=_list(config, "strategies") or STRATEGIES,
@@ -87,6 +95,8 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         updates=frozenset() if ignored else updates,
         updates_ignored=ignored,
         csv=config.invocation_params.dir / (_scalar(config, "csv") or "results.csv"),
+        markdown=config.invocation_params.dir / markdown if markdown else None,
+        adds_markdown=given_markdown is None,
         pareto=_folder(config, "pareto"),
         processes=processes,
         resume=resume,

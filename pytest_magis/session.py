@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from magis.errors import MagisError
 from magis.quiet import before_torch
 from pytest_magis import builtin
 from pytest_magis.gate import Gate, prepare
+from pytest_magis.outputs.github import error_lines
 from pytest_magis.outputs.terminal import summary
 from pytest_magis.precheck import check_factories
 from pytest_magis.suite import Suite
@@ -94,4 +96,7 @@ class GateSession:
         if lines:
             terminalreporter.write_sep("=", "magis")
             for line in lines:
+                terminalreporter.write_line(line)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            for line in error_lines(self.gate.ordered()):
                 terminalreporter.write_line(line)

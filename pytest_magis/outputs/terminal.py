@@ -9,7 +9,7 @@ from pytest_magis.commands import accept_all
 from pytest_magis.outcome import Outcome
 from pytest_magis.verdict import NEW, PERMISSIONS
 
-__all__ = ["summary", "table"]
+__all__ = ["HEADER", "LEFT", "cells", "summary", "table"]
 
 HEADER = ("model", "strategy", "limit", "original", "optimized", "ratio", "latency ratio", "numbers", "verdict")
 LEFT = (0, 1, 2, 7, 8)
@@ -53,17 +53,18 @@ def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Header and one line per outcome, columns aligned."""
-    rows = [HEADER, *(_cells(outcome) for outcome in outcomes)]
+    rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     for row in rows:
-        cells = (
+        padded = (
             cell.ljust(width) if column in LEFT else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        yield "  ".join(cells).rstrip()
+        yield "  ".join(padded).rstrip()
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
+def cells(outcome: Outcome) -> tuple[str, ...]:
+    """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
     strategy = _cut(case.strategy)
     if result is None:

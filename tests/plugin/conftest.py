@@ -96,7 +96,7 @@ def gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, repository:
     """An empty directory with the made-up core; plugins other than xdist are off."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTHONPATH", str(repository))
-    for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS"):
+    for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     return Gate(pytester)
