@@ -11,7 +11,7 @@ from magis import MagisError, optimize
 from tests.training.loops import assert_same
 from tests.training.random_modules import Drawn, draw
 
-SAMPLE, ALL = range(20), range(500)
+SAMPLE, ALL = range(8), range(500)
 STEPS = 2
 REFUSED = 0.05
 RATIOS = (0.98, 0.9, 0.8)
