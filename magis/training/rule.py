@@ -8,7 +8,6 @@ loop, on gradients that are then all kept to the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,11 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from magis.capture import OptimizerSpec
 
-__all__ = ["Fused", "fused_rule", "numbers_of", "why_apart"]
+__all__ = ["fused_rule", "numbers_of", "why_apart"]
 
 _PLAIN = ("dampening", "nesterov", "maximize", "amsgrad", "capturable", "differentiable")
 """Options that the step does not know; they must be off."""
 _NUMBERS = ("lr", "momentum", "betas", "eps", "weight_decay", "decoupled_weight_decay")
-
-
-@dataclass(frozen=True)
-class Fused:
-    """The update of an optimizer that is part of the step."""
-
-    spec: OptimizerSpec
 
 
 def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:

@@ -23,7 +23,7 @@ from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned, w
 from magis.training.rule import fused_rule, numbers_of, why_apart
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
-from magis.training.watch import Watch
+from magis.training.watch import Watch, has_hooks
 from magis.units import parse_bytes
 
 __all__ = ["OptimizedStep", "optimize"]
@@ -140,11 +140,12 @@ class OptimizedStep:
         return self._last
 
     def _numbers(self) -> str:
-        """The optimizer's numbers that are part of the graph: all but the learning rate."""
+        """The optimizer's numbers that are part of the graph: all but the learning rate, if it is one for all."""
         if self._optimizer is None:
             return ""
-        groups = ({**numbers_of(group), "lr": None} for group in self._optimizer.param_groups)
-        return repr([sorted(group.items()) for group in groups])
+        groups = [numbers_of(group) for group in self._optimizer.param_groups]
+        rates = {repr(group["lr"]) for group in groups if "lr" in group}
+        return repr((len(rates) > 1, [sorted({**group, "lr": None}.items()) for group in groups]))
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
@@ -170,7 +171,8 @@ class OptimizedStep:
         module = with_keywords(self.model, batch)
         state = None
         if self._optimizer is not None and found.rule.kind != "gradients":
-            named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            # as torch's own: a parameter without a gradient has no state, and its counter stands still
+            named = {name: p for name, p in module.named_parameters() if name in found.graded}
             state = adopted(self._optimizer, found.rule, named)
         step = GraphStep(
             found.graph, module, batch.inputs, batch.targets, found.rule,
@@ -235,7 +237,7 @@ def _mark_stepped(optimizer: Optimizer) -> None:
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in trained.items():
-        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if has_hooks(parameter):
             raise UsageError(
                 f"{name} has a hook on its gradient, which the step would not run",
                 hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",

@@ -6,10 +6,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "has_hooks"]
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something else happens to the parameter's gradient, which a step without autograd would not do."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(parameter, kind, None) for kind in kinds)
 
 
 class Watch:
@@ -25,7 +31,7 @@ class Watch:
             (
                 *map(id, part.children()),
                 *((name, value) for name, value in vars(part).items() if type(value) in _PLAIN),
-                *((p.requires_grad, p.dtype, p.shape, p.device) for p in part.parameters(recurse=False)),
+                *((p.requires_grad, p.dtype, p.shape, p.device, has_hooks(p)) for p in part.parameters(recurse=False)),
             )
             for part in self._parts
         )

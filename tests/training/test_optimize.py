@@ -356,6 +356,51 @@ def test_steps_that_cannot_be_captured_are_refused_with_the_line() -> None:
         optimize(Branching(), loss_of, None, batch(), memory_ratio=0.8)
 
 
+def test_rates_that_part_ways_are_noticed() -> None:
+    """One update for all as long as the groups agree; from the step on at which they do not, the optimizer's own."""
+    loops = Loops(net(), lambda params: plain([{"params": each} for each in _halves(list(params))]))
+    loops.agree(1)
+    assert loops.step.report().update == "part of the step"
+    for optimizer in (loops.optimizer, loops.other):
+        optimizer.param_groups[1]["lr"] = 0.5
+    loops.agree(2)
+    assert "different numbers" in loops.step.report().update
+    for optimizer in (loops.optimizer, loops.other):
+        optimizer.param_groups[1]["lr"] = 1e-2
+    loops.agree(1)
+    assert loops.step.report().update == "part of the step"
+
+
+def _halves(params: list[Tensor]) -> list[list[Tensor]]:
+    return [params[:4], params[4:]]
+
+
+def test_layers_that_nothing_uses_stay_without_a_state() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+            self.extra = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    loops = Loops(Unused(), plain)
+    loops.agree(2)
+    assert len(loops.optimizer.state_dict()["state"]) == 8
+
+
+def test_hooks_that_come_later_are_refused_too() -> None:
+    module = net()
+    step = optimize(module, loss_of, None, batch(), memory_ratio=0.95, budget=BUDGET)
+    step(*batch())
+    handle = module[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UsageError, match=r"0.weight has a hook on its gradient"):
+        step(*batch())
+    handle.remove()
+    step(*batch())
+
+
 def test_hooks_on_gradients_are_refused() -> None:
     module = net()
     module[0].weight.register_hook(lambda grad: grad * 2)
