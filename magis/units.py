@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from decimal import ROUND_FLOOR, Decimal
+from fractions import Fraction
 
 from magis.errors import UsageError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "parse_bytes"]
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "parse_bytes", "share_of"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -61,3 +62,11 @@ def format_milliseconds(value: float) -> str:
     if size >= 10:
         return f"{value:.1f} ms"
     return f"{value:.2f} ms" if size >= 1 else f"{value:.3f} ms"
+
+
+def share_of(ratio: float | None, amount: int) -> int | None:
+    """Whole units (bytes, nanoseconds) of a ratio of an amount, rounded down; None without a ratio.
+
+    The ratio counts as the decimal that was written: 0.8, not the double nearest to it.
+    """
+    return None if ratio is None else int(Fraction(str(ratio)) * amount)

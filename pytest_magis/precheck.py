@@ -31,8 +31,9 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
     """
     if not runs_every_case(config):
         return
-    _check_profile(config, gate, node_ids)
-    for planned in _distinct((*gate.cases, *gate.fronts), node_ids):
+    chosen = _plain(node_ids)
+    _check_profile(config, gate, chosen)
+    for planned in _distinct((*gate.cases, *gate.fronts), chosen):
         with progress_line(config, planned.model) as progress, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the case gives them again
             if progress is not None:
@@ -42,12 +43,12 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
             raise pytest.UsageError(problem)
 
 
-def _check_profile(config: pytest.Config, gate: Gate, node_ids: Collection[str]) -> None:
+def _check_profile(config: pytest.Config, gate: Gate, chosen: Collection[str]) -> None:
     """A profile of another device, data type or schema, before anything is measured with it."""
     seen = set()
     for planned in (*gate.cases, *gate.fronts):
         key = (planned.case.device, planned.case.dtype, planned.case.preset, planned.model)
-        if key not in seen and f"{PREFIX}{planned.name}" in _plain(node_ids):
+        if key not in seen and f"{PREFIX}{planned.name}" in chosen:
             seen.add(key)
             try:
                 check_prices(planned.case, config)
@@ -60,9 +61,8 @@ def _plain(node_ids: Collection[str]) -> set[str]:
     return {*node_ids, *(node_id.rpartition("@")[0] for node_id in node_ids)}
 
 
-def _distinct(cases: Collection[PlannedCase], node_ids: Collection[str]) -> Iterator[PlannedCase]:
+def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterator[PlannedCase]:
     """One chosen case of each factory; two where one of them wraps the model's blocks, since that is a capture more."""
-    chosen = _plain(node_ids)
     seen = set()
     for planned in cases:
         key = (planned.model, planned.case.strategy == "checkpoint")

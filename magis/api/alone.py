@@ -11,7 +11,7 @@ import torch
 
 from magis.api.subject import ROUNDS_ALONE, Subject
 from magis.backend.measure import others_memory
-from magis.backend.steps import Step
+from magis.backend.steps import Step, whole_step
 from magis.backend.timing import alone
 from magis.results import Memory
 from magis.units import GIB, format_bytes
@@ -64,11 +64,7 @@ def run_alone(subject: Subject, make: Callable[[], Step]) -> Alone | None:
 
     def run() -> Alone:
         step = make()
-
-        def once() -> object:
-            step.prepare()
-            return step.run()
-
+        once = whole_step(step)
         for _ in range(2):  # the first one makes the optimizer's state
             once()
         return Alone(subject.measure(step), alone(once, ROUNDS_ALONE, subject.torch_device))

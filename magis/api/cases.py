@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 
 from magis.api.alone import (
@@ -25,7 +24,7 @@ from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
 from magis.api.subject import Subject
 from magis.backend.measure import collector_spared, device_identity
-from magis.backend.steps import Step
+from magis.backend.steps import Step, whole_step
 from magis.backend.timing import Patience, Timing, in_turns, interleave, ratio_interval
 from magis.backend.turns import Step as TurningStep
 from magis.backend.turns import Turn
@@ -33,6 +32,7 @@ from magis.capture.checkpoint import checkpointed
 from magis.errors import UsageError
 from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+from magis.units import share_of
 
 TIMING_ROUNDS = 12
 ROUNDS_WHOLE = 3
@@ -136,7 +136,7 @@ class CaseRun:
             refusal = ran_out(subject) if measured is None else None
         reference = measured or subject.original
         table = planning_workspaces(subject, stored, expected_graph)
-        limit = _share(case.memory_ratio, reference.peak_bytes)
+        limit = share_of(case.memory_ratio, reference.peak_bytes)
         candidate = self._candidate(table, limit, original_ns, reference)
         if measured is not None:
             outcome = self._execute(candidate, measured)
@@ -181,10 +181,8 @@ class CaseRun:
         target = limit
         if limit is not None and table is not None:
             # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
-            target = _share(case.memory_ratio, self._stored_peak(table, reference))
-        latency_limit = None
-        if case.latency_ratio is not None:
-            latency_limit = int(Fraction(str(case.latency_ratio)) * original_ns)
+            target = share_of(case.memory_ratio, self._stored_peak(table, reference))
+        latency_limit = share_of(case.latency_ratio, original_ns)
         if target is None and latency_limit is None:
             raise UsageError("a magis case needs a memory ratio or a latency ratio")
         found = plan(
@@ -288,7 +286,7 @@ class CaseRun:
         """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
         rounds = self._case.timing_rounds or TIMING_ROUNDS
         subject = self._subject
-        whole = partial(interleave, _timed(eager), _timed(step), device=subject.torch_device)
+        whole = partial(interleave, whole_step(eager), whole_step(step), device=subject.torch_device)
         patience = Patience(rounds, self._bounds)
         if subject.runs_together:
             some = whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=WARM_UP)
@@ -375,14 +373,6 @@ def require_blocks(subject: Subject) -> None:
         )
 
 
-def _timed(step: Step) -> Callable[[], object]:
-    def once() -> object:
-        step.prepare()
-        return step.run()
-
-    return once
-
-
 def once_in_turns(step: Step) -> TurningStep:
     """What is timed of a step that takes turns: what is timed of one that does not."""
 
@@ -391,11 +381,6 @@ def once_in_turns(step: Step) -> TurningStep:
         return step.run_in_turns(turn)
 
     return once
-
-
-def _share(ratio: float | None, peak: int) -> int | None:
-    """Whole bytes of a ratio of the peak, rounded down; the ratio counts as the decimal that was written."""
-    return None if ratio is None else int(Fraction(str(ratio)) * peak)
 
 
 def _median(times: tuple[float, ...] | None) -> tuple[float | None, float | None]:

@@ -15,7 +15,7 @@ from magis.api.pricing import UNPRICED, Pricing
 from magis.api.sharing import Sharing
 from magis.api.source import Source, own_dtype
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
-from magis.backend.steps import EagerStep, GraphStep, Step
+from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
 from magis.backend.timing import alone
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
@@ -249,13 +249,7 @@ class Subject:
     @cached_property
     def original_times_ms(self) -> tuple[float, ...]:
         """Times of the original step alone."""
-        step = self.eager()
-
-        def once() -> object:
-            step.prepare()
-            return step.run()
-
-        return alone(once, ROUNDS_ALONE, self.torch_device)
+        return alone(whole_step(self.eager()), ROUNDS_ALONE, self.torch_device)
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
         """The original's memory if operators had these workspaces, and none where there is no entry."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from magis.backend.steps import Step
+from magis.backend.steps import Step, whole_step
 from magis.backend.trace import chrome_trace
 from magis.report.files import check_writable, write_bytes_atomically
 
@@ -20,9 +20,4 @@ def write_trace(path: Path, step: Step, device: torch.device | str = "cpu") -> N
     for a path that cannot be written.
     """
     check_writable(path)
-
-    def once() -> object:
-        step.prepare()
-        return step.run()
-
-    write_bytes_atomically(path, chrome_trace(once, device))
+    write_bytes_atomically(path, chrome_trace(whole_step(step), device))

@@ -46,6 +46,16 @@ class Step(Protocol):
         """Optimizer state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
 
 
+def whole_step(step: Step) -> Callable[[], object]:
+    """What is timed, measured and traced of a step: all of it, from the gradients of the last one on."""
+
+    def once() -> object:
+        step.prepare()
+        return step.run()
+
+    return once
+
+
 class EagerStep:
     """The original of SPEC section 3: eager mode, autograd, unfused, non-foreach ``torch.optim``."""
 

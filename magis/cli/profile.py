@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from magis.cost.store import target_of
 from magis.errors import UsageError
 from magis.models.names import resolve
 
@@ -94,5 +95,5 @@ def _summary(path: Path, found: Recording) -> str:
         return f"{text}, and more to come: run the command again to go on"
     if not found.missing:
         return f"{text}, all measured"
-    names = ", ".join(sorted({key.partition("(")[0] for key in found.missing})[:SHOWN])
+    names = ", ".join(sorted({target_of(key) for key in found.missing})[:SHOWN])
     return f"{text}, {len(found.missing)} of them not measured (refused, or too large): {names}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from magis.cost.families import FAMILIES, name_of
 from magis.errors import CaptureError, UsageError
 from magis.ir import Graph, every_op
 from magis.training.batch import Batch
-from magis.units import format_bytes, format_milliseconds
+from magis.units import format_bytes, format_milliseconds, share_of
 
 __all__ = ["Limits", "Planned", "Report", "planned", "with_keywords"]
 
@@ -113,15 +112,13 @@ def planned(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
         )
     original = subject.original.peak_bytes
-    limit = _limit(limits, original)
+    limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
         _check_operators(graph, captured.graph)
         peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
         return Planned(graph, captured.graded, subject.digest, rule, report)
-    latency_limit = None
-    if limits.latency_ratio is not None:
-        latency_limit = int(Fraction(str(limits.latency_ratio)) * subject.latency_ns(captured.graph))
+    latency_limit = share_of(limits.latency_ratio, subject.latency_ns(captured.graph))
     found = plan(
         subject,
         memory_limit=limit,
@@ -165,12 +162,6 @@ def _report(found: Plan, subject: Subject, original: int, limit: int | None, upd
 
 def _ratio(latency_ns: int, subject: Subject) -> float:
     return latency_ns / max(1, subject.latency_ns(subject.captured.graph))
-
-
-def _limit(limits: Limits, original: int) -> int | None:
-    if limits.memory_ratio is not None:
-        return int(Fraction(str(limits.memory_ratio)) * original)
-    return limits.memory_bytes
 
 
 def _subject(
