@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import pytest
 
 from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis.measure import devices, front_with_magis, run_with_magis
 from pytest_magis.strategies import BUILT_IN, Strategy
+
+if TYPE_CHECKING:
+    from magis.api import Workload
 
 
 @pytest.hookimpl(trylast=True)
@@ -31,9 +35,10 @@ def pytest_magis_run_case(
     expected_graph: str | None,
     latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
+    make: Callable[[int], Workload] | None,
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
-    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds)
+    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds, make)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,7 +10,21 @@ from typing import NamedTuple
 
 import pytest
 
-__all__ = ["BY_NAME", "OPTIONS", "Option", "add_options", "in_ini", "is_active", "on_command_line"]
+__all__ = [
+    "BY_NAME",
+    "COMPARED_WITH",
+    "OPTIONS",
+    "Option",
+    "add_options",
+    "any_given",
+    "in_ini",
+    "is_active",
+    "on_command_line",
+]
+
+
+COMPARED_WITH = "MAGIS_COMPARED_WITH"
+"""In the environment of a run that another one compares itself with: that one's checkout."""
 
 
 class Option(NamedTuple):
@@ -50,6 +64,7 @@ OPTIONS = (
     Option("resume", "DIR", "keep finished pieces of searches there, so that a run that was cut off goes on"),
     Option("profile", "FILE", "operator profile that prices latencies; none: estimate (default: the device's, if any)"),
     Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
+    Option("against", "REV", "compare with this git revision, measured in the same run, not with stored baselines"),
     Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
     Option("markdown", "FILE", "write the table as Markdown there (default: add it to $GITHUB_STEP_SUMMARY, if set)"),
@@ -79,6 +94,14 @@ def add_options(parser: pytest.Parser) -> None:
 def is_active(config: pytest.Config) -> bool:
     """Whether models were asked for, on the command line or in the ini file."""
     return on_command_line(config, "models") is not None or bool(in_ini(config, "models"))
+
+
+def any_given(config: pytest.Config) -> bool:
+    """Whether any option of the gate was given, on the command line or in the ini file."""
+    return any(
+        on_command_line(config, option.name) is not None or in_ini(config, option.name) is not None
+        for option in OPTIONS
+    )
 
 
 def on_command_line(config: pytest.Config, name: str) -> list[str] | None:

@@ -13,7 +13,8 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from magis.report import Cell, check_writable
-from magis.results import CaseResult
+from magis.results import Case, CaseResult
+from pytest_magis import builtin
 from pytest_magis.baseline_files import baseline_path, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
@@ -32,9 +33,10 @@ from pytest_magis.plan import (
 )
 from pytest_magis.strategies import Strategy
 
-__all__ = ["Gate", "prepare"]
+__all__ = ["Gate", "all_strategies", "prepare"]
 
 T = TypeVar("T")
+BUILT_IN = "magis-builtin"
 
 
 @dataclass
@@ -45,7 +47,8 @@ class Gate:
     settings: Settings
     cases: tuple[PlannedCase, ...]
     fronts: tuple[PlannedCase, ...]
-    baselines: Mapping[Path, ModelBaseline | None]
+    baselines: dict[Path, ModelBaseline | None]
+    """By file, as they were before the run; those of users' tests are read when these run."""
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -56,13 +59,19 @@ class Gate:
     """Workers of pytest-xdist that have collected."""
 
     def baseline(self, planned: PlannedCase) -> tuple[Path, ModelBaseline | None]:
-        """The file that holds a case's baseline, and what it held when the run began."""
-        path = baseline_path(self.settings.baselines, planned.case.device, planned.model)
-        return path, self.baselines.get(path)
+        """The file that holds a case's baseline, and what it held when the run began. Raises BaselineError."""
+        path = self.path(planned.model, planned.case)
+        if path not in self.baselines:
+            self.baselines[path] = read_baseline(path, planned.model, planned.case.device)
+        return path, self.baselines[path]
+
+    def path(self, model: str, case: Case) -> Path:
+        """The file of a model's baselines on the device of a case."""
+        return baseline_path(self.settings.baselines, case.device, model)
 
     def record(self, report: pytest.TestReport) -> None:
-        """Take a case's outcome from the report of its call."""
-        if report.when != "call" or not report.nodeid.startswith(PREFIX):
+        """Take the outcomes of cases from the report of a call."""
+        if report.when != "call":
             return
         for key, value in report.user_properties:
             if key == PROPERTY and isinstance(value, str):
@@ -72,8 +81,9 @@ class Gate:
                 self.lines.append(str(value))
 
     def ordered(self) -> list[Outcome]:
-        """The outcomes in the order of the plan, whichever worker finished first."""
-        return [self.outcomes[planned.name] for planned in self.cases if planned.name in self.outcomes]
+        """The outcomes in the order of the plan, whichever worker finished first; then those of users' tests."""
+        planned = [self.outcomes[each.name] for each in self.cases if each.name in self.outcomes]
+        return planned + sorted((each for each in self.outcomes.values() if each.where), key=lambda each: each.model)
 
     def finish(self, *, interrupted: bool) -> bool:
         """Write the results and the accepted baselines; False if something could not be written.
@@ -82,8 +92,9 @@ class Gate:
         """
         written = True
         outcomes = self.ordered()
-        if outcomes:
+        if outcomes and self.settings.csv is not None:
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
+        if outcomes:
             written &= self._summarized(outcomes)
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
@@ -118,19 +129,18 @@ def prepare(config: pytest.Config) -> Gate:
     """
     is_worker = hasattr(config, "workerinput")
     hook = config.hook
+    strategies = all_strategies(config)
     settings = read_settings(config, devices=lambda: hook.pytest_magis_devices(config=config))
     models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
-    strategies: list[Strategy] = [
-        item for given in reversed(hook.pytest_magis_strategies(config=config)) for item in given
-    ]
-    planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models))
+    planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models)) if models else ()
     chosen = choose(planned, _take_node_ids(config, only_gate=settings.only_gate))
     cases = tuple(each for each in chosen if each.label != FRONT)
     fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))
     baselines = read_baselines(settings.baselines, cases)
     if not is_worker:
-        check_writable(settings.csv)
+        if settings.csv is not None:
+            check_writable(settings.csv)
         if settings.markdown is not None:
             check_writable(settings.markdown)
         if settings.pareto is not None:
@@ -139,6 +149,13 @@ def prepare(config: pytest.Config) -> Gate:
         if settings.resume is not None:
             _check_directory("--magis-resume", settings.resume, ["place.npz"])
     return Gate(settings, cases, fronts, baselines, columns, is_worker)
+
+
+def all_strategies(config: pytest.Config) -> list[Strategy]:
+    """The strategies of all plugins, ours first."""
+    if not config.pluginmanager.has_plugin(BUILT_IN):
+        config.pluginmanager.register(builtin, BUILT_IN)
+    return [item for given in reversed(config.hook.pytest_magis_strategies(config=config)) for item in given]
 
 
 def _check_directory(flag: str, directory: Path, names: Iterable[str]) -> None:

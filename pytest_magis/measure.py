@@ -14,14 +14,16 @@ from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis.options import read_profiles, read_sharing
 
 if TYPE_CHECKING:
-    from magis.api import Bench
+    from magis.api import Bench, Workload
 
 __all__ = [
     "check_prices",
     "check_with_magis",
     "devices",
+    "forget",
     "front_with_magis",
     "measure",
+    "recipe",
     "run_with_magis",
     "runs_every_case",
     "search_front",
@@ -37,6 +39,7 @@ def measure(
     planning: tuple[Mapping[str, int] | None, str | None],
     bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
+    make: Callable[[int], Workload] | None = None,
 ) -> CaseResult:
     """Run a case by hook and return its result, under the model's name.
 
@@ -54,6 +57,7 @@ def measure(
             expected_graph=graph,
             latency_bounds=bounds,
             progress=progress,
+            make=make,
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -67,6 +71,7 @@ def run_with_magis(
     expected_graph: str | None,
     progress: Callable[[str], None] | None,
     latency_bounds: tuple[float, ...] = (),
+    make: Callable[[int], Workload] | None = None,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
     from magis.api import run_case
@@ -74,6 +79,7 @@ def run_with_magis(
     return run_case(
         case,
         cache=_bench(config),
+        make=make,
         planning_workspaces=planning_workspaces,
         expected_graph=expected_graph,
         latency_bounds=latency_bounds,
@@ -107,11 +113,26 @@ def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
     )
 
 
-def check_with_magis(case: Case, config: pytest.Config, *, keep: bool) -> None:
+def check_with_magis(
+    case: Case, config: pytest.Config, *, keep: bool, make: Callable[[int], Workload] | None = None
+) -> None:
     """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
     from magis.api import check_case
 
-    check_case(case, cache=_bench(config) if keep else None)
+    check_case(case, cache=_bench(config) if keep else None, make=make)
+
+
+def recipe(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:
+    """How to build (from a seed) what a test's function returns, or fails to."""
+    from magis.models import from_function
+
+    return from_function(name, function, optimizer)
+
+
+def forget(config: pytest.Config) -> None:
+    """Let go of what is kept for further cases of the models so far."""
+    if _BENCH in config.stash:
+        config.stash[_BENCH].forget()
 
 
 def check_prices(case: Case, config: pytest.Config) -> None:

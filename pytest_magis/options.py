@@ -6,7 +6,6 @@ usage. In the ini file an option has the same name with underscores (`magis_memo
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,16 +15,29 @@ import pytest
 
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
-from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
+from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
 from pytest_magis.strategies import Grid
+from pytest_magis.values import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = ["Settings", "read_profiles", "read_settings", "read_sharing"]
+__all__ = [
+    "AGAINST",
+    "WORKER_AGAINST",
+    "Settings",
+    "anywhere",
+    "read_profiles",
+    "read_settings",
+    "read_sharing",
+    "stored_baselines",
+]
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """Names the file that GitHub shows as a job's summary."""
 PROFILES = "profiles"
 """The folder of operator profiles, among those of the baselines."""
+AGAINST: pytest.StashKey[Path] = pytest.StashKey()
+WORKER_AGAINST = "magis_against"
+"""What a worker of pytest-xdist is told."""
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
@@ -39,10 +51,13 @@ class Settings:
     strategies: tuple[str, ...]
     grid: Grid
     baselines: Path
+    against: str
+    """The revision whose results are there in the place of stored ones; empty: none."""
     updates: frozenset[str]
     updates_ignored: bool
     """Updates come from the ini file, but CI is set: nothing is stored."""
-    csv: Path
+    csv: Path | None
+    """Where the results go; None: nowhere, in a run of users' tests alone that does not name a file."""
     markdown: Path | None
     """Where the table goes as Markdown; None: nowhere."""
     adds_markdown: bool
@@ -85,16 +100,18 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
     # an ini file must not make CI accept everything; a command line is somebody's decision
     ignored = bool(updates) and on_command_line(config, "update") is None and bool(os.environ.get("CI"))
+    against = "" if COMPARED_WITH in os.environ else _scalar(config, "against") or ""
     given_markdown = _scalar(config, "markdown")
     markdown = given_markdown or os.environ.get(SUMMARY)
     return Settings(
         models=_list(config, "models") or (),
         strategies=_list(config, "strategies") or STRATEGIES,
         grid=grid,
-        baselines=_directory(config),
-        updates=frozenset() if ignored else updates,
-        updates_ignored=ignored,
-        csv=config.invocation_params.dir / (_scalar(config, "csv") or "results.csv"),
+        baselines=_compared(config) or stored_baselines(config),
+        against=against,
+        updates=frozenset() if ignored or (against and on_command_line(config, "update") is None) else updates,
+        updates_ignored=ignored and not against,
+        csv=_csv(config),
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
         pareto=_folder(config, "pareto"),
@@ -104,6 +121,20 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
+
+
+def _csv(config: pytest.Config) -> Path | None:
+    given = _scalar(config, "csv") or ("results.csv" if is_active(config) else None)
+    return config.invocation_params.dir / given if given else None
+
+
+def anywhere(config: pytest.Config) -> Settings:
+    """The settings as they are where the device that is asked for exists; "cpu" where none is.
+
+    Loads no torch. Raises UsageError for a value that is wrong on every machine.
+    """
+    device = _scalar(config, "device")
+    return read_settings(config, devices=lambda: ("cpu", device) if device else ("cpu",))
 
 
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
@@ -118,7 +149,7 @@ def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
     """
     given = _scalar(config, "profile")
     if given is None:
-        return None, _directory(config) / PROFILES
+        return None, stored_baselines(config) / PROFILES
     if given == "none":
         return None, None
     start = config.rootpath if on_command_line(config, "profile") is None else config.invocation_params.dir
@@ -132,14 +163,7 @@ def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
     """A list option's items, each once, in the order written; None if it was not given."""
     given = on_command_line(config, name)
     given = in_ini(config, name) if given is None else given
-    return None if given is None else _items(name, given)
-
-
-def _items(name: str, given: Sequence[str]) -> tuple[str, ...]:
-    items = [item.strip() for text in given for item in text.split(",")]
-    if not all(items):
-        raise UsageError(f"{BY_NAME[name].flag}: empty item in {','.join(given)!r}")
-    return tuple(dict.fromkeys(items))
+    return None if given is None else items(BY_NAME[name].flag, given)
 
 
 def _scalar(config: pytest.Config, name: str) -> str | None:
@@ -161,38 +185,18 @@ def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]
         memory, latency = source(config, "memory-ratios"), source(config, "latency-ratios")
         if memory is not None or latency is not None:
             return (
-                _floats("memory-ratios", memory, "a number above 0 and at most 1", lambda x: 0 < x <= 1),
-                _floats("latency-ratios", latency, "a number that is at least 1", lambda x: x >= 1),
+                memory_ratios_of(BY_NAME["memory-ratios"].flag, memory) if memory is not None else (),
+                latency_ratios_of(BY_NAME["latency-ratios"].flag, latency) if latency is not None else (),
             )
     return MEMORY_RATIOS, ()
 
 
-def _floats(name: str, given: list[str] | None, wanted: str, accept: Callable[[float], bool]) -> tuple[float, ...]:
-    items = () if given is None else _items(name, given)
-    numbers = [_number(name, item, wanted, accept) for item in items]
-    return tuple(dict.fromkeys(number for number in numbers if number is not None))
-
-
 def _number(name: str, text: str | None, wanted: str, accept: Callable[[float], bool]) -> float | None:
-    """A finite number that `accept` accepts; None for None."""
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or not accept(number):
-        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is not {wanted}")
-    return number
+    return None if text is None else number(BY_NAME[name].flag, text, wanted, accept)
 
 
 def _whole(name: str, text: str | None, *, least: int) -> int | None:
-    if text is None:
-        return None
-    # at most 18 digits: anything larger is a slip of the hand, and no machine word
-    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
-        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is not a whole number that is at least {least}")
-    return int(text)
+    return None if text is None else whole(BY_NAME[name].flag, text, least=least)
 
 
 def _tolerances(config: pytest.Config) -> Tolerances:
@@ -206,8 +210,8 @@ def _tolerances(config: pytest.Config) -> Tolerances:
 
 
 def _tolerance(config: pytest.Config, name: str) -> float | None:
-    wanted = "a share such as 0.05 (it must not be negative)"
-    return _number(name, _scalar(config, name), wanted, lambda x: x >= 0)
+    text = _scalar(config, name)
+    return None if text is None else share(BY_NAME[name].flag, text)
 
 
 def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
@@ -239,7 +243,13 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
     raise UsageError(f"--magis-device: unknown device {text!r}", hint=nearest(text, found))
 
 
-def _directory(config: pytest.Config) -> Path:
+def _compared(config: pytest.Config) -> Path | None:
+    """Where the results of the revision lie that the run is compared with; on a worker, as it was told."""
+    told = getattr(config, "workerinput", {}).get(WORKER_AGAINST)
+    return Path(told) if told else config.stash.get(AGAINST, None)
+
+
+def stored_baselines(config: pytest.Config) -> Path:
     """The directory of the baselines; on the command line relative to where pytest was started, else to the rootdir."""
     given = _scalar(config, "baselines") or "baselines"
     start = config.rootpath if on_command_line(config, "baselines") is None else config.invocation_params.dir

@@ -29,6 +29,8 @@ class Outcome:
     verdict: Verdict
     result: CaseResult | None = None
     error: str = ""
+    where: str = ""
+    """The node id to run it by, of a test of the user's; empty for a case of `--magis-models`."""
 
     @property
     def name(self) -> str:
@@ -57,9 +59,11 @@ class Outcome:
                     findings=tuple(Finding(**finding) for finding in verdict["findings"]),
                     notes=tuple(verdict["notes"]),
                     store=verdict["store"],
+                    against=verdict["against"],
                 ),
                 result=None if data["result"] is None else from_plain(data["result"]),
                 error=data["error"],
+                where=data.get("where", ""),
             )
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error

@@ -80,8 +80,14 @@ def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple
     return tuple(found.values())
 
 
-def plan_cases(settings: Settings, models: Sequence[Model], strategies: Sequence[Strategy]) -> tuple[PlannedCase, ...]:
-    """Every case of the run, model by model. Raises UsageError for unknown strategies and for labels used twice."""
+def plan_cases(
+    settings: Settings,
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    shown: str = "--magis-strategies",
+) -> tuple[PlannedCase, ...]:
+    """Every case of the run, model by model. Raises UsageError for unknown strategies, which were asked for in `shown`,
+    and for labels used twice."""
     by_name: dict[str, Strategy] = {}
     for strategy in strategies:
         if strategy.name in by_name:
@@ -90,7 +96,7 @@ def plan_cases(settings: Settings, models: Sequence[Model], strategies: Sequence
     for name in settings.strategies:
         if name not in by_name:
             known = ", ".join(by_name)
-            raise UsageError(f"--magis-strategies: unknown strategy {name!r}", hint=f"choose from {known}")
+            raise UsageError(f"{shown}: unknown strategy {name!r}", hint=f"choose from {known}")
     cases: dict[str, PlannedCase] = {}
     taken = {f"{model.name}[{FRONT}]" for model in models}
     for model in models:

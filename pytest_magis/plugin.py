@@ -5,9 +5,16 @@ Every pytest session of an environment pays for this import, hence no torch, and
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pytest_magis import flags, hookspecs
+from pytest_magis.dormant import Dormant
+
+if TYPE_CHECKING:
+    from pytest_magis.live.fixture import Magis
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,9 +29,40 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(trylast=True)  # after other plugins had the chance to register theirs
 def pytest_configure(config: pytest.Config) -> None:
-    """Check everything that can be checked before a case runs; without models, change nothing."""
-    config.addinivalue_line("markers", "magis: a case of the memory-regression gate (--magis-models)")
+    """Check everything that can be checked before a case runs; without models, wait for a test that is gated."""
+    config.addinivalue_line(
+        "markers",
+        "magis(memory_ratios=[0.8], ...): the test returns (module, batch, loss_fn), whose training step is gated",
+    )
+    _compare(config)
     if flags.is_active(config):
         from pytest_magis.session import start
 
         start(config)
+    elif flags.any_given(config):
+        from pytest_magis.session import check_options
+
+        check_options(config)
+    config.pluginmanager.register(Dormant(config), "magis-dormant")
+
+
+def _compare(config: pytest.Config) -> None:
+    """Measure the revision of `--magis-against` first, in the process that has the terminal."""
+    if flags.COMPARED_WITH in os.environ:
+        from pytest_magis.against import Guard
+
+        config.pluginmanager.register(Guard(), "magis-guard")
+        return
+    given = flags.on_command_line(config, "against") or flags.in_ini(config, "against")
+    if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
+        from pytest_magis.against import compare
+
+        compare(config, given[0])
+
+
+@pytest.fixture
+def magis(request: pytest.FixtureRequest) -> Magis:
+    """Gates the memory of networks that the test has at hand: `magis.check(module, batch, loss=...)`."""
+    from pytest_magis.live.fixture import Magis
+
+    return Magis(request.node)

@@ -10,8 +10,10 @@ import pytest
 
 from magis.errors import MagisError
 from magis.quiet import before_torch
-from pytest_magis import builtin
 from pytest_magis.gate import Gate, prepare
+from pytest_magis.live.marked import let_go
+from pytest_magis.live.names import subject_of
+from pytest_magis.options import anywhere
 from pytest_magis.outputs.github import error_lines
 from pytest_magis.outputs.terminal import summary
 from pytest_magis.precheck import check_factories
@@ -21,19 +23,26 @@ from pytest_magis.workers import group_by_model
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
-__all__ = ["GateSession", "start"]
+__all__ = ["GateSession", "check_options", "start"]
 
 
 def start(config: pytest.Config) -> None:
     """Check the options and register the hooks of a session that gates. Raises pytest.UsageError in one line."""
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
     before_torch()
-    config.pluginmanager.register(builtin, "magis-builtin")
     try:
         gate = prepare(config)
     except MagisError as error:
         raise pytest.UsageError(str(error)) from error
     config.pluginmanager.register(GateSession(gate), "magis-gate")
+
+
+def check_options(config: pytest.Config) -> None:
+    """Check the options of a session that may gate tests later. Raises pytest.UsageError in one line."""
+    try:
+        anywhere(config)
+    except MagisError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 class GateSession:
@@ -49,7 +58,8 @@ class GateSession:
     ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
         """The gate's cases come after whatever the session's paths hold; that works in an empty directory too."""
         report = yield
-        if isinstance(collector, pytest.Session) and report.passed:
+        gated = self.gate.cases or self.gate.fronts
+        if isinstance(collector, pytest.Session) and report.passed and gated:
             report.result = [*report.result, Suite.build(collector, self.gate)]
         return report
 
@@ -77,6 +87,11 @@ class GateSession:
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> object | None:
         """Keep the cases of a model together."""
         return group_by_model(config, log)
+
+    def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Once another network's turn comes, nothing of the last one is kept."""
+        if subject_of(item) is not None and (nextitem is None or subject_of(nextitem) != subject_of(item)):
+            let_go(item.config)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take a case's outcome, whichever process ran it."""

@@ -10,15 +10,12 @@ from typing import Any, Self
 import pytest
 
 from magis.errors import MagisError
-from pytest_magis.baselines import planning, stored_case
-from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
-from pytest_magis.measure import measure
-from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
+from pytest_magis.judged import judged, lines_of
+from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY
 from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
-from pytest_magis.verdict import Verdict, judge, latency_bounds
 
 __all__ = ["CaseItem", "FrontItem", "Regression", "Suite"]
 
@@ -95,47 +92,9 @@ class CaseItem(GateItem):
     """One case: runs it, compares it with its baseline, and leaves its outcome in the report's properties."""
 
     def runtest(self) -> None:
-        planned, gate = self.planned, self.gate
-        path, baseline = gate.baseline(planned)
-        try:
-            hand_back = planning(baseline, planned.label, planned.case)
-            stored = stored_case(baseline, planned.label, planned.case)
-            tolerances = gate.settings.tolerances
-            line = nullcontext() if gate.is_worker else progress_line(self.config, planned.name)
-            bounds = latency_bounds(stored, tolerances)
-            with line as progress:
-                result = measure(self.config, planned.model, planned.case, hand_back, bounds, progress)
-            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
-        except MagisError as error:
-            self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=str(error)))
-            raise Regression(str(error)) from None
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=what))
-            raise
-        self._leave(Outcome(planned.model, planned.label, planned.case, verdict, result))
-        if not verdict.passed:
-            raise Regression("\n".join(self._lines(verdict, path)))
-
-    def _leave(self, outcome: Outcome) -> None:
-        # replaced, not appended: a rerun uses the same item again
-        others = [entry for entry in self.user_properties if entry[0] != PROPERTY]
-        self.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
-
-    def _lines(self, verdict: Verdict, path: Path) -> Iterator[str]:
-        for finding in verdict.findings:
-            missing = f" in {_relative(path, self.config)}" if finding.kind == "new" else ""
-            yield f"{finding.kind}: {finding.text}{missing}"
-        for note in verdict.notes:
-            yield f"note: {note}"
-        if verdict.needed:
-            action = "create it" if verdict.needed == ("new",) else "accept"
-            command = accept_case(self.gate.settings.given, self.planned.model, self.planned.case, verdict.needed)
-            yield f"{action} with: {command}"
-        elif any(finding.kind == "broken" for finding in verdict.findings):
-            yield "no baseline can accept this"
-
-
-def _relative(path: Path, config: pytest.Config) -> str:
-    start = config.invocation_params.dir
-    return str(path.relative_to(start) if path.is_relative_to(start) else path)
+        for outcome in judged(self.config, self.gate, self.planned):
+            # replaced, not appended: a rerun uses the same item again
+            others = [entry for entry in self.user_properties if entry[0] != PROPERTY]
+            self.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
+        if not outcome.verdict.passed:
+            raise Regression("\n".join(lines_of(outcome, self.gate, self.config)))

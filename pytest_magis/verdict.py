@@ -9,7 +9,7 @@ claims to meet.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
@@ -40,6 +40,7 @@ __all__ = [
     "Tolerances",
     "Verdict",
     "judge",
+    "judge_against",
     "latency_bounds",
 ]
 
@@ -60,10 +61,14 @@ class Verdict:
     notes: tuple[str, ...] = ()
     store: bool = False
     """Whether the result replaces the baseline: it differs, and every difference is permitted."""
+    against: str = ""
+    """The revision that it was compared with, of which nothing is stored; empty: a stored baseline."""
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The permissions that would accept the findings; none if something is broken."""
+        """The permissions that would accept the findings; none if something is broken, or nothing can be stored."""
+        if self.against:
+            return ()
         kinds = {finding.kind for finding in self.findings}
         return () if BROKEN in kinds else tuple(kind for kind in PERMISSIONS if kind in kinds)
 
@@ -103,6 +108,24 @@ def judge(
     if label == "pass" and not result.search.feasible:
         label = PROVEN if _is_proven(result) else NOT_FOUND
     return Verdict(True, label, findings, tuple(notes), store=adopted)
+
+
+def judge_against(
+    revision: str, result: CaseResult, found: CaseBaseline | None, *, tolerances: Tolerances | None = None
+) -> Verdict:
+    """The verdict on `result` against what another revision needed just before; nothing is stored of either.
+
+    A case that the revision has not, or could not run, has nothing to be compared with, and passes.
+    """
+    if found is None:
+        verdict = judge(result, None, tolerances=tolerances, permissions=frozenset((NEW,)))
+        note = f"nothing to compare with: {revision} has no such case"
+        label = "new" if verdict.passed else verdict.label
+        findings = tuple(finding for finding in verdict.findings if finding.kind != NEW)
+        return replace(
+            verdict, label=label, findings=findings, notes=(*verdict.notes, note), store=False, against=revision
+        )
+    return replace(judge(result, found, tolerances=tolerances), against=revision)
 
 
 def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:

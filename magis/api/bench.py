@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -12,13 +14,17 @@ from magis.api.pricing import Pricing, Profiles
 from magis.api.sharing import Sharing
 from magis.api.source import Source
 from magis.api.subject import Subject
+from magis.capture import Workload
 from magis.cost.devices import device_names
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
+from magis.models.names import is_factory
 from magis.models.registry import PRESETS, ModelSpec, get
 from magis.results import Case
 
 KEPT = 2
+Make: TypeAlias = Callable[[int], Workload]
+"""Makes a workload from a seed."""
 
 
 class Bench:
@@ -34,15 +40,20 @@ class Bench:
         self._pricings: dict[tuple[str, str], Pricing] = {}
         self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
 
-    def subject(self, case: Case) -> Subject:
-        """The subject of a case. Raises UsageError for an unknown model, preset, data type or device."""
+    def subject(self, case: Case, make: Make | None = None) -> Subject:
+        """The subject of a case, made by ``make``, else by what the model's name stands for; cases with the same
+        function share it. Raises UsageError for an unknown model, preset, data type or device.
+        """
         if case.preset not in PRESETS:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
+        if make is not None:
+            source = Source(case.model, make, _checked(case.dtype or "", case.device), case.device, case.seed, True)
+            return self.keep((case.model, make), source)
         spec = get(case.model)
-        dtype = _dtype(spec, case)
-        make = functools.partial(spec.build, case.preset)
-        return self.keep((case.model, case.preset), Source(case.model, make, dtype, case.device, case.seed))
+        build = functools.partial(spec.build, case.preset)
+        source = Source(case.model, build, _dtype(spec, case), case.device, case.seed, is_factory(case.model))
+        return self.keep((case.model, case.preset), source)
 
     def keep(self, what: tuple[object, ...], source: Source) -> Subject:
         """The subject of a source; ``what`` tells sources of one name apart."""
@@ -54,6 +65,10 @@ class Bench:
         while len(self._subjects) > KEPT:
             self._subjects.popitem(last=False)
         return subject
+
+    def forget(self) -> None:
+        """Let go of all subjects, and of their tensors."""
+        self._subjects.clear()
 
     def pricing(self, device: str, dtype: str) -> Pricing:
         """The prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
@@ -69,9 +84,12 @@ def check_profile(case: Case, *, cache: Bench | None = None) -> None:
 
 def _dtype(spec: ModelSpec, case: Case) -> str:
     """What tensors are converted to; empty: each stays as it was built. UsageError for an unknown data type."""
-    dtype = case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype)
+    return _checked(case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype), case.device)
+
+
+def _checked(dtype: str, device: str) -> str:
     if dtype:
-        check_dtype(dtype, case.device)
+        check_dtype(dtype, device)
     return dtype
 
 

@@ -18,7 +18,7 @@ from magis.api.alone import (
     run_alone,
     too_large,
 )
-from magis.api.bench import Bench
+from magis.api.bench import Bench, Make
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
@@ -49,12 +49,13 @@ def run_case(
     case: Case,
     *,
     cache: Bench | None = None,
+    make: Make | None = None,
     planning_workspaces: Mapping[str, int] | None = None,
     expected_graph: str | None = None,
     latency_bounds: Sequence[float] = (),
     progress: Progress | None = None,
 ) -> CaseResult:
-    """Run one case.
+    """Run one case. ``make`` builds the workload from the seed, where the model's name is not what builds it.
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
@@ -62,7 +63,7 @@ def run_case(
     told what is going on. Raises MagisError for what cannot be captured or run.
     """
     bench = cache if cache is not None else Bench()
-    run = CaseRun(case, bench.subject(case), progress, latency_bounds)
+    run = CaseRun(case, bench.subject(case, make), progress, latency_bounds)
     with collector_spared():
         return run.result(planning_workspaces, expected_graph)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from magis.api.alone import attempt
-from magis.api.bench import Bench
+from magis.api.bench import Bench, Make
 from magis.api.cases import require_blocks
 from magis.api.subject import Subject
 from magis.capture import Workload
@@ -29,14 +29,14 @@ PRODUCTS = frozenset(
 EAGER_FIRST = "the step must run eagerly before it can be optimized"
 
 
-def check_case(case: Case, *, cache: Bench | None = None) -> None:
+def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = None) -> None:
     """Build and capture what the case would run, and run the original step once if its cases run for real.
 
     With a ``cache`` that the case is given afterwards, the capture is made once. Raises UsageError for a model that
     cannot be found or built, and CaptureError, naming module and line, for one that is no single static step: a
     branch on data, tensors on another device, data types that eager refuses to mix.
     """
-    subject = (cache if cache is not None else Bench()).subject(case)
+    subject = (cache if cache is not None else Bench()).subject(case, make)
     if subject.keeps_dtypes:
         _check_dtypes(subject.fake)
     if case.strategy == "checkpoint":

@@ -18,6 +18,8 @@ class Source:
     """What every floating-point tensor is converted to; empty: each stays as it was built."""
     device: str
     seed: int
+    of_user: bool = False
+    """Whether a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
     reuse: bool = True
     """Whether an operator may take over the memory of an input that dies with it."""
 

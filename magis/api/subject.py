@@ -29,7 +29,6 @@ from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.fission.floor import Floor, floor
 from magis.ir import Graph, digest, every_op, verify
-from magis.models.names import is_factory
 from magis.results import Memory, Provenance
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import quickest
@@ -81,7 +80,7 @@ class Subject:
             with fake_tensors():
                 return self._make()
         except Exception:
-            if not is_factory(self._asked.name):
+            if not self._asked.of_user:
                 raise
         return self.workload
 

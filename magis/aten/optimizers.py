@@ -8,7 +8,8 @@ appears as named scalars: at capture they are sentinels, numbers that occur nowh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,24 @@ from magis.errors import UsageError
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters, by name, with numbers of their own."""
+
+    parameters: tuple[str, ...]
+    lr: float = 1e-3
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
 class OptimizerSpec:
     """The weight update, with the hyper-parameters and defaults of `torch.optim`.
 
-    `kind` "sgd" is `SGD` without momentum, "momentum" `SGD` with it, "adam" and "adamw" are themselves, "gradients"
-    stops after the backward and returns the gradients, "none" means inference: neither gradients nor an update.
+    The numbers hold for all parameters but those in `groups`. `kind` "sgd" is `SGD` without momentum, "momentum" `SGD`
+    with it, "adam" and "adamw" are themselves, "gradients" stops after the backward and returns the gradients, "none"
+    means inference: neither gradients nor an update.
     """
 
     kind: str
@@ -30,10 +44,43 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZER_KINDS:
             raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
+
+    def alone(self) -> tuple[OptimizerSpec, ...]:
+        """The rule of every group as one without groups: that of the parameters in none first."""
+        return (
+            replace(self, groups=()),
+            *(
+                replace(
+                    self,
+                    lr=group.lr,
+                    momentum=group.momentum,
+                    betas=group.betas,
+                    eps=group.eps,
+                    weight_decay=group.weight_decay,
+                    groups=(),
+                )
+                for group in self.groups
+            ),
+        )
+
+    def split(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The positions in `names` of the parameters of each rule in `alone`. UsageError if groups name others."""
+        unknown = sorted({name for group in self.groups for name in group.parameters} - set(names))
+        if unknown:
+            raise UsageError(
+                f"the optimizer has a group with {unknown[0]!r}, which is not trained",
+                hint="name parameters as named_parameters() does",
+            )
+        home = {name: number for number, group in enumerate(self.groups, 1) for name in group.parameters}
+        return tuple(
+            tuple(position for position, name in enumerate(names) if home.get(name, 0) == number)
+            for number in range(len(self.groups) + 1)
+        )
 
 
 OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "gradients", "none")
@@ -52,11 +99,15 @@ class Sentinels:
         return {number: name for name, number in self.numbers.items()}
 
 
-def sentinels() -> Sentinels:
+def sentinels(rule: OptimizerSpec) -> Sentinels:
     """Numbers that no module uses by accident: their last bits spell out an index."""
-    return Sentinels(
-        {name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(SCALAR_NAMES)}
-    )
+    names = [_of_group(name, number) for number in range(len(rule.groups) + 1) for name in SCALAR_NAMES]
+    return Sentinels({name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(names)})
+
+
+def _of_group(name: str, number: int) -> str:
+    """A scalar's name in a group: "neg_lr", then "neg_lr_1", as the code that is generated can call it."""
+    return f"{name}_{number}" if number else name
 
 
 def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
@@ -70,6 +121,14 @@ def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
 
 def scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
     """Values of the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host."""
+    return {
+        _of_group(name, number): value
+        for number, group in enumerate(rule.alone())
+        for name, value in _scalars(group, step).items()
+    }
+
+
+def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
     found = {"neg_lr": -rule.lr}
     if rule.kind in ("adam", "adamw"):
         beta1, beta2 = rule.betas
@@ -81,36 +140,49 @@ def scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
     return found
 
 
-def torch_optimizer(rule: OptimizerSpec, params: Sequence[Tensor]) -> torch.optim.Optimizer | None:
+def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
     """The same update as an unfused, non-foreach ``torch.optim`` optimizer; None for "gradients" and "none"."""
     if rule.kind in ("gradients", "none"):
         return None
+    tensors = list(params.values())
+    groups = [
+        {"params": [tensors[position] for position in positions], **_numbers(group)}
+        for group, positions in zip(rule.alone(), rule.split(tuple(params)), strict=True)
+    ]
+    if rule.kind in ("sgd", "momentum"):
+        return torch.optim.SGD(groups, foreach=False)
+    cls = torch.optim.AdamW if rule.kind == "adamw" else torch.optim.Adam
+    return cls(groups, foreach=False, fused=False)
+
+
+def _numbers(rule: OptimizerSpec) -> dict[str, Any]:
+    """A group's numbers, as torch calls them."""
     if rule.kind in ("sgd", "momentum"):
         momentum = rule.momentum if rule.kind == "momentum" else 0.0
-        return torch.optim.SGD(params, lr=rule.lr, momentum=momentum, weight_decay=rule.weight_decay, foreach=False)
-    cls = torch.optim.AdamW if rule.kind == "adamw" else torch.optim.Adam
-    return cls(
-        params,
-        lr=rule.lr,
-        betas=rule.betas,
-        eps=rule.eps,
-        weight_decay=rule.weight_decay,
-        foreach=False,
-        fused=False,
-    )
+        return {"lr": rule.lr, "momentum": momentum, "weight_decay": rule.weight_decay}
+    return {"lr": rule.lr, "betas": rule.betas, "eps": rule.eps, "weight_decay": rule.weight_decay}
 
 
 def update(
     rule: OptimizerSpec,
-    params: Sequence[Tensor],
+    params: Mapping[str, Tensor],
     grads: Sequence[Tensor | None],
     states: Sequence[Mapping[str, Tensor]],
     numbers: Mapping[str, float],
 ) -> None:
-    """Run the update; one state mapping per parameter, names as in ``state_names``. Gradients may be missing."""
+    """Run the update, group by group; one gradient and one state mapping (names as in ``state_names``) per parameter.
+    Gradients may be missing."""
     if rule.kind in ("gradients", "none"):
         return
-    _STEPS[rule.kind](rule, params, grads, states, numbers)
+    tensors = list(params.values())
+    for number, (group, positions) in enumerate(zip(rule.alone(), rule.split(tuple(params)), strict=True)):
+        _STEPS[rule.kind](
+            group,
+            [tensors[position] for position in positions],
+            [grads[position] for position in positions],
+            [states[position] for position in positions],
+            {name: numbers[_of_group(name, number)] for name in SCALAR_NAMES},
+        )
 
 
 def _sgd(

@@ -79,7 +79,7 @@ class EagerStep:
         self._rule = rule
         self._explicit = explicit_attention
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._optimizer = optimizers.torch_optimizer(rule, [p for _, p in self._trained])
+        self._optimizer = optimizers.torch_optimizer(rule, dict(self._trained))
         self._outputs: tuple[Tensor, ...] = ()
 
     def prepare(self) -> None:

@@ -84,7 +84,7 @@ def capture(
     if training and not trained:
         raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
     fakes = _fakes(mode, module, inputs, targets, trained)
-    marks = optimizers.sentinels()
+    marks = optimizers.sentinels(rule)
     recorder = Recorder(marks.names)
     with mode:
         states = [{kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)} for n in trained]
@@ -113,7 +113,7 @@ def capture(
                 recorder.phase = "update"
                 _register_states(recorder, trained, grads, states)
                 with torch.no_grad():
-                    optimizers.update(rule, leaves, grads, states, marks.numbers)
+                    optimizers.update(rule, dict(zip(trained, leaves, strict=True)), grads, states, marks.numbers)
             returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
             outputs = tuple(recorder.value_of(t) for t in returned)
             deaths = recorder.deaths

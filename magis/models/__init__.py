@@ -18,6 +18,7 @@ from magis.models.registry import (
     UnknownModelError,
     all_names,
     from_factory,
+    from_function,
     get,
     resolve,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Workload",
     "all_names",
     "from_factory",
+    "from_function",
     "get",
     "resolve",
 ]

@@ -1,43 +1,88 @@
-"""A user's own network: what their factory returned, checked and turned into a Workload."""
+"""A user's own network: what their function returned, checked and turned into a Workload."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from magis.capture.batch import Batch, as_batch, own_loss, with_keywords
+from magis.capture.rule import fused_rule, why_apart
 from magis.errors import UsageError
-from magis.models.workload import OptimizerSpec, Workload
+from magis.models.workload import OPTIMIZER_KINDS, OptimizerSpec, Workload
 
-__all__ = ["as_workload"]
+__all__ = ["as_workload", "spec_of"]
 
-_EXPECTED = "return a magis.models.workload.Workload or (module, inputs, targets, loss_fn)"
+_EXPECTED = (
+    "return a magis.api.Workload, (module, inputs, targets, loss_fn), (module, batch, loss_fn), or (module, batch) of "
+    "a module that returns its loss; a torch optimizer may follow"
+)
+PLAIN_SGD = OptimizerSpec("sgd", lr=1e-3)
 
 
-def as_workload(path: str, made: object) -> Workload:
-    """The Workload named `path` in `made`: one already, or a tuple (module, inputs, targets, loss function).
+def as_workload(path: str, made: object, optimizer: object = None, who: str = "the factory") -> Workload:
+    """The Workload named `path` in `made`, what a user's function returned: one already, or a tuple.
 
-    `inputs` and `targets` may each be one tensor or a sequence of them. Raises UsageError for anything else.
+    Tuples are (module, inputs, targets, loss function), (module, batch, loss function) or (module, batch); `inputs` and
+    `targets` may each be one tensor or a sequence of them, a batch is (inputs, targets) or a dictionary of the module's
+    keywords. A torch optimizer may follow; else `optimizer` is the update (see `spec_of`). Raises UsageError for
+    anything else; `who` is then said to have returned it.
     """
     if isinstance(made, Workload):
         return replace(made, name=path)
-    if not isinstance(made, tuple) or len(made) != 4:
-        what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise UsageError(f"{path}: the factory returned {what}", hint=_EXPECTED)
-    module, inputs, targets, loss_fn = made
+    if not isinstance(made, tuple):
+        raise UsageError(f"{path}: {who} returned a {type(made).__name__}", hint=_EXPECTED)
+    parts, last = (made[:-1], made[-1]) if made and isinstance(made[-1], Optimizer) else (made, optimizer)
+    if len(parts) not in (2, 3, 4):
+        raise UsageError(f"{path}: {who} returned a tuple of {len(made)}", hint=_EXPECTED)
+    module = parts[0]
     if not isinstance(module, nn.Module):
         raise UsageError(f"{path}: the module is a {type(module).__name__}, not an nn.Module", hint=_EXPECTED)
+    loss_fn: Callable[..., Tensor] = parts[-1] if len(parts) > 2 else own_loss
     if not callable(loss_fn):
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
+    batch = _batch(path, parts)
+    called = with_keywords(module.train(), batch)
     return Workload(
         name=path,
-        module=module.train(),
-        inputs=_tensors(path, "inputs", inputs),
-        targets=_tensors(path, "targets", targets),
+        module=called,
+        inputs=batch.inputs,
+        targets=batch.targets,
         loss_fn=loss_fn,
-        optimizer=OptimizerSpec("sgd", lr=1e-3),
+        optimizer=PLAIN_SGD if last is None else spec_of(path, last, called),
     )
+
+
+def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
+    """The update that `optimizer` stands for: a torch optimizer of the module's parameters, an OptimizerSpec, or the
+    name of a kind. Raises UsageError for anything else, and for an optimizer that cannot be part of a captured step.
+    """
+    if isinstance(optimizer, OptimizerSpec):
+        return optimizer
+    if isinstance(optimizer, Optimizer):
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        reason = why_apart(optimizer, trained)
+        if reason:
+            raise UsageError(f"{path}: the optimizer cannot be part of the step: {reason}")
+        return fused_rule(optimizer, trained)
+    if isinstance(optimizer, str) and optimizer in OPTIMIZER_KINDS:
+        return OptimizerSpec(optimizer, lr=1e-3)
+    what = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
+    raise UsageError(
+        f"{path}: the optimizer is {what}", hint=f"pass a torch optimizer, or one of {', '.join(OPTIMIZER_KINDS)}"
+    )
+
+
+def _batch(path: str, parts: Sequence[Any]) -> Batch:
+    if len(parts) == 4:
+        return Batch(_tensors(path, "inputs", parts[1]), _tensors(path, "targets", parts[2]))
+    try:
+        return as_batch(parts[1])
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
 
 
 def _tensors(path: str, role: str, given: object) -> tuple[Tensor, ...]:

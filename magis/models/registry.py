@@ -30,6 +30,7 @@ __all__ = [
     "UnknownModelError",
     "all_names",
     "from_factory",
+    "from_function",
     "get",
     "resolve",
 ]
@@ -103,6 +104,22 @@ def from_factory(path: str) -> ModelSpec:
     if not callable(found):
         raise UsageError(f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload")
     return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found), dtype="", paper_dtype="")
+
+
+def from_function(name: str, function: Callable[[], object], optimizer: object = None) -> Callable[[int], Workload]:
+    """A recipe (seed -> workload) for what a user's test returns: whatever a factory may (see `as_workload`).
+
+    Whatever the function itself raises is left as it is. `optimizer`: the update, where the function names none.
+    """
+
+    def build(seed: int) -> Workload:
+        from magis.models.batches import seeded
+        from magis.models.custom import as_workload
+
+        with seeded(seed):
+            return as_workload(name, function(), optimizer, who="the test")
+
+    return build
 
 
 def _build(name: str, preset: str, seed: int) -> Workload:

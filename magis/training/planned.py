@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,13 @@ from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.aten.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
 from magis.capture import OptimizerSpec, Workload
+from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.cost.families import FAMILIES, name_of
-from magis.errors import CaptureError, UsageError
+from magis.errors import UsageError
 from magis.ir import Graph, every_op
-from magis.training.batch import Batch
 from magis.units import format_bytes, format_milliseconds, share_of
 
-__all__ = ["Limits", "Planned", "Report", "planned", "with_keywords"]
+__all__ = ["Limits", "Planned", "Report", "planned"]
 
 FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
 """What operators of a step turn into."""
@@ -173,7 +172,7 @@ def _subject(
     autocast: torch.dtype | None,
 ) -> Subject:
     name = f"{type(module).__module__}:{type(module).__qualname__}"
-    loss = loss_fn if loss_fn is not None else _own_loss
+    loss = loss_fn if loss_fn is not None else own_loss
     here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)
     if device != "cpu":  # steps are traced on the CPU, whatever they are for
         here = replace(
@@ -183,35 +182,3 @@ def _subject(
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
     return Subject(Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0))
-
-
-class _Keywords(nn.Module):
-    """Calls a module with its batch as keywords."""
-
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.module = module
-        self._names = names
-        self.training = module.training
-
-    def forward(self, *values: Tensor) -> Any:
-        return self.module(**dict(zip(self._names, values, strict=True)))
-
-
-def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
-    """The module as it takes the batch's tensors one after another."""
-    return _Keywords(module, batch.names) if batch.names else module
-
-
-def _own_loss(output: Any, *targets: Tensor) -> Tensor:
-    """The loss that a module returns itself: a tensor, or `output.loss` as in Hugging Face's models."""
-    if targets:
-        raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"the model returned a {type(output).__name__} without a loss", hint="pass a loss function, or labels"
-        )
-    return loss

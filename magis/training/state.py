@@ -55,8 +55,10 @@ def adopted(optimizer: Optimizer, rule: OptimizerSpec, trained: Mapping[str, nn.
         return State(optimizer, trained, {})
     tensors = {}
     counts = set()
-    for name, parameter in trained.items():
-        state = optimizer.state[parameter]
+    names = {id(parameter): name for name, parameter in trained.items()}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
+    for parameter in order:  # in which torch makes states, and `state_dict` has them
+        name, state = names[id(parameter)], optimizer.state[parameter]
         if rule.kind in ("adam", "adamw"):
             state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
             counts.add(float(state["step"]))

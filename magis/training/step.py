@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from magis.api.bench import check_device
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
+from magis.capture.batch import Batch, as_batch, with_keywords
+from magis.capture.rule import fused_rule, numbers_of, why_apart, with_rates
 from magis.errors import MagisError, UsageError
-from magis.training.batch import Batch, as_batch
-from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned, with_keywords
-from magis.training.rule import fused_rule, numbers_of, why_apart
+from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
 from magis.training.watch import Watch, has_hooks
@@ -57,7 +57,7 @@ def optimize(
 
     Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping them,
     accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, or
-    with groups of different numbers, run by themselves after the step (`report().update` says so).
+    with options that the step does not know, run by themselves after the step (`report().update` says so).
 
     `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
     with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another shape are planned
@@ -140,18 +140,16 @@ class OptimizedStep:
         return self._last
 
     def _numbers(self) -> str:
-        """The optimizer's numbers that are part of the graph: all but the learning rate, if it is one for all."""
+        """The optimizer's numbers that are part of the graph: all but learning rates; and whose they are."""
         if self._optimizer is None:
             return ""
-        groups = [numbers_of(group) for group in self._optimizer.param_groups]
-        rates = {repr(group["lr"]) for group in groups if "lr" in group}
-        return repr((len(rates) > 1, [sorted({**group, "lr": None}.items()) for group in groups]))
-
-    def _trained(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        groups = self._optimizer.param_groups
+        return repr(
+            [(sorted({**numbers_of(group), "lr": None}.items()), [*map(id, group["params"])]) for group in groups]
+        )
 
     def _made(self, batch: Batch, plan: Path | str | None) -> _Bound:
-        trained = self._trained()
+        trained = _trained(with_keywords(self.model, batch))
         _check_hooks(trained)
         rule, update = OptimizerSpec("gradients"), "left to the caller"
         if self._optimizer is not None:
@@ -159,7 +157,7 @@ class OptimizedStep:
             if why:
                 update = f"by the optimizer itself, after the step: {why}"
             else:
-                rule, update = fused_rule(self._optimizer), "part of the step"
+                rule, update = fused_rule(self._optimizer, trained), "part of the step"
         graph, expected = (None, "") if plan is None else read_plan(Path(plan))
         found = planned(
             self.model, self._loss_fn, batch, rule, self._limits,
@@ -201,7 +199,7 @@ class _Bound:
         if self.state is None:
             return self._gradients()
         optimizer = self.state.optimizer
-        rule = replace(self.plan.rule, lr=float(optimizer.param_groups[0]["lr"]))
+        rule = with_rates(self.plan.rule, optimizer)
         for parameter in self.state.trained.values():
             parameter.grad = None
         loss = self.step.run_with(scalars(rule, max(1, self.state.counted())))
@@ -233,6 +231,10 @@ def _mark_stepped(optimizer: Optimizer) -> None:
     """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:

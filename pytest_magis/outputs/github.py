@@ -49,7 +49,7 @@ def _details(red: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> Iterat
         for line in _said(outcome):
             yield f"* {_escaped(line)}"
         if outcome.verdict.needed:
-            command = accept_case(given, outcome.model, outcome.case, outcome.verdict.needed)
+            command = accept_case(given, outcome.model, outcome.case, outcome.verdict.needed, outcome.where)
             yield f"* accept with: `{command.replace('`', '')}`"
 
 

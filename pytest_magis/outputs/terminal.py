@@ -32,7 +32,8 @@ def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines
     needed = {kind for outcome in outcomes if not outcome.verdict.store for kind in outcome.verdict.needed}
     if needed:
         words = [kind for kind in PERMISSIONS if kind in needed]
-        yield f"accept everything that can be: {accept_all(given, words)}"
+        where = [outcome.where for outcome in outcomes if outcome.verdict.needed and not outcome.verdict.store]
+        yield f"accept everything that can be: {accept_all(given, words, where)}"
     yield from lines
 
 
@@ -67,13 +68,14 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
     """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
     strategy = _cut(case.strategy)
+    model = _cut_left(outcome.model)
     if result is None:
-        return (_cut(outcome.model), strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
+        return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
     original, optimized = result.original_memory.peak_bytes, result.memory.peak_bytes
     mark = "" if result.optimized.is_measured else "~"  # simulated, not measured
     unlike = "~" if result.optimized.is_measured and not result.original.is_measured else ""
     return (
-        _cut(outcome.model),
+        model,
         strategy,
         _limit(outcome),
         f"{unlike}{format_bytes(original)}",
@@ -105,6 +107,11 @@ def _latency(outcome: Outcome) -> str:
 
 def _numbers(numbers: str) -> str:
     return "differs" if numbers.startswith("differs") else _cut(numbers, 16)
+
+
+def _cut_left(name: str) -> str:
+    """A model's name; of a long one, such as a test's or a factory's, the end tells it from others."""
+    return name if len(name) <= WIDEST else f"...{name[3 - WIDEST :]}"
 
 
 def _cut(text: str, width: int = WIDEST) -> str:

@@ -121,7 +121,7 @@ def _optimizer(chance: random.Random) -> Any:
     def make(module: nn.Module) -> torch.optim.Optimizer:
         params: Any = [p for p in module.parameters() if p.requires_grad]
         if kind == "groups":
-            params = [{"params": params[:1]}, {"params": params[1:], "lr": 1e-3}]
+            params = [{"params": params[:1]}, {"params": params[1:], "lr": 1e-3, "weight_decay": 0.05}]
         if kind in ("sgd", "momentum", "groups"):
             return torch.optim.SGD(params, lr=0.05, momentum=0.9 * (kind == "momentum"), weight_decay=decay)
         if kind == "rmsprop":

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from magis.errors import UsageError
+from magis.errors import CaptureError, UsageError
 
-__all__ = ["Batch", "Key", "as_batch"]
+__all__ = ["Batch", "Key", "as_batch", "own_loss", "with_keywords"]
 
 Key: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]
 """What a plan depends on: names, shapes, data types and devices of a batch."""
@@ -63,3 +63,38 @@ def _tensors(role: str, given: Any) -> tuple[Tensor, ...]:
                 f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
             )
     return tuple(items)
+
+
+class _Keywords(nn.Module):
+    """Calls a module with its batch as keywords."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = names
+        self.training = module.training
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.module(**dict(zip(self._names, values, strict=True)))
+
+
+def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
+    """The module as it takes the batch's tensors one after another."""
+    return _Keywords(module, batch.names) if batch.names else module
+
+
+def own_loss(output: Any, *targets: Tensor) -> Tensor:
+    """The loss that a module returns itself: a tensor, or `output.loss` as in Hugging Face's models.
+
+    Raises CaptureError where there is none, or where there are targets that nothing would compare the output with.
+    """
+    if targets:
+        raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, dict):
+        loss = output.get("loss")
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the model returned a {type(output).__name__} without a loss", hint="pass a loss function, or labels"
+        )
+    return loss

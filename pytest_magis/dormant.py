@@ -1,0 +1,78 @@
+"""What the plugin does in every session: it waits for a test that is gated, and loads the gate for the first one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_magis.live.names import MARK, is_live, is_marked
+
+__all__ = ["Dormant"]
+
+GATE = "magis-gate"
+OUTCOME = "magis"
+"""As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
+
+
+class Dormant:
+    """The hooks of a session; a plugin object, since not every hook is told which session it belongs to."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(trylast=True)  # the test's own parameters come first in its node id
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make an item of each case of a marked test."""
+        if metafunc.definition.get_closest_marker(MARK) is not None:
+            from pytest_magis.live.marked import parametrize
+
+            parametrize(metafunc)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Keep the cases of a test on one worker, under --dist=loadgroup."""
+        if is_marked(item):
+            from pytest_magis.live.names import name_of
+
+            item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of pytest-xdist where the results are that the run is compared with."""
+        if self._config.option.magis_against is not None or self._config.getini("magis_against"):
+            from pytest_magis.options import AGAINST, WORKER_AGAINST
+
+            node.workerinput[WORKER_AGAINST] = str(self._config.stash[AGAINST])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Options that are of no use here end the run before its first test, if any test is gated."""
+        if not session.config.option.collectonly and any(is_live(item) for item in session.items):
+            self.awake()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """A marked test is not only called: what it returns is gated."""
+        if not is_marked(pyfuncitem):
+            return None
+        from pytest_magis.live.marked import run
+
+        run(pyfuncitem)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The process that has the terminal learns from a worker's report that a test was gated."""
+        if report.when == "call" and self._sleeps() and any(name == OUTCOME for name, _ in report.user_properties):
+            self.awake().record(report)
+
+    def _sleeps(self) -> bool:
+        return not self._config.pluginmanager.has_plugin(GATE)
+
+    def awake(self) -> Any:
+        """The gate of the session, started if it has not been."""
+        if self._sleeps():
+            from pytest_magis.session import start
+
+            start(self._config)
+        session: Any = self._config.pluginmanager.get_plugin(GATE)
+        return session.gate

@@ -1,0 +1,96 @@
+"""Runs a planned case and judges it: what the gate's own items and the tests of users have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from magis.errors import MagisError
+from pytest_magis.baselines import planning, stored_case
+from pytest_magis.commands import accept_case
+from pytest_magis.findings import Tolerances
+from pytest_magis.gate import Gate
+from pytest_magis.measure import check_with_magis, measure, runs_every_case
+from pytest_magis.outcome import Outcome
+from pytest_magis.outputs.progress import progress_line
+from pytest_magis.plan import PlannedCase
+from pytest_magis.verdict import Verdict, judge, judge_against, latency_bounds
+
+if TYPE_CHECKING:
+    from magis.api import Workload
+
+__all__ = ["Live", "judged", "lines_of"]
+
+
+@dataclass(frozen=True)
+class Live:
+    """What a test brings along: how to build its network from a seed, its tolerances, and the node id to run it by."""
+
+    make: Callable[[int], Workload]
+    tolerances: Tolerances
+    where: str
+
+
+def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live | None = None) -> Iterator[Outcome]:
+    """The outcome of a case, run now. After that of a case that could not run comes its error, unless magis refused."""
+    where = live.where if live else ""
+    make = live.make if live else None
+    tolerances = live.tolerances if live else gate.settings.tolerances
+
+    def failed(error: str) -> Outcome:
+        verdict = Verdict(False, "ERROR")
+        return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=where)
+
+    try:
+        _, baseline = gate.baseline(planned)
+        hand_back = planning(baseline, planned.label, planned.case)
+        stored = stored_case(baseline, planned.label, planned.case)
+        line = nullcontext() if gate.is_worker else progress_line(config, planned.name)
+        bounds = latency_bounds(stored, tolerances)
+        with line as progress:
+            if make is not None and runs_every_case(config):
+                check_with_magis(planned.case, config, keep=True, make=make)
+            result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make)
+        against = gate.settings.against
+        if against:
+            verdict = judge_against(against, result, stored, tolerances=tolerances)
+        else:
+            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
+    except MagisError as error:
+        yield failed(str(error))
+    except Exception as error:
+        yield failed(f"{type(error).__name__}: {error}")
+        raise
+    else:
+        yield Outcome(planned.model, planned.label, planned.case, verdict, result, where=where)
+
+
+def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
+    """What a red case says: what is wrong, how much, and how to accept it."""
+    if outcome.error:
+        yield outcome.error
+    verdict = outcome.verdict
+    path = gate.path(outcome.model, outcome.case)
+    for finding in verdict.findings:
+        missing = f" in {_relative(path, config)}" if finding.kind == "new" else ""
+        yield f"{finding.kind}: {finding.text}{missing}"
+    for note in verdict.notes:
+        yield f"note: {note}"
+    if verdict.against:
+        yield f"compared with {verdict.against}, measured in this run"
+    elif verdict.needed:
+        action = "create it" if verdict.needed == ("new",) else "accept"
+        command = accept_case(gate.settings.given, outcome.model, outcome.case, verdict.needed, outcome.where)
+        yield f"{action} with: {command}"
+    elif any(finding.kind == "broken" for finding in verdict.findings):
+        yield "no baseline can accept this"
+
+
+def _relative(path: Path, config: pytest.Config) -> str:
+    start = config.invocation_params.dir
+    return str(path.relative_to(start) if path.is_relative_to(start) else path)

@@ -1,0 +1,102 @@
+"""The fixture `magis`: a test gates networks that it has at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from magis.errors import MagisError, UsageError
+from magis.results import CaseResult
+from pytest_magis.judged import Live, judged, lines_of
+from pytest_magis.live.asked import cases, read_asked
+from pytest_magis.live.awake import awake, check_device, red
+from pytest_magis.live.names import name_of, node_id
+from pytest_magis.measure import forget, recipe
+from pytest_magis.outcome import PROPERTY
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from magis.api import Workload
+
+__all__ = ["Magis"]
+
+
+class Magis:
+    """What the fixture `magis` is. One of its own for every test."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self._names: list[str] = []
+        item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != PROPERTY]  # of an earlier run
+
+    def check(
+        self,
+        module: nn.Module | Workload | Callable[[], object],
+        batch: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+        **asked: Any,
+    ) -> Mapping[str, CaseResult]:
+        """Gate a network: run its cases, compare them with its baselines, and fail the test if one is red.
+
+        `batch` is `(inputs, targets)`, each a tensor or several, or a dictionary of the module's keywords; `loss` gives
+        a scalar from the module's output and the targets, and may be left out where the module returns its loss. In
+        place of all three: a Workload, or a function without arguments that returns what a marked test may, which is
+        called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
+
+        By name, everything that the mark takes: `memory_ratios`, `latency_ratios`, `strategies`, `optimizer` (a torch
+        optimizer of the module's parameters, or "sgd", "momentum", "adam", "adamw", "none"), `device`, `dtype`,
+        `budget`, `seconds`, `seed`, `memory_tolerance`, `latency_tolerance`, and the `name` of the baselines.
+        Returns the results by label ("eager", "magis-mem0.8").
+        """
+        __tracebackhide__ = True
+        outcomes = []
+        item = self._item
+        gate = awake(item.config)
+        try:
+            wanted = read_asked("magis.check", asked)
+            name = self._named(wanted.name)
+            settings = wanted.over(gate.settings)
+            check_device(item.config, settings)
+            planned = cases(item.config, name, settings)
+            live = Live(
+                recipe(name, _function(module, batch, loss), wanted.optimizer), settings.tolerances, node_id(item)
+            )
+        except MagisError as error:
+            raise red(str(error)) from None
+        try:
+            for each in planned:
+                for outcome in judged(item.config, gate, each, live):
+                    item.user_properties.append((PROPERTY, outcome.to_text()))
+                    outcomes.append(outcome)
+        finally:
+            forget(item.config)  # tensors of the test's own are kept no longer than it does
+        failed = [outcome for outcome in outcomes if not outcome.verdict.passed]
+        if failed:
+            lines = [line for outcome in failed for line in (f"{outcome.name}:", *lines_of(outcome, gate, item.config))]
+            raise red("\n".join(lines))
+        return {outcome.label: outcome.result for outcome in outcomes if outcome.result is not None}
+
+    def _named(self, given: str | None) -> str:
+        name = name_of(self._item, given)
+        if name in self._names:
+            if given is not None:
+                raise UsageError(f"magis.check: this test has gated a network called {given!r} already")
+            name = f"{name}.{len(self._names) + 1}"
+        self._names.append(name)
+        return name
+
+
+def _function(module: Any, batch: Any, loss: Any) -> Callable[[], object]:
+    from torch import nn
+
+    if isinstance(module, nn.Module):
+        if batch is None:
+            raise UsageError("magis.check: a module needs a batch", hint="pass (inputs, targets), or its keywords")
+        made = (module, batch) if loss is None else (module, batch, loss)
+        return lambda: made
+    if batch is not None or loss is not None:
+        raise UsageError(f"magis.check: a {type(module).__name__} is no module that takes a batch and a loss")
+    return module if callable(module) else lambda: module

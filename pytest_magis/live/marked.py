@@ -1,0 +1,88 @@
+"""Tests marked `magis`: each returns a network with its batch, and becomes one item for every case of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from magis.errors import MagisError, UsageError
+from pytest_magis.judged import Live, judged, lines_of
+from pytest_magis.live.asked import Asked, cases, read_asked
+from pytest_magis.live.awake import awake, check_device, red
+from pytest_magis.live.names import MARK, PARAM, label_of, name_of, node_id
+from pytest_magis.measure import forget, recipe
+from pytest_magis.options import anywhere
+from pytest_magis.outcome import PROPERTY
+
+if TYPE_CHECKING:
+    from magis.api import Workload
+
+__all__ = ["let_go", "parametrize", "run"]
+
+SHOWN = f"@pytest.mark.{MARK}"
+_MAKER: pytest.StashKey[tuple[str, Callable[[int], Workload]]] = pytest.StashKey()
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """One item for each case of a marked test, by its mark and the options."""
+    definition = metafunc.definition
+    try:
+        if inspect.iscoroutinefunction(metafunc.function):
+            raise UsageError(f"{SHOWN}: a coroutine cannot be gated", hint="return the module and its batch")
+        asked = _asked(definition)
+        labels = [each.label for each in cases(metafunc.config, "net", asked.over(anywhere(metafunc.config)))]
+    except MagisError as error:
+        raise red(f"{definition.nodeid}: {error}") from None
+    metafunc.fixturenames.append(PARAM)
+    metafunc.parametrize(PARAM, labels)
+
+
+def run(item: pytest.Function) -> None:
+    """Run an item of a marked test in place of calling it: its function builds the network."""
+    gate, label = awake(item.config), label_of(item)
+    try:
+        asked = _asked(item)
+        name = name_of(item, asked.name)
+        settings = asked.over(gate.settings)
+        check_device(item.config, settings)
+        planned = next(each for each in cases(item.config, name, settings) if each.label == label)
+    except MagisError as error:
+        raise red(str(error)) from None
+    live = Live(_maker(item, name, asked), settings.tolerances, node_id(item))
+    for outcome in judged(item.config, gate, planned, live):
+        others = [entry for entry in item.user_properties if entry[0] != PROPERTY]
+        item.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
+    if not outcome.verdict.passed:
+        raise red("\n".join(lines_of(outcome, gate, item.config)))
+
+
+def let_go(config: pytest.Config) -> None:
+    """Keep nothing of the last network."""
+    forget(config)
+    if _MAKER in config.stash:
+        del config.stash[_MAKER]
+
+
+def _asked(item: pytest.Item) -> Asked:
+    """The marks of a function, its class and its module, the closest one first."""
+    merged: dict[str, Any] = {}
+    for mark in reversed(list(item.iter_markers(MARK))):
+        if mark.args:
+            raise UsageError(f"{SHOWN} takes names only, as in {SHOWN}(memory_ratios=[0.8])")
+        merged |= mark.kwargs
+    return read_asked(SHOWN, merged)
+
+
+def _maker(item: pytest.Function, name: str, asked: Asked) -> Callable[[int], Workload]:
+    """How to build the network; the same for all cases of a test, which then share what is captured of it."""
+    last = item.config.stash.get(_MAKER, None)
+    if last is not None and last[0] == name:
+        return last[1]
+    given = {argument: item.funcargs[argument] for argument in item._fixtureinfo.argnames}  # noqa: SLF001  (as pytest calls it)
+    make = recipe(name, partial(item.obj, **given), asked.optimizer)
+    item.config.stash[_MAKER] = name, make
+    return make

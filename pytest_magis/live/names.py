@@ -1,0 +1,58 @@
+"""Which tests are gated, and what their networks are called."""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["FIXTURE", "MARK", "PARAM", "is_live", "is_marked", "label_of", "name_of", "node_id", "subject_of"]
+
+MARK = "magis"
+FIXTURE = "magis"
+PARAM = "magis case"
+"""The parameter that tells the cases of a marked test apart; no argument of a function can be called so."""
+
+
+def is_marked(item: pytest.Item) -> bool:
+    """Whether a test returns a network to gate."""
+    return isinstance(item, pytest.Function) and item.get_closest_marker(MARK) is not None
+
+
+def is_live(item: pytest.Item) -> bool:
+    """Whether a test is gated."""
+    return is_marked(item) or FIXTURE in getattr(item, "fixturenames", ())
+
+
+def label_of(item: pytest.Function) -> str:
+    """The case that an item of a marked test is: "magis-mem0.8"."""
+    return str(item.callspec.params[PARAM])
+
+
+def name_of(item: pytest.Item, given: str | None = None) -> str:
+    """What tables and baselines call a test's network: `given`, else its place ("tests.test_memory.test_net"); with the
+    test's own parameters. The same wherever the test runs, and no other test's."""
+    place, _, function = node_id(item).partition("::")
+    plain, bracket, parameters = function.partition("[")
+    if bracket and is_marked(item) and isinstance(item, pytest.Function):
+        # ours is the last parameter: that of the case
+        parameters = parameters.removesuffix("]").removesuffix(label_of(item)).removesuffix("-")
+    else:
+        parameters = parameters.removesuffix("]")
+    here = given or f"{place.removesuffix('.py').replace('/', '.')}.{plain.replace('::', '.')}"
+    return f"{here}-{parameters}" if parameters else here
+
+
+def node_id(item: pytest.Item) -> str:
+    """What the command line calls a test; --dist=loadgroup appends "@<group>" to that."""
+    groups = [mark.args[0] if mark.args else mark.kwargs.get("name") for mark in item.iter_markers("xdist_group")]
+    for group in groups:
+        if item.nodeid.endswith(f"@{group}"):
+            return item.nodeid.removesuffix(f"@{group}")
+    return item.nodeid
+
+
+def subject_of(item: pytest.Item) -> str | None:
+    """The network that an item is about, the same for all its cases; None for a test that is not gated."""
+    planned = getattr(item, "planned", None)
+    if planned is not None:
+        return str(planned.model)
+    return name_of(item) if is_live(item) else None

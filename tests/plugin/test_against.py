@@ -1,0 +1,106 @@
+"""`--magis-against`: two revisions of a project in one run."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from pytest_magis.against import strays
+
+# the made-up core reads figures from fake.json, which is part of each revision
+TEST = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
+
+
+@pytest.fixture
+def history(gate):
+    """A repository: its first revision is called old."""
+    (gate.root / "test_memory.py").write_text(TEST)
+    (gate.root / ".gitignore").write_text("calls.txt\n__pycache__/\n.pytest_cache/\nrunpytest-*\nstd*\n")
+    git(gate, "init", "--quiet")
+    commit(gate)
+    git(gate, "tag", "old")
+    return gate
+
+
+def git(gate, *arguments):
+    name = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    subprocess.run(["git", *name, *arguments], cwd=gate.root, check=True, capture_output=True)
+
+
+def commit(gate):
+    git(gate, "add", ".")
+    git(gate, "commit", "--quiet", "--message=more")
+
+
+def lines(result, start):
+    return [line for line in result.outlines if line.startswith(start)]
+
+
+def test_the_same_is_green_and_leaves_nothing_behind(history, workers):
+    before = history.files()
+    result = history("--magis-against=old", "--magis-models=bert", "test_memory.py", workers=workers)
+    result.assert_outcomes(passed=5)
+    after = history.files()
+    assert set(after) - set(before) == {"calls.txt", "results.csv"}
+    listed = subprocess.run(["git", "worktree", "list"], cwd=history.root, capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_more_memory_than_the_revision_is_red(history, workers):
+    history.fake(any_case={"ori_tensor": 1.1, "ori_peak": 1.1})
+    result = history("--magis-against=old", workers=workers)
+    result.assert_outcomes(failed=2)
+    assert lines(result, "worse: original tensor bytes")
+    assert lines(result, "compared with old, measured in this run")
+    assert not lines(result, "accept")
+    commit(history)
+    history("--magis-against=HEAD", workers=workers).assert_outcomes(passed=2)
+    history.fake()
+    assert lines(history("--magis-against", "HEAD"), "test_memory.test_net[eager]: better: original tensor bytes")
+
+
+def test_what_the_revision_has_not_passes_and_says_so(history):
+    (history.root / "test_new.py").write_text(TEST.replace("test_net", "test_other"))
+    for arguments in ((), ("test_new.py",)):
+        result = history("--magis-against=old", *arguments)
+        assert result.ret == 0
+        assert lines(result, "test_new.test_other[eager]: nothing to compare with: old has no such case")
+
+
+def test_bad_input_is_one_line(history):
+    assert "there is no such revision" in history.refuses("--magis-against=nowhere", "--magis-models=bert")
+    assert "leave out --magis-update" in history.refuses("--magis-against=old", "--magis-update=new")
+    assert "--magis-budget: '0'" in history.refuses("--magis-against=old", "--magis-budget=0")
+    (history.root / "conftest.py").write_text(
+        (history.root / "conftest.py").read_text() + "\nraise ValueError('old')\n"
+    )
+    commit(history)
+    git(history, "revert", "--no-edit", "HEAD")
+    message = history.refuses("--magis-against=HEAD^", "--magis-models=bert")
+    assert "the run of HEAD^ ended with exit code 4: E ValueError: old" in message
+
+
+def test_outside_of_a_repository(gate):
+    assert "not a git repository" in gate.refuses("--magis-against=old", "--magis-models=bert")
+
+
+def test_code_of_the_wrong_checkout_is_refused(history):
+    """As an editable installation hands it out."""
+    elsewhere = f"import sys\nsys.path.insert(0, {str(history.root / 'lib')!r})\nimport net_of_mine\n"
+    (history.root / "lib").mkdir()
+    (history.root / "lib" / "net_of_mine.py").write_text("")
+    (history.root / "test_memory.py").write_text(elsewhere + TEST)
+    commit(history)
+    message = history.refuses("--magis-against=HEAD")
+    assert "net_of_mine.py, which is not of that revision" in message
+
+
+def test_only_the_code_of_a_checkout_strays(tmp_path):
+    class Module:
+        def __init__(self, file):
+            self.__file__ = str(file)
+
+    inside, venv = tmp_path / "net.py", tmp_path / ".venv"
+    modules = {"a": Module(inside), "b": Module("/usr/lib/x.py"), "c": Module(venv / "lib" / "y.py"), "d": object()}
+    assert list(strays(modules, tmp_path, venv)) == [str(inside)]
