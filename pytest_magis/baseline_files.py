@@ -6,11 +6,14 @@ file is left as it is.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +22,7 @@ from magis.errors import BaselineError
 from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
 
-__all__ = ["SCHEMA", "baseline_path", "parse", "read_baseline", "render", "write_baseline"]
+__all__ = ["SCHEMA", "baseline_path", "held", "parse", "read_baseline", "render", "write_baseline"]
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -57,11 +60,31 @@ def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
 
 def write_baseline(path: Path, baseline: ModelBaseline) -> None:
     """Replace the file in one step, its directory made if needed. Raises UsageError if it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BaselineError(f"cannot make directory {path.parent}: {error.strerror or error}") from error
+    _make(path.parent)
     write_text_atomically(path, render(baseline))
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no other run that holds the folder changes what is in it: what is read is still there when it is written.
+
+    The folder itself is locked, so that no file is left behind. File systems without locks do without. Raises
+    BaselineError where the folder cannot be made.
+    """
+    _make(folder)
+    with ExitStack() as stack:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)  # which also unlocks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BaselineError(f"cannot make directory {folder}: {error.strerror or error}") from error
 
 
 def render(baseline: ModelBaseline) -> str:

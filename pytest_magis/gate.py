@@ -15,7 +15,7 @@ from magis.errors import MagisError, UsageError
 from magis.report import Cell, check_writable
 from magis.results import Case, CaseResult
 from pytest_magis import builtin
-from pytest_magis.baseline_files import baseline_path, read_baseline, write_baseline
+from pytest_magis.baseline_files import baseline_path, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
@@ -199,10 +199,11 @@ def _by_file(directory: Path, outcomes: Iterable[Outcome]) -> dict[Path, list[Ou
 def _store(path: Path, outcomes: list[Outcome]) -> str:
     """Put the accepted results into the file as it is now, and say so in one line."""
     first = outcomes[0]
-    baseline = read_baseline(path, first.model, first.case.device)
-    for outcome in outcomes:
-        if outcome.result is not None:
-            baseline = updated(baseline, outcome.model, outcome.label, outcome.case, outcome.result)
-    if baseline is not None:
-        write_baseline(path, baseline)
+    with held(path.parent):
+        baseline = read_baseline(path, first.model, first.case.device)
+        for outcome in outcomes:
+            if outcome.result is not None:
+                baseline = updated(baseline, outcome.model, outcome.label, outcome.case, outcome.result)
+        if baseline is not None:
+            write_baseline(path, baseline)
     return f"baseline updated: {path} ({', '.join(outcome.label for outcome in outcomes)})"
