@@ -31,7 +31,7 @@ class Dormant:
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Keep the cases of a test on one worker, under --dist=loadgroup."""
-        if is_marked(item):
+        if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
             from pytest_magis.live.names import name_of
 
             item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
