@@ -69,8 +69,9 @@ def why_not(joint: fx.GraphModule) -> str:
             known = isinstance(node.target, OpOverload) or node.target is operator.getitem
             problem = "" if known else f"{node.target} is no ATen operator"
         elif node.op == "get_attr":
-            held = getattr(joint, str(node.target), None)
-            problem = "" if type(held) in (Tensor, torch.nn.Parameter) else f"{node.target} is no plain tensor"
+            held = type(getattr(joint, str(node.target), None))
+            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # for a call that is told
+            problem = "" if known else f"{node.target} is no plain tensor"
         else:
             problem = "" if node.op == "output" else f"it holds a {node.op}"
         if node.meta.get("partitioner_tag") == "must_be_in_backward":

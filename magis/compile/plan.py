@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.api.forms import redo_graph, signatures
 from magis.api.plans import Plan, approached
+from magis.backend.measure import collector_spared
 from magis.backend.workspaces import measure_workspaces
 from magis.compile.joint import TURN, Joint
 from magis.compile.options import Options
@@ -20,7 +22,7 @@ from magis.cost.model import CostModel, device_model
 from magis.ir import Graph, Op, Value, verify
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
-from magis.rewrite.realize import realize
+from magis.rewrite.realize import GENERATOR_BYTES, realize
 from magis.search.driver import search
 from magis.search.judge import DEFAULT_BUDGET, Goal
 from magis.simulate.compile import Compiled, compile_problem
@@ -29,6 +31,8 @@ from magis.simulate.replay import MemoryProfile, replay
 from magis.units import share_of
 
 __all__ = ["plan_joint", "turn_of"]
+
+RNG = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,12 @@ class _Costs:
         return 0.0
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
-        return 0 if op.target.startswith("magis.") else self.device.nanoseconds(op, values)
+        return 0 if op.target == TURN else self.device.nanoseconds(op, values)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        return 0 if op.target.startswith("magis.") else self.device.workspace(op, values)
+        if op.target in RNG:  # torch hands a state out as a tensor, which is copied to where it stays
+            return GENERATOR_BYTES if self.device.name == "cpu" else 0
+        return 0 if op.target == TURN else self.device.workspace(op, values)
 
 
 class _Scratch:
@@ -66,8 +72,9 @@ class _Scratch:
         if self._device == "cpu":
             found = {key: item for graph in graphs for key, item in signatures(graph).items()}
             missing = [item for key, item in found.items() if key not in self._known]
-            with _disable_current_modes():
-                self._known.update(measure_workspaces(missing))
+            if missing:
+                with _disable_current_modes():
+                    self._known.update(measure_workspaces(missing))
         return _Costs(device_model(self._device, gpu=self._gpu, workspaces=dict(self._known)))
 
 
@@ -78,20 +85,26 @@ def turn_of(graph: Graph) -> int:
 
 def plan_joint(joint: Joint, options: Options) -> tuple[Graph, Report]:
     """The best order found under the limit, verified, and what it needs."""
+    with collector_spared():
+        return _planned(joint, options)
+
+
+def _planned(joint: Joint, options: Options) -> tuple[Graph, Report]:
     started = time.perf_counter()
     scratch = _Scratch(joint.device)
     source = functionalize(joint.graph)
-    costs = scratch.costs(source, redo_graph(source))
-    original = replay(joint.graph, scratch.costs(joint.graph).workspace, rounding=costs.rounding)
-    compiled = _compiled(source, costs)
+    costs = scratch.costs(joint.graph, source, redo_graph(source))  # measured at once: each time costs some 0.2 s
+    original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
+    compiled = _compiled(source, costs, redraw=True)
     original_ns = int(compiled.problem.node_ns.sum())
     limit = share_of(options.memory_ratio, original.peak_bytes)
     goal = Goal(options.memory_bytes if limit is None else limit, share_of(options.latency_ratio, original_ns))
 
-    def attempt(aim: Goal) -> Plan:
-        return _searched(compiled, scratch, aim, options)
-
-    best = approached(goal, attempt)
+    best = approached(goal, partial(_searched, compiled, scratch, options))
+    if best.peak > (goal.memory_limit or original.peak_bytes) and any(op.target in RNG for op in best.graph.ops):
+        # The generator's states alone exceed the limit: tiny graphs do better without.
+        other = approached(goal, partial(_searched, _compiled(source, costs, redraw=False), scratch, options))
+        best = min(best, other, key=lambda plan: (not plan.feasible, plan.peak))
     profile = replay(best.graph, scratch.costs(best.graph).workspace, rounding=costs.rounding)
     report = Report(
         original_bytes=original.peak_bytes,
@@ -106,14 +119,15 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, Report]:
     return best.graph, report
 
 
-def _compiled(graph: Graph, costs: _Costs) -> Compiled:
-    """The arrays of a joint graph, in which the turn happens once."""
+def _compiled(graph: Graph, costs: _Costs, *, redraw: bool) -> Compiled:
+    """The arrays of a joint graph, in which the turn happens once, and without ``redraw`` what draws random numbers."""
     compiled = compile_problem(graph, costs)
-    turns = np.array([group[0].target == TURN for group in compiled.nodes], dtype=np.bool_)
-    return replace(compiled, problem=replace(compiled.problem, redo_ok=compiled.problem.redo_ok & ~turns))
+    once = [any(op.target == TURN or (op.random and not redraw) for op in group) for group in compiled.nodes]
+    redo_ok = compiled.problem.redo_ok & ~np.array(once, dtype=np.bool_)
+    return replace(compiled, problem=replace(compiled.problem, redo_ok=redo_ok))
 
 
-def _searched(compiled: Compiled, scratch: _Scratch, aim: Goal, options: Options) -> Plan:
+def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Goal) -> Plan:
     problem = compiled.problem
     found = search(
         problem,
