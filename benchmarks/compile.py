@@ -91,7 +91,7 @@ def made(name: str) -> Step:
 
 def measured(step: Step, backend: Any, **options: Any) -> tuple[int, list[Tensor]]:
     """Peak bytes of one forward and backward, and its loss, gradients and buffers."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     module = copy.deepcopy(step.module)
 
     def forward(*batch: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ BUDGET = 60
 @contextmanager
 def fresh_dynamo() -> Iterator[None]:
     """Nothing that was compiled before or in the block is known outside of it."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     try:
         yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def chain(width: int = 32, depth: int = 4, *parts: Callable[[], nn.Module]) -> nn.Sequential:
