@@ -21,7 +21,7 @@ from magis.ir import Graph, every_op
 from magis.training.batch import Batch
 from magis.units import format_bytes, format_milliseconds, share_of
 
-__all__ = ["Limits", "Planned", "Report", "planned", "with_keywords"]
+__all__ = ["Limits", "Planned", "Report", "own_loss", "planned", "with_keywords"]
 
 FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
 """What operators of a step turn into."""
@@ -173,7 +173,7 @@ def _subject(
     autocast: torch.dtype | None,
 ) -> Subject:
     name = f"{type(module).__module__}:{type(module).__qualname__}"
-    loss = loss_fn if loss_fn is not None else _own_loss
+    loss = loss_fn if loss_fn is not None else own_loss
     here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)
     if device != "cpu":  # steps are traced on the CPU, whatever they are for
         here = replace(
@@ -203,7 +203,7 @@ def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
     return _Keywords(module, batch.names) if batch.names else module
 
 
-def _own_loss(output: Any, *targets: Tensor) -> Tensor:
+def own_loss(output: Any, *targets: Tensor) -> Tensor:
     """The loss that a module returns itself: a tensor, or `output.loss` as in Hugging Face's models."""
     if targets:
         raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
