@@ -111,7 +111,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
             env[node] = _like(node.meta["val"])
             values[node] = recorder.register(env[node], "batch", f"input:{number}")
         for node in joint.graph.find_nodes(op="get_attr"):
-            env[node] = mode.from_tensor(getattr(joint, str(node.target)).detach(), static_shapes=True)
+            env[node] = mode.from_tensor(getattr(joint, str(node.target)), static_shapes=True)
             held[recorder.register(env[node], "buffer", f"constant:{node.target}")] = str(node.target)
         with recorder:
             _run(joint.graph, env)

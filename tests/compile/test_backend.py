@@ -172,6 +172,34 @@ def test_a_mode_is_refused() -> None:
         magis(torch.fx.symbolic_trace(chain()), [rows()], mode="max-autotune")
 
 
+def test_inputs_and_buffers_that_change_are_those_of_eager() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = chain(32, 3)
+            self.register_buffer("mean", torch.zeros(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.9).add_(x.mean(0))
+            x = x.clone()
+            x[:, 0] = 0  # a constant of the graph
+            return self.body(x) + self.mean
+
+    twins = Twins(Remembering(), F.mse_loss, memory_ratio=0.9)
+    for seed in range(2):
+        twins.step(seed, rows(seed=1), rows(seed=2))
+    assert not twins.reports[0].fallback
+
+
+def test_a_second_backward_is_an_error_and_not_another_number() -> None:
+    module = chain()
+    compiled = torch.compile(lambda x: module(x).square().mean(), backend=magis, options={"budget": 60})
+    loss = compiled(rows())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_limit_of_latency() -> None:
     twins = Twins(chain(), F.mse_loss, latency_ratio=1.05)
     twins.step(0, rows(seed=1), rows(seed=2))
