@@ -79,7 +79,7 @@ def checkpoint_policy(
     """
     if (memory_ratio is None) == (memory_limit is None):
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
-    if memory_ratio is not None and not 0 < memory_ratio <= 1:
+    if memory_ratio is not None and not (isinstance(memory_ratio, (int, float)) and 0 < memory_ratio <= 1):
         raise UsageError(f"memory_ratio={memory_ratio!r}", hint="use a share above 0 and at most 1")
     given = as_batch(batch)
     work = Workload(
@@ -91,6 +91,8 @@ def checkpoint_policy(
         OptimizerSpec("gradients"),
     )
     nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if nbytes is not None and not (type(nbytes) is int and nbytes > 0):
+        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
     with collector_spared():
         search = _Search(module, work, paths)

@@ -135,6 +135,8 @@ def test_limits_out_of_reach_and_bad_arguments_are_one_line() -> None:
         ("use a share", {"memory_ratio": 2}),
         ("no block 'layer'", {"memory_ratio": 0.5, "blocks": ["layer"]}),
         ("not an amount", {"memory_limit": "8 G"}),
+        ("an amount above 0", {"memory_limit": -5}),
+        ("an amount above 0", {"memory_limit": True}),
     ):
         with pytest.raises(UsageError, match=cause):
             checkpoint_policy(module, batch, F.mse_loss, **settings)
