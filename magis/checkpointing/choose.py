@@ -79,7 +79,7 @@ def checkpoint_policy(
     """
     if (memory_ratio is None) == (memory_limit is None):
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
-    if memory_ratio is not None and not (isinstance(memory_ratio, (int, float)) and 0 < memory_ratio <= 1):
+    if memory_ratio is not None and not 0 < memory_ratio <= 1:
         raise UsageError(f"memory_ratio={memory_ratio!r}", hint="use a share above 0 and at most 1")
     given = as_batch(batch)
     work = Workload(
