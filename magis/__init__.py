@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from magis.api import Bench, OptimizerSpec, Workload, pareto, run_case
+    from magis.checkpointing.choose import checkpoint_policy
+    from magis.checkpointing.policy import RegionPolicies
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
     from magis.training.step import OptimizedStep, optimize
 
@@ -24,10 +26,12 @@ __all__ = [
     "MagisError",
     "OptimizedStep",
     "OptimizerSpec",
+    "RegionPolicies",
     "UsageError",
     "VerifyError",
     "Workload",
     "__version__",
+    "checkpoint_policy",
     "optimize",
     "pareto",
     "run_case",
@@ -41,9 +45,11 @@ _EXPORTS = {
     "MagisError": "magis.errors",
     "OptimizedStep": "magis.training.step",
     "OptimizerSpec": "magis.api",
+    "RegionPolicies": "magis.checkpointing.policy",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
+    "checkpoint_policy": "magis.checkpointing.choose",
     "optimize": "magis.training.step",
     "pareto": "magis.api",
     "run_case": "magis.api",

@@ -18,6 +18,7 @@ LAYERS = (
     ("pytest_magis",),
     ("magis.__main__",),
     ("magis.cli",),
+    ("magis.checkpointing", "magis.compile"),
     ("magis.training",),
     ("magis.testing",),
     ("magis.api",),

@@ -1,0 +1,247 @@
+"""`magis.checkpoint_policy`: eager's numbers, the predicted peak, what is refused, and the file."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
+from magis.backend.measure import window_peak
+from magis.checkpointing.choose import blocks_of
+from magis.checkpointing.region import Region
+from magis.rewrite.realize import GENERATOR_BYTES
+
+
+class Block(nn.Module):
+    """A feed-forward layer, with a norm over the batch on request."""
+
+    def __init__(self, width: int, *, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm: nn.Module = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks in a list, between two layers."""
+
+    def __init__(self, depth: int = 3, width: int = 32, *, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(Block(width, norm=norm) for _ in range(depth))
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def made(*, norm: bool = False) -> tuple[Net, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return Net(norm=norm), (torch.randn(512, 32), torch.randn(512, 8))
+
+
+def step(module: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Gradients and buffers of one forward and backward, and the generator's state behind it."""
+    torch.manual_seed(1)
+    module.zero_grad(set_to_none=True)
+    F.mse_loss(module(batch[0]), batch[1]).backward()
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    return [*(each.clone() for each in found), *module.buffers(), torch.get_rng_state()]
+
+
+def peak(module: nn.Module, batch: tuple[Tensor, Tensor]) -> int:
+    module.zero_grad(set_to_none=True)
+    held = sum(each.nbytes for each in (*module.parameters(), *module.buffers(), *batch))
+    return held + window_peak(lambda: F.mse_loss(module(batch[0]), batch[1]).backward()).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def planned() -> RegionPolicies:
+    module, batch = made()
+    return checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.8)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_numbers_are_eagers_and_the_peak_is_the_predicted_one(norm: bool) -> None:
+    module, batch = made(norm=norm)
+    twin = copy.deepcopy(module)
+    policy = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.75)
+    assert peak(copy.deepcopy(module), batch) == policy.original_bytes
+    assert policy.planned_bytes <= 0.75 * policy.original_bytes
+    assert policy.latency_ratio > 1
+    handle = policy.apply(module)
+    for _ in range(2):  # statistics are updated once a step
+        assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
+    assert 0 <= policy.planned_bytes - peak(module, batch) <= GENERATOR_BYTES * len(policy.regions)
+    handle.remove()
+    assert not any("forward" in vars(each) for each in module.modules())
+
+
+def test_a_context_fn_for_ones_own_calls(planned: RegionPolicies) -> None:
+    module, batch = made()
+    twin = copy.deepcopy(module)
+    region = planned.regions[0]
+    block = module.get_submodule(region.path)
+    calls = []
+    forward = block.forward
+
+    def own(x: Tensor) -> Tensor:
+        calls.append(x.shape)
+        return checkpoint(forward, x, use_reentrant=False, context_fn=planned.context_fn(region.path, block))  # type: ignore[no-any-return]
+
+    block.forward = own  # type: ignore[method-assign]
+    assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
+    assert calls
+    with pytest.raises(UsageError, match=r"'last' is no region of the policy.*layers\.0"):
+        planned.context_fn("last", block)
+
+
+def test_without_gradients_nothing_is_checkpointed(planned: RegionPolicies) -> None:
+    module, batch = made()
+    plain = copy.deepcopy(module).eval()
+    with planned.applied(module.eval()), torch.no_grad():
+        assert torch.equal(module(batch[0]), plain(batch[0]))
+
+
+def test_a_lower_limit_costs_more_time(planned: RegionPolicies) -> None:
+    module, batch = made()
+    loose = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.95)
+    assert planned.planned_bytes < loose.planned_bytes
+    assert loose.latency_ratio < planned.latency_ratio
+    assert checkpoint_policy(module, batch, F.mse_loss, memory_ratio=1.0).regions == ()
+
+
+def test_limits_out_of_reach_and_bad_arguments_are_one_line() -> None:
+    module, batch = made()
+    for cause, settings in (
+        ("no policy keeps .* with all 3 blocks", {"memory_limit": "64 KiB"}),
+        ("memory_ratio or memory_limit", {}),
+        ("use a share", {"memory_ratio": 2}),
+        ("no block 'layer'", {"memory_ratio": 0.5, "blocks": ["layer"]}),
+        ("not an amount", {"memory_limit": "8 G"}),
+        ("an amount above 0", {"memory_limit": -5}),
+        ("an amount above 0", {"memory_limit": True}),
+    ):
+        with pytest.raises(UsageError, match=cause):
+            checkpoint_policy(module, batch, F.mse_loss, **settings)
+    with pytest.raises(UsageError, match="no lists or sequences of layers"):
+        blocks_of(nn.Linear(2, 2))
+
+
+def test_a_batch_norm_before_an_in_place_activation_is_recomputed() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True)) for _ in range(6)]
+    module = nn.Sequential(*blocks)
+    twin = copy.deepcopy(module)
+    batch = torch.randn(512, 16), torch.randn(512, 16)
+    policy = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.8)
+    policy.apply(module)
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
+    assert peak(module, batch) <= policy.planned_bytes
+
+
+class Remembering(nn.Module):
+    """Reads a buffer and then changes it: a repetition would read what the first run left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.layer(x) - self.mean)
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return out
+
+
+def test_a_block_that_would_read_its_own_changes_stays_as_it_is() -> None:
+    module = nn.Sequential(Remembering(), Remembering())
+    with pytest.raises(UsageError, match="none of the blocks"):
+        checkpoint_policy(module, (torch.randn(64, 8), torch.randn(64, 8)), F.mse_loss, memory_ratio=0.9)
+
+
+def test_policies_are_kept_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    policy = RegionPolicies((Region("layers.0", frozenset({("aten.mm.default", 1)})), Region("a")), 100, 80, 1.5)
+    policy.save(path)
+    assert RegionPolicies.load(path) == policy
+    assert json.loads(path.read_text(encoding="utf-8"))["regions"][0]["saved"] == [["aten.mm.default", 1]]
+    with pytest.raises(UsageError, match="does not have"):
+        policy.apply(nn.Linear(2, 2))
+
+
+GOOD: dict[str, Any] = {
+    "format": "magis checkpoint policy", "version": 1, "original_bytes": 2, "planned_bytes": 1,
+    "latency_ratio": 1.0, "regions": [{"path": "a", "saved": [["aten.mm.default", 0]]}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "x"},
+        {"version": 2},
+        {"regions": None},
+        {"regions": [{"path": "a"}]},
+        {"regions": [{"path": 1, "saved": []}]},
+        {"regions": [{"path": "a", "saved": [["aten.mm.default", -1]]}]},
+        {"regions": [{"path": "a", "saved": [["x"]]}]},
+        {"regions": [{"path": "a", "saved": []}] * 2},
+        {"planned_bytes": True},
+        {"latency_ratio": float("nan")},
+    ],
+)
+def test_hostile_files_are_one_line(tmp_path: Path, change: dict[str, Any]) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(GOOD), encoding="utf-8")
+    RegionPolicies.load(path)
+    path.write_text(json.dumps({**GOOD, **change}), encoding="utf-8")
+    with pytest.raises(UsageError, match="plan and save it again") as caught:
+        RegionPolicies.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the policy"):
+        RegionPolicies.load(tmp_path / "none.json")
+    for number, content in enumerate((b"\xff", b"[" * 100_000, b"[]")):
+        path = tmp_path / f"{number}.json"
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="plan and save it again"):
+            RegionPolicies.load(path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(key=st.sampled_from(sorted(GOOD)), value=_JSON)
+def test_any_other_content_is_refused_or_a_policy(tmp_path_factory: Any, key: str, value: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps({**GOOD, key: value}), encoding="utf-8")
+    try:
+        found = RegionPolicies.load(path)
+    except MagisError:
+        return
+    found.save(path)
+    assert RegionPolicies.load(path) == found

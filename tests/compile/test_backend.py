@@ -1,0 +1,224 @@
+"""`torch.compile(backend="magis")`: eager's numbers, the planned bytes, and what happens where nothing is planned."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from magis.compile.backend import magis
+from magis.compile.options import DEFAULT_RATIO, as_options
+from magis.compile.shapes import MOST_SHAPES, Specialized
+from magis.errors import UsageError
+from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
+
+# torch's own, of dynamo on arguments that are no leaves
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with fresh_dynamo():
+        yield
+
+
+def rows(count: int = 256, width: int = 32, seed: int = 1) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_planned_bytes_are_the_measured_ones() -> None:
+    twins = Twins(chain(), F.mse_loss, memory_ratio=0.7)
+    batch = rows(seed=1), rows(seed=2)
+    for seed in range(3):
+        twins.step(seed, *batch)
+    (report,) = twins.reports
+    assert report.feasible
+    assert report.recomputed
+    assert report.planned_bytes <= 0.7 * report.original_bytes
+    assert twins.peak(*batch) == report.planned_bytes
+    assert "recomputed" in str(report)
+
+
+def test_batch_norms_and_dropouts_are_recomputed_with_their_first_numbers() -> None:
+    module = chain(32, 3, lambda: nn.Dropout(0.3), lambda: nn.BatchNorm1d(32))
+    twins = Twins(module, F.mse_loss, memory_ratio=0.3)
+    with pytest.warns(UserWarning, match="no plan found"):
+        twins.step(0, rows(1024, seed=1), rows(1024, seed=2))
+    twins.step(1, rows(1024, seed=3), rows(1024, seed=4))
+    again = targets_of(twins.reports[0].recomputed)
+    assert {"native_dropout", "native_batch_norm"} <= again
+    assert not twins.reports[0].feasible
+
+
+def test_every_shape_is_planned() -> None:
+    twins = Twins(chain(8, 2), F.mse_loss, memory_ratio=0.95, budget=20)
+    for seed, count in enumerate((64, 65, 66, 65)):
+        twins.step(seed, rows(count, 8), rows(count, 8, seed=2))
+    assert [report.fallback for report in twins.reports] == [""] * 3
+
+
+def test_shapes_beyond_a_bound_run_in_eager_mode() -> None:
+    made: list[tuple[int, ...]] = []
+
+    def compile_(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        made.append(tuple(inputs[0].shape))
+        return gm
+
+    graph = torch.fx.Graph()
+    size, x = graph.placeholder("size"), graph.placeholder("x")
+    graph.output(graph.call_function(torch.mul, (x, size)))
+    run = Specialized(torch.fx.GraphModule({}, graph), compile_)
+    for count in (*range(MOST_SHAPES), *range(MOST_SHAPES)):
+        assert torch.equal(run(count, torch.ones(count)), torch.full((count,), float(count)))
+    assert made == [(count,) for count in range(MOST_SHAPES)]
+    with pytest.warns(UserWarning, match=f"{MOST_SHAPES} different shapes"):
+        assert torch.equal(run(20, torch.ones(20)), torch.full((20,), 20.0))
+    run(21, torch.ones(21))  # told once
+    assert len(made) == MOST_SHAPES
+
+
+def test_train_and_eval_are_planned_apart_and_inference_is_not() -> None:
+    twins = Twins(chain(32, 2, lambda: nn.Dropout(0.3)), F.mse_loss, memory_ratio=0.9)
+    batch = rows(seed=1), rows(seed=2)
+    twins.step(0, *batch)
+    for module in twins.modules:
+        module.eval()
+    twins.step(1, *batch)
+    assert len(twins.reports) == 2
+    with torch.no_grad():
+        assert torch.equal(*(forward(*batch) for forward in twins.forwards))
+    assert len(twins.reports) == 2
+
+
+def test_the_loss_may_be_outside_and_gradients_may_go_on() -> None:
+    module = chain(32, 3)
+    reports: list[Any] = []
+    compiled = torch.compile(module, backend=magis, options={"memory_ratio": 0.8, "report": reports.append})
+    inputs = rows().requires_grad_()
+    compiled(inputs * 2).square().mean().backward()
+    ours = [inputs.grad, *(p.grad for p in module.parameters())]
+    inputs.grad = None
+    module.zero_grad(set_to_none=True)
+    module(inputs * 2).square().mean().backward()
+    theirs = [inputs.grad, *(p.grad for p in module.parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None)
+    assert reports[0].memory_ratio <= 0.8
+
+
+@pytest.mark.filterwarnings("ignore:magis. no plan found")  # the second has little to spare
+def test_graphs_between_breaks_are_planned_each() -> None:
+    class Broken(nn.Module):  # two halves, and the loss behind them
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = chain(32, 2), chain(32, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    twins = Twins(Broken(), F.mse_loss, memory_ratio=0.95)
+    twins.step(0, rows(seed=1), rows(seed=2))
+    assert [report.fallback for report in twins.reports] == [""] * 3
+
+
+def test_other_graphs_are_partitioned_by_torch_with_a_warning() -> None:
+    class Looping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = chain(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda y: self.body(y).sin(), lambda y: self.body(y).cos(), (x,))
+
+    twins = Twins(Looping(), F.mse_loss)
+    with pytest.warns(UserWarning, match="not planned.* is no ATen operator"):
+        twins.step(0, rows(16, 8), rows(16, 8))
+    assert "is no ATen operator" in twins.reports[0].fallback
+    assert "not planned" in str(twins.reports[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"memory_rato": 0.6}, "did you mean memory_ratio"),
+        ({"memory_ratio": 1.5}, "a share above 0"),
+        ({"memory_ratio": True}, "a share above 0"),
+        ({"latency_ratio": 0.5}, "at least 1"),
+        ({"memory_ratio": 0.5, "memory_limit": 10}, "memory_ratio and memory_limit"),
+        ({"memory_limit": "8 G"}, "not an amount of memory"),
+        ({"memory_limit": -1}, "above 0"),
+        ({"budget": 0.5}, "whole number"),
+        ({"seconds": 0}, "above 0"),
+        ({"report": 3}, "a function"),
+    ],
+)
+def test_bad_options_are_one_line(options: dict[str, Any], cause: str) -> None:
+    compiled = torch.compile(chain(), backend=magis, options=options)
+    with pytest.raises(UsageError, match=cause) as caught:
+        compiled(rows())
+    assert str(caught.value).startswith("backend magis")
+
+
+def test_a_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="no mode 'max-autotune'"):
+        magis(torch.fx.symbolic_trace(chain()), [rows()], mode="max-autotune")
+
+
+def test_inputs_and_buffers_that_change_are_those_of_eager() -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = chain(32, 3)
+            self.register_buffer("mean", torch.zeros(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.mul_(0.9).add_(x.mean(0))
+            x = x.clone()
+            x[:, 0] = 0  # a constant of the graph
+            return self.body(x) + self.mean
+
+    twins = Twins(Remembering(), F.mse_loss, memory_ratio=0.9)
+    for seed in range(2):
+        twins.step(seed, rows(seed=1), rows(seed=2))
+    assert not twins.reports[0].fallback
+
+
+def test_a_second_backward_is_an_error_and_not_another_number() -> None:
+    module = chain()
+    compiled = torch.compile(lambda x: module(x).square().mean(), backend=magis, options={"budget": 60})
+    loss = compiled(rows())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_limit_of_latency() -> None:
+    twins = Twins(chain(), F.mse_loss, latency_ratio=1.05)
+    twins.step(0, rows(seed=1), rows(seed=2))
+    (report,) = twins.reports
+    assert report.latency_ratio <= 1.05
+    assert report.planned_bytes < report.original_bytes
+    assert report.limit_bytes is None
+
+
+def test_limits_in_bytes_and_the_default() -> None:
+    assert as_options({"memory_limit": "300 KiB"}).memory_bytes == 300 * 1024
+    assert as_options({"memory_limit": 300}).memory_bytes == 300
+    assert as_options(None).memory_ratio == DEFAULT_RATIO
+    assert as_options({"latency_ratio": 1.1}).memory_ratio is None
+
+
+def test_the_entry_point_names_the_backend(repository: Path) -> None:
+    project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (entry,) = project["entry-points"]["torch_dynamo_backends"].items()
+    module, _, name = entry[1].partition(":")
+    assert entry[0] == "magis"
+    assert getattr(import_module(module), name) is magis

@@ -1,0 +1,41 @@
+"""The examples of docs/compile.md and docs/checkpoint-policy.md run as they stand, one after another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from magis.compile.backend import magis
+from tests.compile.nets import fresh_dynamo
+
+
+def _run(path: Path) -> dict[str, Any]:
+    blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in blocks:
+        exec(compile(block, path.name, "exec"), names)
+    return names
+
+
+def test_compile(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if "magis" not in torch.compiler.list_backends():  # an installation older than the entry point
+        torch._dynamo.register_backend(magis, name="magis")
+    with fresh_dynamo():
+        names = _run(repository / "docs" / "compile.md")
+    assert names["reports"][0].memory_ratio <= 0.7
+    assert "recomputed" in capsys.readouterr().out
+
+
+def test_checkpoint_policy(
+    repository: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _run(repository / "docs" / "checkpoint-policy.md")
+    assert names["chosen"]
+    assert names["x"].requires_grad
+    assert "blocks recomputed" in capsys.readouterr().out
