@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from magis.errors import BaselineError
 from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
+from pytest_magis.explain import Table
 
 __all__ = ["SCHEMA", "baseline_path", "parse", "read_baseline", "render", "write_baseline"]
 
@@ -70,6 +71,11 @@ def render(baseline: ModelBaseline) -> str:
         name: {
             "cases": {key: _without_none(asdict(case)) for key, case in configuration.cases.items()},
             "workspaces": {table: dict(content) for table, content in configuration.workspaces.items()},
+            **(
+                {"held": {table: _plain(content) for table, content in configuration.held.items()}}
+                if configuration.held
+                else {}
+            ),
         }
         for name, configuration in baseline.configurations.items()
     }
@@ -123,13 +129,26 @@ def _model(data: object) -> ModelBaseline:
 
 def _configuration(data: object, where: str) -> Configuration:
     record = _object(data, where)
-    _check_keys(record, {"cases", "workspaces"}, set(), where)
+    _check_keys(record, {"cases", "workspaces"}, {"held"}, where)
     cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", _case)
     tables = _each(record["workspaces"], f"{where}.workspaces", lambda value, at: _each(value, at, _count))
     for label, case in cases.items():
         if case.workspaces is not None and case.workspaces not in tables:
             raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
-    return Configuration(cases, tables)
+    held = _each(record.get("held", {}), f"{where}.held", _kinds)
+    for label, case in cases.items():
+        for name in (case.original_held, case.optimized_held):
+            if name is not None and name not in held:
+                raise _SchemaError(f"{where}.cases[{_short(label)}]: no table of what is held called {_short(name)}")
+    return Configuration(cases, tables, held)
+
+
+def _kinds(data: object, where: str) -> dict[str, dict[str, int]]:
+    return _each(data, where, lambda value, at: _each(value, at, _count))
+
+
+def _plain(table: Table) -> dict[str, dict[str, int]]:
+    return {kind: dict(modules) for kind, modules in table.items()}
 
 
 def _case(data: object, where: str) -> CaseBaseline:
@@ -204,6 +223,8 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "latency_ratio": _ratio,
     "latency_ratio_low": _ratio,
     "latency_ratio_high": _ratio,
+    "optimized_held": _text,
+    "original_held": _text,
     "workspaces": _text,
     "measured": lambda value, where: _each(value, where, _measured),
 }

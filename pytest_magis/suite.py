@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 
 from magis.errors import MagisError
-from pytest_magis.baselines import planning, stored_case
+from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
 from pytest_magis.measure import measure
@@ -105,7 +105,8 @@ class CaseItem(GateItem):
             bounds = latency_bounds(stored, tolerances)
             with line as progress:
                 result = measure(self.config, planned.model, planned.case, hand_back, bounds, progress)
-            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
+            held = held_before(baseline, planned.label, planned.case)
+            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates, held=held)
         except MagisError as error:
             self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=str(error)))
             raise Regression(str(error)) from None
@@ -126,6 +127,8 @@ class CaseItem(GateItem):
         for finding in verdict.findings:
             missing = f" in {_relative(path, self.config)}" if finding.kind == "new" else ""
             yield f"{finding.kind}: {finding.text}{missing}"
+            if finding.why:
+                yield finding.why
         for note in verdict.notes:
             yield f"note: {note}"
         if verdict.needed:
