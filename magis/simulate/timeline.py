@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +18,17 @@ __all__ = ["Times", "thinned", "timeline"]
 MOST_CALLS = 50_000
 """Of a time line in which the parts of loops are told one by one; in a longer one a loop is one call."""
 NS_PER_MS = 1e6
+UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
+"""What the search counts no time for."""
 
 
 class Times(Protocol):
-    """What calls and copies take."""
+    """What calls take, and how fast copies to and from the host are (0: there are none)."""
+
+    @property
+    def link_bytes_per_s(self) -> float: ...
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
-
-    def transfer_ns(self, nbytes: int) -> int: ...
 
 
 @dataclass
@@ -74,7 +78,7 @@ def _calls(
                 clock.compute, clock.out, clock.back = part.compute, part.out, part.back
         elif op.target in ("magis.store", "magis.load"):
             yield _copied(graph, op, times, clock, level)
-        elif not is_pure_view(graph, op):
+        elif op.target not in UNTIMED and not is_pure_view(graph, op):
             again = op.origin is not None and seen[op.origin] > 0
             seen[-1 if op.origin is None else op.origin] += 1
             spent = times.nanoseconds(op, graph.values)
@@ -85,7 +89,7 @@ def _calls(
 def _copied(graph: Graph, op: Op, times: Times, clock: _Clock, level: int) -> Span:
     """A copy, in the queue of its direction; a loaded tensor is there when it is done."""
     (taken,) = op.inputs()
-    spent = times.transfer_ns(graph.storages[graph.values[taken].storage].nbytes)
+    spent = math.ceil(graph.storages[graph.values[taken].storage].nbytes * (1e9 / times.link_bytes_per_s))
     if op.target == "magis.store":
         start = max(clock.out, clock.compute)
         clock.out = start + spent
