@@ -20,7 +20,7 @@ from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
 from pytest_magis.explain import Table
 
-__all__ = ["SCHEMA", "baseline_path", "parse", "read_baseline", "render", "write_baseline"]
+__all__ = ["SCHEMA", "baseline_path", "file_name", "parse", "read_baseline", "render", "write_baseline"]
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -32,7 +32,7 @@ _ADVICE = "restore the file from version control, or delete it and create it ane
 
 def baseline_path(directory: Path, device: str, model: str) -> Path:
     """The file of a model on a device. Different names never share a file, and no name leaves the directory."""
-    return directory / _file_name(device.replace(":", "-")) / f"{_file_name(model)}.json"
+    return directory / file_name(device.replace(":", "-")) / f"{file_name(model)}.json"
 
 
 def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
@@ -269,7 +269,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """`name` as a file's name: bytes other than letters, digits, "_", "-" and "." become %XX, so no two names meet."""
     encoded = "".join(
         chr(byte) if re.fullmatch(r"[A-Za-z0-9_.-]", chr(byte)) else f"%{byte:02X}"

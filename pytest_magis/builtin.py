@@ -31,9 +31,12 @@ def pytest_magis_run_case(
     expected_graph: str | None,
     latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
+    timelines: bool,
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
-    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds)
+    return run_with_magis(
+        case, config, planning_workspaces, expected_graph, progress, latency_bounds, timelines=timelines
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -44,13 +44,15 @@ def pytest_magis_run_case(
     expected_graph: str | None,
     latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
+    timelines: bool,
 ) -> CaseResult | None:
     """Run one case. The first answer counts; None leaves it to the next one, `magis.api.run_case` being the last.
 
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
     the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
     the verdict changes: a timing that ends with one of them inside its interval decides nothing. `progress` takes one
-    short line of text to show on a terminal; None where there is none. Errors of magis fail the case in one line.
+    short line of text to show on a terminal; None where there is none. `timelines` says whether `CaseResult.timelines`
+    will be shown. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.
     """

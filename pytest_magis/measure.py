@@ -11,7 +11,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_profiles, read_sharing
+from pytest_magis.options import read_profiles, read_sharing, wants_timelines
 
 if TYPE_CHECKING:
     from magis.api import Bench
@@ -54,6 +54,7 @@ def measure(
             expected_graph=graph,
             latency_bounds=bounds,
             progress=progress,
+            timelines=wants_timelines(config),
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -67,6 +68,8 @@ def run_with_magis(
     expected_graph: str | None,
     progress: Callable[[str], None] | None,
     latency_bounds: tuple[float, ...] = (),
+    *,
+    timelines: bool = False,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
     from magis.api import run_case
@@ -78,6 +81,7 @@ def run_with_magis(
         expected_graph=expected_graph,
         latency_bounds=latency_bounds,
         progress=progress,
+        timelines=timelines,
     )
 
 

@@ -11,12 +11,14 @@ from magis.report import from_plain, to_plain
 from magis.results import Case, CaseResult
 from pytest_magis.verdict import Finding, Verdict
 
-__all__ = ["FRONT_PROPERTY", "PROPERTY", "Outcome"]
+__all__ = ["FRONT_PROPERTY", "PROPERTY", "TRACE_PROPERTY", "Outcome"]
 
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""
 FRONT_PROPERTY = "magis-front"
 """Name of the one that says where a front was written."""
+TRACE_PROPERTY = "magis-trace"
+"""Name of the one that says where a case's time lines were written."""
 
 
 @dataclass(frozen=True)

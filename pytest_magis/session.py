@@ -13,7 +13,9 @@ from magis.quiet import before_torch
 from pytest_magis import builtin
 from pytest_magis.gate import Gate, prepare
 from pytest_magis.outputs.github import error_lines
+from pytest_magis.outputs.properties import readable
 from pytest_magis.outputs.terminal import summary
+from pytest_magis.plan import PREFIX
 from pytest_magis.precheck import check_factories
 from pytest_magis.suite import Suite
 from pytest_magis.workers import group_by_model
@@ -78,9 +80,12 @@ class GateSession:
         """Keep the cases of a model together."""
         return group_by_model(config, log)
 
+    @pytest.hookimpl(tryfirst=True)  # before JUnit files take the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a case's outcome, whichever process ran it."""
+        """Take a case's outcome, whichever process ran it; what is left in the report is for readers."""
         self.gate.record(report)
+        if not self.gate.is_worker and report.nodeid.startswith(PREFIX):
+            report.user_properties[:] = readable(report.user_properties)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write results and baselines, in the process that has the terminal."""

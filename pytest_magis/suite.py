@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
 from magis.errors import MagisError
+from magis.report import thinned_timelines
+from magis.results import CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
 from pytest_magis.measure import measure
-from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
+from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, TRACE_PROPERTY, Outcome
 from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
+from pytest_magis.outputs.traces import write_trace
 from pytest_magis.plan import PREFIX, PlannedCase
 from pytest_magis.verdict import Verdict, judge, latency_bounds
 
@@ -106,6 +110,7 @@ class CaseItem(GateItem):
             with line as progress:
                 result = measure(self.config, planned.model, planned.case, hand_back, bounds, progress)
             held = held_before(baseline, planned.label, planned.case)
+            self._trace(result)
             verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates, held=held)
         except MagisError as error:
             self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=str(error)))
@@ -114,9 +119,18 @@ class CaseItem(GateItem):
             what = f"{type(error).__name__}: {error}"
             self._leave(Outcome(planned.model, planned.label, planned.case, Verdict(False, "ERROR"), error=what))
             raise
-        self._leave(Outcome(planned.model, planned.label, planned.case, verdict, result))
+        shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
+        self._leave(Outcome(planned.model, planned.label, planned.case, verdict, shown))
         if not verdict.passed:
             raise Regression("\n".join(self._lines(verdict, path)))
+
+    def _trace(self, result: CaseResult) -> None:
+        """Write the whole time lines from here: too much to hand from process to process."""
+        directory = self.gate.settings.trace
+        if directory is not None and result.timelines is not None:
+            path = write_trace(directory, self.planned, result)
+            others = [entry for entry in self.user_properties if entry[0] != TRACE_PROPERTY]
+            self.user_properties[:] = [*others, (TRACE_PROPERTY, str(path))]
 
     def _leave(self, outcome: Outcome) -> None:
         # replaced, not appended: a rerun uses the same item again

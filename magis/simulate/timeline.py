@@ -13,7 +13,7 @@ from magis.ir import Graph, Op, Value
 from magis.results import Span
 from magis.simulate.replay import MemoryProfile, Workspace, inside, replay
 
-__all__ = ["Times", "thinned", "timeline"]
+__all__ = ["Times", "timeline"]
 
 MOST_CALLS = 50_000
 """Of a time line in which the parts of loops are told one by one; in a longer one a loop is one call."""
@@ -103,16 +103,3 @@ def _copied(graph: Graph, op: Op, times: Times, clock: _Clock, level: int) -> Sp
 
 def _span(op: Op, start_ns: int, ns: int, level: int, *, stream: str = "compute", again: bool = False) -> Span:
     return Span(op.target, op.module, op.phase, op.line, start_ns / NS_PER_MS, ns / NS_PER_MS, level, stream, again)
-
-
-def thinned(spans: tuple[Span, ...], most: int) -> tuple[Span, ...]:
-    """At most ``most`` (at least 4) of the spans: first, last, lowest and highest of equal stretches, the peak kept."""
-    if len(spans) <= most:
-        return spans
-    stretches = most // 4
-    kept: set[int] = set()
-    for stretch in range(stretches):
-        places = range(stretch * len(spans) // stretches, (stretch + 1) * len(spans) // stretches)
-        kept |= {places[0], places[-1]}
-        kept |= {min(places, key=lambda at: spans[at].nbytes), max(places, key=lambda at: spans[at].nbytes)}
-    return tuple(spans[at] for at in sorted(kept))

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.api import run_case
+from magis.report import thinned
 from magis.results import Case, CaseResult, Span
 from magis.simulate.replay import replay
-from magis.simulate.timeline import thinned, timeline
+from magis.simulate.timeline import timeline
 from tests.ir.loop_graphs import sound
 
 
