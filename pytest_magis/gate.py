@@ -102,7 +102,7 @@ class Gate:
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
-        if self.settings.report is not None:
+        if outcomes and self.settings.report is not None:
             run = Run(
                 tuple(outcomes),
                 len(self.cases),

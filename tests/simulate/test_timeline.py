@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.api import run_case
-from magis.report import thinned
+from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
 from magis.simulate.replay import replay
 from magis.simulate.timeline import timeline
@@ -44,6 +45,23 @@ def test_what_the_plan_did_is_what_the_search_counted(swapped: CaseResult) -> No
     assert sum(row.count for row in by_kind.get("recomputed", ())) == stats.recomputed_ops
     assert swapped.timelines is not None
     assert sum(span.again for span in swapped.timelines.optimized) == stats.recomputed_ops
+
+
+def test_slices_of_a_trace_hold_those_of_their_calls(swapped: CaseResult) -> None:
+    assert swapped.timelines is not None
+    found = json.loads(trace_text(swapped))["traceEvents"]
+    slices = [event for event in found if event["ph"] == "X"]
+    modules = [event for event in slices if "args" not in event]
+    calls = [event for event in slices if "args" in event]
+    assert len(calls) == len(swapped.timelines.original) + len(swapped.timelines.optimized)
+    assert {"1.up (forward)", "6.down (backward)"} <= {event["name"] for event in modules}
+    for call in calls:
+        if call["args"]["module"]:
+            track = [each for each in modules if (each["pid"], each["tid"]) == (call["pid"], call["tid"])]
+            end = call["ts"] + call["dur"]
+            around = [m for m in track if m["ts"] <= call["ts"] + 1e-6 and end <= m["ts"] + m["dur"] + 1e-6]
+            assert any(m["name"] == f"{call['args']['module']} ({call['cat']})" for m in around)
+    assert any(call["args"]["line"].startswith("tests/api/nets.py:") for call in calls)
 
 
 class Microsecond:

@@ -65,7 +65,7 @@ def _said(outcome: Outcome, run: Run) -> Iterator[str]:
     items = [(found.kind, f"{found.kind}: {found.text}", found.why) for found in verdict.findings]
     items += [("note", note, "") for note in verdict.notes]
     if outcome.error:
-        items.append(("error", outcome.error, ""))
+        items.append(("error", f"error: {outcome.error}", ""))
     if items:
         lines = (
             element("li", text(line) + (element("div", text(why), class_="why") if why else ""), class_=kind)
