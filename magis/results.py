@@ -5,6 +5,7 @@ Bytes are whole numbers, times are milliseconds, every ratio is optimized / orig
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -12,11 +13,17 @@ __all__ = [
     "CaseResult",
     "FrontPoint",
     "Memory",
+    "ModuleBytes",
     "ParetoFront",
+    "Peak",
     "Provenance",
     "RatioInterval",
     "SearchStats",
+    "Span",
     "StepFigures",
+    "Timelines",
+    "collapsed",
+    "is_below",
 ]
 
 
@@ -66,6 +73,103 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class ModuleBytes:
+    """Bytes of one kind that belong to one module."""
+
+    kind: str
+    """Of what is held: "parameter", "buffer", "state" (the optimizer's), "batch", "constant", "activation" (made by the
+    forward pass), "gradient" (by the backward pass) or "update". Of what a plan does: "recomputed", "swapped", "in 8
+    parts"."""
+    module: str
+    """Path of the module; empty: outside of all sub-modules, as the loss is. "layers.3.*": all modules below "layers.3"
+    together; "*": all sub-modules."""
+    nbytes: int
+    count: int
+    """Tensors, or calls of what a plan does."""
+    line: str = ""
+    """Where in the user's code the largest of them is made ("net.py:31"); empty where that is not known."""
+
+
+def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]:
+    """The rows, most bytes first; at most ``most`` of them where that is possible (a kind may need two).
+
+    Where there are more, all modules below one become one row ("layers.3.*"), those with the fewest bytes first. So a
+    row tells all that it stands for: what is below "layers.3" is in no other row of that kind.
+    """
+    found = {(row.kind, row.module): row for row in rows}
+    below: dict[tuple[str, str], int] = {}
+    for (kind, module), row in found.items():
+        path = module
+        while path:
+            path = path.rpartition(".")[0]
+            below[kind, path] = below.get((kind, path), 0) + row.nbytes
+    for kind, path in sorted(below, key=lambda key: (below[key], -len(key[1]), key)):
+        if len(found) <= most:
+            break
+        members = [key for key in found if key[0] == kind and is_below(key[1], path)]
+        if len(members) > 1:
+            taken = [found.pop(key) for key in members]
+            name = f"{path}.*" if path else "*"
+            found[kind, name] = ModuleBytes(
+                kind, name, sum(row.nbytes for row in taken), sum(row.count for row in taken)
+            )
+    return tuple(sorted(found.values(), key=lambda row: (-row.nbytes, row.kind, row.module)))
+
+
+def is_below(module: str, path: str) -> bool:
+    """Whether a module's path is strictly below another one; every path but the empty one is below that."""
+    return module.startswith(f"{path}.") if path else bool(module)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What makes the peak of a step's tensors, and the scratch at the peak of all bytes."""
+
+    op: str
+    """The operator during which the tensors peak; empty where no operator runs."""
+    module: str
+    phase: str
+    """ "forward", "backward" or "update"."""
+    line: str
+    held: tuple[ModuleBytes, ...]
+    """By module and kind, most bytes first; they sum to the peak of tensor bytes."""
+    scratch_bytes: int = 0
+    """Of the operator during which tensors + scratch peak."""
+    scratch_op: str = ""
+    scratch_module: str = ""
+
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(row.nbytes for row in self.held)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One call on the simulated time line of a step."""
+
+    op: str
+    module: str
+    phase: str
+    line: str
+    start_ms: float
+    ms: float
+    nbytes: int
+    """In memory at the worst moment of the call, tensors and scratch."""
+    stream: str = "compute"
+    """ "to host" and "from host": copies beside the operators."""
+    again: bool = False
+    """Whether it is a recomputation."""
+
+
+@dataclass(frozen=True)
+class Timelines:
+    """Simulated calls of both steps, in the order in which they start on their stream."""
+
+    original: tuple[Span, ...]
+    optimized: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class StepFigures:
     """One step, original or optimized: what the simulator says and what the device said (None: it did not run)."""
 
@@ -78,6 +182,8 @@ class StepFigures:
     """Half the interquartile range of the timed steps."""
     reserved_bytes: int | None = None
     """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
+    at_peak: Peak | None = None
+    """What the simulator holds at its peak; None where another plugin simulated."""
 
     @property
     def measured_reserved_bytes(self) -> int | None:
@@ -132,6 +238,9 @@ class SearchStats:
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
+    changes: tuple[ModuleBytes, ...] = ()
+    """What the plan recomputes, swaps and runs in parts, by module: calls of the graph (of one part within a loop), and
+    the bytes that they make or move."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +275,8 @@ class CaseResult:
     """Of the optimized step's simulated latency."""
     planning_workspaces: dict[str, int] = field(default_factory=dict)
     """Operator signature -> workspace bytes (non-zero ones) that the planner used, for the baseline to keep."""
+    timelines: Timelines | None = None
+    """Only where they were asked for."""
 
     @property
     def memory(self) -> Memory:

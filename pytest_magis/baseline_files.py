@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 from magis.errors import BaselineError
 from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
+from pytest_magis.explain import Table
 
-__all__ = ["SCHEMA", "baseline_path", "held", "parse", "read_baseline", "render", "write_baseline"]
+__all__ = ["SCHEMA", "baseline_path", "file_name", "held", "parse", "read_baseline", "render", "write_baseline"]
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -34,7 +35,7 @@ _ADVICE = "restore the file from version control, or delete it and create it ane
 
 def baseline_path(directory: Path, device: str, model: str) -> Path:
     """The file of a model on a device. Different names never share a file, and no name leaves the directory."""
-    return directory / _file_name(device.replace(":", "-")) / f"{_file_name(model)}.json"
+    return directory / file_name(device.replace(":", "-")) / f"{file_name(model)}.json"
 
 
 def read_baseline(path: Path, model: str, device: str) -> ModelBaseline | None:
@@ -93,6 +94,11 @@ def render(baseline: ModelBaseline) -> str:
         name: {
             "cases": {key: _without_none(asdict(case)) for key, case in configuration.cases.items()},
             "workspaces": {table: dict(content) for table, content in configuration.workspaces.items()},
+            **(
+                {"held": {table: _plain(content) for table, content in configuration.held.items()}}
+                if configuration.held
+                else {}
+            ),
         }
         for name, configuration in baseline.configurations.items()
     }
@@ -146,13 +152,26 @@ def _model(data: object) -> ModelBaseline:
 
 def _configuration(data: object, where: str) -> Configuration:
     record = _object(data, where)
-    _check_keys(record, {"cases", "workspaces"}, set(), where)
+    _check_keys(record, {"cases", "workspaces"}, {"held"}, where)
     cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", _case)
     tables = _each(record["workspaces"], f"{where}.workspaces", lambda value, at: _each(value, at, _count))
     for label, case in cases.items():
         if case.workspaces is not None and case.workspaces not in tables:
             raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
-    return Configuration(cases, tables)
+    held = _each(record.get("held", {}), f"{where}.held", _kinds)
+    for label, case in cases.items():
+        for name in (case.original_held, case.optimized_held):
+            if name is not None and name not in held:
+                raise _SchemaError(f"{where}.cases[{_short(label)}]: no table of what is held called {_short(name)}")
+    return Configuration(cases, tables, held)
+
+
+def _kinds(data: object, where: str) -> dict[str, dict[str, int]]:
+    return _each(data, where, lambda value, at: _each(value, at, _count))
+
+
+def _plain(table: Table) -> dict[str, dict[str, int]]:
+    return {kind: dict(modules) for kind, modules in table.items()}
 
 
 def _case(data: object, where: str) -> CaseBaseline:
@@ -227,6 +246,8 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "latency_ratio": _ratio,
     "latency_ratio_low": _ratio,
     "latency_ratio_high": _ratio,
+    "optimized_held": _text,
+    "original_held": _text,
     "workspaces": _text,
     "measured": lambda value, where: _each(value, where, _measured),
 }
@@ -271,7 +292,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """`name` as a file's name: bytes other than letters, digits, "_", "-" and "." become %XX, so no two names meet."""
     encoded = "".join(
         chr(byte) if re.fullmatch(r"[A-Za-z0-9_.-]", chr(byte)) else f"%{byte:02X}"

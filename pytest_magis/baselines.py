@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from magis.results import Case, CaseResult
+from pytest_magis.explain import Table, as_table
 
 __all__ = [
     "RATIO_DIGITS",
@@ -24,7 +25,9 @@ __all__ = [
     "case_key",
     "configuration_key",
     "constants",
+    "held_before",
     "identity_key",
+    "lacks_held",
     "latency",
     "planning",
     "simulated_ns",
@@ -66,19 +69,25 @@ class CaseBaseline:
     states_evaluated: int
     workspaces: str | None = None
     """Name of the table that the case was planned with; None if nothing was planned, or without one."""
+    original_held: str | None = None
+    """Name of the table of what the original holds at its peak; None in files that are older than those tables."""
+    optimized_held: str | None = None
+    """The same of the optimized step; None for the eager strategy."""
     measured: Mapping[str, Measured] = field(default_factory=dict)
     """By identity, as `identity_key` writes it."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The cases of one preset and data type, and the planner's workspaces: name -> signature -> bytes.
+    """The cases of one preset and data type, the planner's workspaces (name -> signature -> bytes), and what steps hold
+    at their peak (name -> kind -> module -> bytes).
 
     Cases mostly share a table; its name is a digest of its content.
     """
 
     cases: Mapping[str, CaseBaseline] = field(default_factory=dict)
     workspaces: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[str, Table] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,14 +151,45 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     configuration = base.configurations.get(config_key, Configuration())
     table = _planned_with(result)
     table_name = None if table is None else _digest(table)
-    entry = replace(_case_baseline(result, configuration.cases.get(key)), workspaces=table_name)
+    original, optimized = _held(result)
+    entry = replace(
+        _case_baseline(result, configuration.cases.get(key)),
+        workspaces=table_name,
+        original_held=None if original is None else _digest(original),
+        optimized_held=None if optimized is None else _digest(optimized),
+    )
     cases = {**configuration.cases, key: entry}
     tables = dict(configuration.workspaces)
     if table is not None and table_name is not None:
         tables[table_name] = table
     used = {stored.workspaces for stored in cases.values()}
     tables = {name: content for name, content in tables.items() if name in used}
-    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, tables)})
+    held = {**configuration.held, **{_digest(each): each for each in (original, optimized) if each is not None}}
+    named = {name for stored in cases.values() for name in (stored.original_held, stored.optimized_held)}
+    held = {name: content for name, content in held.items() if name in named}
+    return replace(base, configurations={**base.configurations, config_key: Configuration(cases, tables, held)})
+
+
+def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
+    """What the original and the optimized step of a case held at their peaks when it was stored; None: not known."""
+    stored = stored_case(baseline, label, case)
+    if baseline is None or stored is None:
+        return None, None
+    tables = baseline.configurations[configuration_key(case)].held
+    return tables.get(stored.original_held or ""), tables.get(stored.optimized_held or "")
+
+
+def lacks_held(result: CaseResult, stored: CaseBaseline | None) -> bool:
+    """Whether a baseline is older than the tables that the result has."""
+    return stored is not None and stored.original_held is None and result.original.at_peak is not None
+
+
+def _held(result: CaseResult) -> tuple[Table | None, Table | None]:
+    original, optimized = result.original.at_peak, result.optimized.at_peak
+    return (
+        None if original is None else as_table(original),
+        None if optimized is None or result.case.strategy == "eager" else as_table(optimized),
+    )
 
 
 def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
@@ -163,7 +203,7 @@ def _planned_with(result: CaseResult) -> Mapping[str, int] | None:
     return None
 
 
-def _digest(table: Mapping[str, int]) -> str:
+def _digest(table: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
 
 

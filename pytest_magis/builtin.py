@@ -36,9 +36,12 @@ def pytest_magis_run_case(
     latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
+    timelines: bool,
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
-    return run_with_magis(case, config, planning_workspaces, expected_graph, progress, latency_bounds, make)
+    return run_with_magis(
+        case, config, planning_workspaces, expected_graph, progress, latency_bounds, make, timelines=timelines
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -60,10 +60,13 @@ class Dormant:
         run(pyfuncitem)
         return True
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The process that has the terminal learns from a worker's report that a test was gated."""
         if report.when == "call" and self._sleeps() and any(name == OUTCOME for name, _ in report.user_properties):
-            self.awake().record(report)
+            self.awake()
+            session: Any = self._config.pluginmanager.get_plugin(GATE)  # which is not told of this report any more
+            session.pytest_runtest_logreport(report)
 
     def _sleeps(self) -> bool:
         return not self._config.pluginmanager.has_plugin(GATE)

@@ -48,6 +48,8 @@ class Finding:
 
     kind: str
     text: str
+    why: str = ""
+    """What grew, in one line; empty where nothing is known."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,9 @@ OPTIONS = (
     Option("csv", "FILE", "where to write the results (default: results.csv)"),
     Option("markdown", "FILE", "write the table as Markdown there (default: add it to $GITHUB_STEP_SUMMARY, if set)"),
     Option("pareto", "DIR", "also write each model's front of memory against latency there, as .json and .svg"),
+    Option("report", "FILE", "write a report of the run there: one HTML file that opens offline"),
+    Option("trace", "DIR", "also write each case's simulated time lines there, for Perfetto"),
+    Option("benchmark-json", "FILE", "write latencies there as pytest-benchmark's --benchmark-json does"),
     Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
     Option(
         "latency-tolerance", "SHARE", "share by which latency may exceed its baseline (default: 0.04; simulated 0.01)"

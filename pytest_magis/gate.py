@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,11 @@ from pytest_magis.baseline_files import baseline_path, held, read_baseline, writ
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
+from pytest_magis.outputs.benchmark import write_benchmarks
 from pytest_magis.outputs.github import markdown, write_markdown
+from pytest_magis.outputs.html import Run, write_report
 from pytest_magis.outputs.results import write_results
+from pytest_magis.outputs.traces import trace_name
 from pytest_magis.plan import (
     FRONT,
     PREFIX,
@@ -53,6 +56,8 @@ class Gate:
     is_worker: bool
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By case name: a case that ran again (reruns) counts once, as it ended."""
+    searched: set[str] = field(default_factory=set)
+    """Node ids of the fronts that were written."""
     lines: list[str] = field(default_factory=list)
     """What was written, and what could not be; for the summary."""
     workers_ready: int = 0
@@ -79,6 +84,7 @@ class Gate:
                 self.outcomes[outcome.name] = outcome
             elif key == FRONT_PROPERTY:
                 self.lines.append(str(value))
+                self.searched.add(report.nodeid)
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the plan, whichever worker finished first; then those of users' tests."""
@@ -96,9 +102,24 @@ class Gate:
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
         if outcomes:
             written &= self._summarized(outcomes)
+            traced = sum(bool(outcome.trace) for outcome in outcomes)
+            if traced:
+                self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
+            if self.settings.benchmark_json is not None:
+                written &= self._try(partial(write_benchmarks, self.settings.benchmark_json, outcomes))
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
+        if outcomes and self.settings.report is not None:
+            run = Run(
+                tuple(outcomes),
+                len(self.cases) + sum(bool(outcome.where) for outcome in outcomes),
+                self.settings,
+                interrupted,
+                tuple(self._shown_fronts()),
+                self.baselines,
+            )
+            written &= self._try(partial(write_report, self.settings.report, run))
         if accepted and interrupted:
             self.lines.append("baselines are not updated: the run was interrupted")
             return written
@@ -112,6 +133,13 @@ class Gate:
             return True
         text = markdown(outcomes, settings.given)
         return self._try(partial(write_markdown, settings.markdown, text, add=settings.adds_markdown))
+
+    def _shown_fronts(self) -> Iterator[tuple[str, Path]]:
+        """Models with a front of this run, and its picture."""
+        directory = self.settings.pareto
+        for planned in self.fronts if directory is not None else ():
+            if directory is not None and f"{PREFIX}{planned.name}" in self.searched:
+                yield planned.model, directory / f"{planned.model}.svg"
 
     def _try(self, write: Callable[[], str]) -> bool:
         try:
@@ -143,6 +171,11 @@ def prepare(config: pytest.Config) -> Gate:
             check_writable(settings.csv)
         if settings.markdown is not None:
             check_writable(settings.markdown)
+        for place in (settings.report, settings.benchmark_json):
+            if place is not None:
+                check_writable(place)
+        if settings.trace is not None:
+            _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
         if settings.pareto is not None:
             names = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
             _check_directory("--magis-pareto", settings.pareto, names)

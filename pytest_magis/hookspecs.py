@@ -46,6 +46,7 @@ def pytest_magis_run_case(
     latency_bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
+    timelines: bool,
 ) -> CaseResult | None:
     """Run one case. The first answer counts; None leaves it to the next one, `magis.api.run_case` being the last.
 
@@ -53,8 +54,8 @@ def pytest_magis_run_case(
     the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
     the verdict changes: a timing that ends with one of them inside its interval decides nothing. `progress` takes one
     short line of text to show on a terminal; None where there is none. `make` (seed -> workload) builds the network
-    of a test of the user's, for which the case's model is only a name; None: the name says what to build. Errors of
-    magis fail the case in one line.
+    of a test of the user's, for which the case's model is only a name; None: the name says what to build. `timelines`
+    says whether `CaseResult.timelines` will be shown. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.
     """

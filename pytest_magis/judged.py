@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from magis.errors import MagisError
-from pytest_magis.baselines import planning, stored_case
+from magis.report import thinned_timelines
+from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
 from pytest_magis.measure import check_with_magis, measure, runs_every_case
 from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.progress import progress_line
+from pytest_magis.outputs.traces import write_trace
 from pytest_magis.plan import PlannedCase
 from pytest_magis.verdict import Verdict, judge, judge_against, latency_bounds
 
@@ -56,18 +58,22 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make)
-        against = gate.settings.against
-        if against:
-            verdict = judge_against(against, result, stored, tolerances=tolerances)
+        held = held_before(baseline, planned.label, planned.case)
+        settings = gate.settings
+        if settings.against:
+            verdict = judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
         else:
-            verdict = judge(result, stored, tolerances=tolerances, permissions=gate.settings.updates)
+            verdict = judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
+        # written from here: whole time lines are too much to hand from process to process
+        trace = "" if settings.trace is None else str(write_trace(settings.trace, planned, result))
     except MagisError as error:
         yield failed(str(error))
     except Exception as error:
         yield failed(f"{type(error).__name__}: {error}")
         raise
     else:
-        yield Outcome(planned.model, planned.label, planned.case, verdict, result, where=where)
+        shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
+        yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
 
 
 def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
@@ -79,6 +85,8 @@ def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[st
     for finding in verdict.findings:
         missing = f" in {_relative(path, config)}" if finding.kind == "new" else ""
         yield f"{finding.kind}: {finding.text}{missing}"
+        if finding.why:
+            yield finding.why
     for note in verdict.notes:
         yield f"note: {note}"
     if verdict.against:

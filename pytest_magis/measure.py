@@ -11,7 +11,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_profiles, read_sharing
+from pytest_magis.options import read_profiles, read_sharing, wants_timelines
 
 if TYPE_CHECKING:
     from magis.api import Bench, Workload
@@ -58,6 +58,7 @@ def measure(
             latency_bounds=bounds,
             progress=progress,
             make=make,
+            timelines=wants_timelines(config),
         )
     if not isinstance(result, CaseResult):
         raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
@@ -72,6 +73,8 @@ def run_with_magis(
     progress: Callable[[str], None] | None,
     latency_bounds: tuple[float, ...] = (),
     make: Callable[[int], Workload] | None = None,
+    *,
+    timelines: bool = False,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
     from magis.api import run_case
@@ -84,6 +87,7 @@ def run_with_magis(
         expected_graph=expected_graph,
         latency_bounds=latency_bounds,
         progress=progress,
+        timelines=timelines,
     )
 
 

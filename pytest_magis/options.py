@@ -29,6 +29,7 @@ __all__ = [
     "read_settings",
     "read_sharing",
     "stored_baselines",
+    "wants_timelines",
 ]
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
@@ -64,6 +65,12 @@ class Settings:
     """Whether that file is GitHub's, to which every step of a job adds."""
     pareto: Path | None
     """Where fronts are written; None: they are not asked for."""
+    report: Path | None
+    """Where the HTML report goes; None: nowhere."""
+    trace: Path | None
+    """The directory of the time lines; None: they are not asked for."""
+    benchmark_json: Path | None
+    """Where latencies go in the form of pytest-benchmark; None: nowhere."""
     processes: int
     """That share each search."""
     resume: Path | None
@@ -115,6 +122,9 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
         pareto=_folder(config, "pareto"),
+        report=_file(config, "report"),
+        trace=_folder(config, "trace"),
+        benchmark_json=_file(config, "benchmark-json"),
         processes=processes,
         resume=resume,
         tolerances=_tolerances(config),
@@ -140,6 +150,11 @@ def anywhere(config: pytest.Config) -> Settings:
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
     """How many processes share each search, and where its finished pieces are kept."""
     return _whole("processes", _scalar(config, "processes"), least=1) or 1, _folder(config, "resume")
+
+
+def wants_timelines(config: pytest.Config) -> bool:
+    """Whether anything is asked for that shows steps call by call."""
+    return _scalar(config, "report") is not None or _scalar(config, "trace") is not None
 
 
 def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
@@ -271,6 +286,11 @@ def _folder(config: pytest.Config, name: str) -> Path | None:
     """A directory that is made when something is written there; None if it was not given."""
     given = _scalar(config, name)
     return None if given is None else _usable(BY_NAME[name].flag, config.invocation_params.dir / given)
+
+
+def _file(config: pytest.Config, name: str) -> Path | None:
+    given = _scalar(config, name)
+    return None if given is None else config.invocation_params.dir / given
 
 
 def _given(config: pytest.Config) -> Iterator[tuple[str, str]]:

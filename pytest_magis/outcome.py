@@ -31,6 +31,8 @@ class Outcome:
     error: str = ""
     where: str = ""
     """The node id to run it by, of a test of the user's; empty for a case of `--magis-models`."""
+    trace: str = ""
+    """The file that its time lines were written to."""
 
     @property
     def name(self) -> str:
@@ -63,7 +65,8 @@ class Outcome:
                 ),
                 result=None if data["result"] is None else from_plain(data["result"]),
                 error=data["error"],
-                where=data.get("where", ""),
+                where=data["where"],
+                trace=data["trace"],
             )
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error

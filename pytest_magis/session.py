@@ -14,7 +14,9 @@ from pytest_magis.gate import Gate, prepare
 from pytest_magis.live.marked import let_go
 from pytest_magis.live.names import subject_of
 from pytest_magis.options import anywhere
+from pytest_magis.outcome import PROPERTY
 from pytest_magis.outputs.github import error_lines
+from pytest_magis.outputs.properties import readable
 from pytest_magis.outputs.terminal import summary
 from pytest_magis.precheck import check_factories
 from pytest_magis.suite import Suite
@@ -93,9 +95,12 @@ class GateSession:
         if subject_of(item) is not None and (nextitem is None or subject_of(nextitem) != subject_of(item)):
             let_go(item.config)
 
+    @pytest.hookimpl(tryfirst=True)  # before JUnit files take the properties
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a case's outcome, whichever process ran it."""
+        """Take a case's outcome, whichever process ran it; what is left in the report is for readers."""
         self.gate.record(report)
+        if not self.gate.is_worker and any(name == PROPERTY for name, _ in report.user_properties):
+            report.user_properties[:] = readable(report.user_properties)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write results and baselines, in the process that has the terminal."""

@@ -14,7 +14,8 @@ from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
 from magis.units import format_bytes
-from pytest_magis.baselines import CaseBaseline, Measured, identity_key, latency
+from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, latency
+from pytest_magis.explain import Table, why_more
 from pytest_magis.findings import (
     BETTER,
     BROKEN,
@@ -79,11 +80,13 @@ def judge(
     *,
     tolerances: Tolerances | None = None,
     permissions: frozenset[str] = frozenset(),
+    held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
     """The verdict on `result` against its baseline (None: there is none).
 
     `permissions` are the kinds of findings that the run accepts. All or none: a case is accepted only if every one of
-    its findings is, so that a stored entry is always one measurement.
+    its findings is, so that a stored entry is always one measurement. `held` is what the original and the optimized
+    step held at their peaks when the baseline was stored.
     """
     tolerances = tolerances or Tolerances()
     measured = stored.measured.get(identity_key(result)) if stored else None
@@ -93,7 +96,7 @@ def judge(
     broken = tuple(_broken(result, foreign=foreign))
     if broken:  # nothing else matters: figures of a broken step are no figures
         return Verdict(False, "FAIL broken", broken, tuple(notes))
-    findings = tuple(_compared(result, stored, measured, tolerances, stopped=stopped))
+    findings = tuple(_compared(result, stored, measured, tolerances, held, stopped=stopped))
     kinds = {finding.kind for finding in findings}
     if stopped:
         failed = WORSE in kinds
@@ -103,7 +106,8 @@ def judge(
     if kinds - {BETTER}:
         return Verdict(False, f"FAIL {_words(kinds - {BETTER})}", findings, tuple(notes))
     # nothing to accept, or an improvement nobody asked to keep
-    adopted = (foreign or lacks_latencies(result, measured)) and NEW in permissions and not kinds
+    lacks = foreign or lacks_latencies(result, measured) or lacks_held(result, stored)
+    adopted = lacks and NEW in permissions and not kinds
     label = "pass, better" if kinds else "accepted new" if adopted else "pass"
     if label == "pass" and not result.search.feasible:
         label = PROVEN if _is_proven(result) else NOT_FOUND
@@ -111,7 +115,12 @@ def judge(
 
 
 def judge_against(
-    revision: str, result: CaseResult, found: CaseBaseline | None, *, tolerances: Tolerances | None = None
+    revision: str,
+    result: CaseResult,
+    found: CaseBaseline | None,
+    *,
+    tolerances: Tolerances | None = None,
+    held: tuple[Table | None, Table | None] = (None, None),
 ) -> Verdict:
     """The verdict on `result` against what another revision needed just before; nothing is stored of either.
 
@@ -125,7 +134,7 @@ def judge_against(
         return replace(
             verdict, label=label, findings=findings, notes=(*verdict.notes, note), store=False, against=revision
         )
-    return replace(judge(result, found, tolerances=tolerances), against=revision)
+    return replace(judge(result, found, tolerances=tolerances, held=held), against=revision)
 
 
 def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:
@@ -162,15 +171,30 @@ def _simulator_off(name: str, step: StepFigures, device: str, *, tensors_only: b
 
 
 def _compared(
-    result: CaseResult, stored: CaseBaseline | None, measured: Measured | None, tolerances: Tolerances, *, stopped: bool
+    result: CaseResult,
+    stored: CaseBaseline | None,
+    measured: Measured | None,
+    tolerances: Tolerances,
+    held: tuple[Table | None, Table | None],
+    *,
+    stopped: bool,
 ) -> Iterator[Finding]:
     """At most one finding of each kind about memory, and one about latency: a wider layer is two lines, not five."""
     if stored is None:
         if not stopped:
             yield Finding(NEW, "no baseline")
         return
-    yield from joined(_memory_parts(result, stored, measured, tolerances.memory, stopped=stopped))
+    for finding in joined(_memory_parts(result, stored, measured, tolerances.memory, stopped=stopped)):
+        yield _explained(finding, result, held) if finding.kind == WORSE else finding
     yield from joined(latency_parts(result, measured, tolerances, stopped=stopped))
+
+
+def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
+    """A finding of more memory, with what grew: in the original, where that grew."""
+    before_original, before_optimized = held
+    if finding.text.startswith("original"):
+        return replace(finding, why=why_more("original", result.original.at_peak, before_original))
+    return replace(finding, why=why_more("optimized", result.optimized.at_peak, before_optimized))
 
 
 def _memory_parts(

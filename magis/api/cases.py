@@ -19,6 +19,7 @@ from magis.api.alone import (
     too_large,
 )
 from magis.api.bench import Bench, Make
+from magis.api.insight import Replayed
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
@@ -31,7 +32,8 @@ from magis.backend.turns import Turn
 from magis.capture.checkpoint import checkpointed
 from magis.errors import UsageError
 from magis.ir import Graph
-from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.simulate.tables import changes
 from magis.units import share_of
 
 TIMING_ROUNDS = 12
@@ -54,16 +56,18 @@ def run_case(
     expected_graph: str | None = None,
     latency_bounds: Sequence[float] = (),
     progress: Progress | None = None,
+    timelines: bool = False,
 ) -> CaseResult:
     """Run one case. ``make`` builds the workload from the seed, where the model's name is not what builds it.
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
     as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``). ``progress`` is
-    told what is going on. Raises MagisError for what cannot be captured or run.
+    told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
+    cannot be captured or run.
     """
     bench = cache if cache is not None else Bench()
-    run = CaseRun(case, bench.subject(case, make), progress, latency_bounds)
+    run = CaseRun(case, bench.subject(case, make), progress, latency_bounds, timelines=timelines)
     with collector_spared():
         return run.result(planning_workspaces, expected_graph)
 
@@ -78,7 +82,7 @@ class _Candidate:
     stats: SearchStats
     workspaces: Mapping[str, int]
     reserved: int | None
-    graph: Graph
+    replayed: Replayed
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class CaseRun:
         subject: Subject,
         progress: Progress | None = None,
         latency_bounds: Sequence[float] = (),
+        *,
+        timelines: bool = False,
     ) -> None:
         if case.strategy not in STRATEGIES:
             raise UsageError(f"unknown strategy {case.strategy!r}", hint=f"use one of {', '.join(STRATEGIES)}")
@@ -120,6 +126,7 @@ class CaseRun:
         self._subject = subject
         self._progress = progress or (lambda _text: None)
         self._bounds = tuple(latency_bounds)
+        self._timelines = timelines
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         with products_of(self._subject.source.dtype):
@@ -171,7 +178,7 @@ class CaseRun:
             SearchStats(),
             {},
             subject.reserved_bytes(captured.graph, captured.deaths),
-            captured.graph,
+            Replayed(subject, captured.graph, captured),
         )
 
     def _planned(
@@ -203,7 +210,7 @@ class CaseRun:
             self._stats(found),
             found.workspaces,
             subject.reserved_bytes(found.graph),
-            found.graph,
+            Replayed(subject, found.graph),
         )
 
     def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
@@ -223,6 +230,7 @@ class CaseRun:
             swapped_bytes=found.swapped_bytes,
             fission=found.fission,
             unsplit=found.unsplit,
+            changes=changes(found.graph),
         )
 
     # -- running ------------------------------------------------------------------------------------------------
@@ -297,18 +305,25 @@ class CaseRun:
         return _Times(timing, ratio_interval(timing))
 
     def _assembled(self, candidate: _Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
-        case, subject = self._case, self._subject
+        case, subject, opt_step = self._case, self._subject, candidate.replayed
+        ori_step = Replayed(subject, subject.captured.graph, subject.captured)
         eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
         expected_ns = subject.predicted_ns(subject.captured.graph, original_ns)
         original = StepFigures(
-            subject.original, expected_ns / 1e6, outcome.original, *_median(outcome.original_ms), eager
+            subject.original,
+            expected_ns / 1e6,
+            outcome.original,
+            *_median(outcome.original_ms),
+            eager,
+            ori_step.at_peak(),
         )
         opt = StepFigures(
             candidate.simulated,
-            subject.predicted_ns(candidate.graph, candidate.simulated_ns) / 1e6,
+            subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
             outcome.optimized,
             *_median(outcome.optimized_ms),
             candidate.reserved,
+            opt_step.at_peak(),
         )
         if case.strategy == "eager":
             opt = original
@@ -331,8 +346,9 @@ class CaseRun:
             graph_digest=subject.digest,
             note=outcome.note,
             search=candidate.stats,
-            provenance=subject.provenance(candidate.graph),
+            provenance=subject.provenance(opt_step.graph),
             planning_workspaces=dict(candidate.workspaces),
+            timelines=Timelines(ori_step.spans(), opt_step.spans()) if self._timelines else None,
         )
 
 

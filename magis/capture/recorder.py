@@ -31,6 +31,7 @@ from magis.aten.facts import (
 from magis.aten.layouts import masked, row_by_row
 from magis.aten.mixed import as_mixed
 from magis.aten.watched import unwatched
+from magis.capture.lines import Lines
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -61,6 +62,8 @@ class Recorder(TorchDispatchMode):
         self._last_of_node: dict[int, int] = {}
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
+        self._lines = Lines()
+        self._line_of_node: dict[int, str] = {}
         self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
         self.phase = "forward"
 
@@ -163,12 +166,13 @@ class Recorder(TorchDispatchMode):
         wrapped = bool(writes) and isinstance(args[0], Tensor) and args[0]._is_view()
         sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
-            module = self._modules[-1]
+            module, line = self._modules[-1], self._lines.here()
             self._module_of_node.setdefault(sequence, module)
+            self._line_of_node.setdefault(sequence, line)
             if _takes_number(target, graph_args) and args[0].requires_grad:
                 self._numbers.append((len(self._ops), sequence))
         else:
-            module = self._module_of_node.get(sequence, "")
+            module, line = self._module_of_node.get(sequence, ""), self._line_of_node.get(sequence, "")
             self._last_of_node[sequence] = len(self._ops)
             if _takes_number(target, graph_args):
                 self._number_uses.setdefault(sequence, []).append(len(self._ops))
@@ -176,6 +180,7 @@ class Recorder(TorchDispatchMode):
             Op(
                 id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
                 many=many, reads=tuple(reads), writes=tuple(writes), random=random, phase=self.phase, module=module,
+                line=line,
             )
         )  # fmt: skip
 

@@ -103,7 +103,8 @@ class Op:
     the call must meet, ``writes`` the pairs that it leaves behind (only storages that existed before the call; a
     fresh storage starts at version 0). ``phase`` is "forward", "backward" or "update"; ``module`` the path of the
     sub-module that it stems from; ``origin`` the id of the operator that this one recomputes or stands for. ``body``
-    is what a loop runs (``magis.loop``); other operators have none.
+    is what a loop runs (``magis.loop``); other operators have none. ``line`` is where in the user's code the call
+    stands ("net.py:31"): for reports alone, no part of what the operator is, of its text form or its digest.
     """
 
     id: int
@@ -119,6 +120,7 @@ class Op:
     module: str = ""
     origin: int | None = None
     body: Loop | None = None
+    line: str = field(default="", compare=False)
     _taken: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _made: tuple[int, ...] = field(init=False, repr=False, compare=False)
 

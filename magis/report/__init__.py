@@ -1,4 +1,4 @@
-"""Reports: results.csv, plain JSON forms of results, fronts and their pictures; files that are always whole.
+"""Reports: results.csv, plain JSON forms of results, fronts and their pictures, time lines; files that are whole.
 
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
@@ -16,6 +16,7 @@ from magis.report.table import (
     row_from_result,
     write_csv,
 )
+from magis.report.trace import thinned, thinned_timelines, trace_text
 
 __all__ = [
     "COLUMNS",
@@ -29,7 +30,10 @@ __all__ = [
     "front_text",
     "read_csv",
     "row_from_result",
+    "thinned",
+    "thinned_timelines",
     "to_plain",
+    "trace_text",
     "write_csv",
     "write_text_atomically",
 ]

@@ -28,7 +28,7 @@ def from_plain(data: Mapping[str, Any]) -> CaseResult:
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: a record, an optional one, a dictionary, or a plain value."""
+    """`value` as `kind`: a record, an optional one, a dictionary, a tuple of any length, or a plain value."""
     if isinstance(kind, types.UnionType):
         return _build_union(kind, value, where)
     if dataclasses.is_dataclass(kind):
@@ -38,6 +38,11 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise UsageError(f"{where}: expected a dictionary, found {type(value).__name__}")
         return {_build(key_kind, key, where): _build(value_kind, item, f"{where}.{key}") for key, item in value.items()}
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UsageError(f"{where}: expected a list, found {type(value).__name__}")
+        (item_kind, _) = typing.get_args(kind)
+        return tuple(_build(item_kind, item, f"{where}[{index}]") for index, item in enumerate(value))
     # JSON knows no difference between 1.0 and 1; a bool is no number
     if kind is float and type(value) is int:
         return float(value)

@@ -105,8 +105,11 @@ class _Rewritten:
         kwargs: tuple[tuple[str, Arg], ...] = (),
     ) -> None:
         self.ops.append(
-            Op(0, target, args, kwargs, outputs, reads=tuple(sorted(reads)), phase=like.phase, module=like.module)
-        )
+            Op(
+                0, target, args, kwargs, outputs,
+                reads=tuple(sorted(reads)), phase=like.phase, module=like.module, line=like.line,
+            )
+        )  # fmt: skip
 
     def _fresh(self, shape: tuple[int, ...], dtype: str) -> int:
         storage, value = max(self.storages) + 1, max(self.values) + 1

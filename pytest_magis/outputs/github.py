@@ -59,6 +59,8 @@ def _said(outcome: Outcome) -> Iterator[str]:
         yield f"error: {' '.join(outcome.error.split())}"
     for finding in outcome.verdict.findings:
         yield f"{finding.kind}: {finding.text}"
+        if finding.why:
+            yield finding.why
     yield from (f"note: {note}" for note in outcome.verdict.notes)
 
 

@@ -26,7 +26,8 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
             "verdict": outcome.verdict.label,
             "note": " ".join(outcome.error.split()),
         }
-    said = [*(finding.text for finding in outcome.verdict.findings), *outcome.verdict.notes]
+    found = [text for finding in outcome.verdict.findings for text in (finding.text, finding.why) if text]
+    said = [*found, *outcome.verdict.notes]
     cells = row_from_result(outcome.result, verdict=outcome.verdict.label, note="; ".join(said))
     return cells | {name: compute(outcome.result) for name, compute in columns.items()}
 

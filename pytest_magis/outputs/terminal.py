@@ -25,7 +25,9 @@ def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines
         if outcome.verdict.passed:  # red cases have said all of it themselves
             accepted = "accepted, " if outcome.verdict.store else ""
             changes = [
-                f"{accepted}{found.kind}: {found.text}" for found in outcome.verdict.findings if found.kind != NEW
+                f"{accepted}{found.kind}: {found.text}{f'; {found.why}' if found.why else ''}"
+                for found in outcome.verdict.findings
+                if found.kind != NEW
             ]
             yield from (f"{outcome.name}: {text}" for text in (*changes, *outcome.verdict.notes))
     yield from _priced(outcomes)

@@ -2,18 +2,32 @@
 
 Figures depend on the case alone, so that runs agree. `fake.json` in the root directory changes them: it maps a case's
 name (or "*") to changes of `FIGURES`, plus "raise" (a message of magis.errors.UsageError), "crash", "interrupt", or
-"fail_times" (raise RuntimeError that often, then succeed; counted in a file, whatever process runs it).
+"fail_times" (raise RuntimeError that often, then succeed; counted in a file, whatever process runs it). `held` maps
+modules to bytes: with it, results say what is held at the peak and, where they are asked for, have time lines.
 """
 
 import json
 import os
 import sys
 import zlib
+from dataclasses import replace
 
 import pytest
 
 from magis.errors import UsageError
-from magis.results import CaseResult, FrontPoint, Memory, ParetoFront, RatioInterval, SearchStats, StepFigures
+from magis.results import (
+    CaseResult,
+    FrontPoint,
+    Memory,
+    ModuleBytes,
+    ParetoFront,
+    Peak,
+    RatioInterval,
+    SearchStats,
+    Span,
+    StepFigures,
+    Timelines,
+)
 
 DEVICES = ("cpu", "sim:rtx3090")
 
@@ -36,6 +50,7 @@ FIGURES = {
     "workspaces": {"aten::mm(4x4)": 512},
     "says": [],  # lines of progress
     "shout": "",  # printed to stdout while the case runs
+    "held": {},
 }
 
 
@@ -56,7 +71,7 @@ def figures(root, name):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress):
+def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress, timelines):
     root = config.rootpath
     name = f"{case.model}[{label_of(case)}]"
     with (root / "calls.txt").open("a") as log:
@@ -75,7 +90,27 @@ def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, pro
         progress(text)
     if figure["shout"]:
         sys.stdout.write(figure["shout"])
-    return make_result(case, figure)
+    result = make_result(case, figure)
+    return told(result, figure["held"], timelines=timelines) if figure["held"] else result
+
+
+def told(result, held, *, timelines):
+    rows = tuple(ModuleBytes("activation", module, nbytes, 1, "net.py:7") for module, nbytes in held.items())
+    module = rows[0].module
+    peak = Peak("aten.mm.default", module, "forward", "net.py:7", rows)
+    level = result.original.simulated.peak_bytes
+    spans = tuple(
+        Span("aten.mm.default", module, "forward", "net.py:7", float(at), 1.0, level - abs(at - 900), again=at > 1700)
+        for at in range(1800)
+    )
+    copy = Span("magis.store", module, "forward", "", 2.0, 5.0, level, "to host")
+    return replace(
+        result,
+        original=replace(result.original, at_peak=peak),
+        optimized=replace(result.optimized, at_peak=peak),
+        search=replace(result.search, changes=rows),
+        timelines=Timelines(spans, (*spans, copy)) if timelines else None,
+    )
 
 
 def make_result(case, figure):

@@ -112,8 +112,19 @@ def test_junit_has_the_failure_and_the_result(gate, workers):
     failure = cases["bert[magis-mem0.8]"].find("failure")
     assert "worse: optimized tensor bytes" in (failure.text or "")
     assert "Traceback" not in (failure.text or "")
-    (found,) = cases["bert[eager]"].iter("property")
-    assert json.loads(found.attrib["value"])["result"]["persistent_bytes"] > 0
+    found = {each.attrib["name"]: each.attrib["value"] for each in cases["bert[eager]"].iter("property")}
+    result = json.loads(found["magis"])["result"]
+    assert result["persistent_bytes"] > 0
+    assert int(found["magis.original_peak_bytes"]) == result["original"]["measured"]["peak_bytes"]
+    assert (found["magis.verdict"], found["magis.passed"]) == ("pass", "true")
+    assert "magis.latency_ratio" not in found or float(found["magis.latency_ratio"]) == 1.0
+    red = {each.attrib["name"]: each.attrib["value"] for each in cases["bert[magis-mem0.8]"].iter("property")}
+    assert (red["magis.verdict"], red["magis.passed"], red["magis.memory_ratio_limit"]) == (
+        "FAIL worse",
+        "false",
+        "0.8",
+    )
+    assert float(red["magis.latency_ratio"]) == 1.02
 
 
 RERUN = """

@@ -10,6 +10,8 @@ import shutil
 
 import pytest
 
+from magis.units import format_bytes
+
 NET = """
 import torch
 from torch import nn
@@ -126,8 +128,25 @@ def test_three_percent_slower_is_red_at_the_same_peak(gate, kept, planted):
     allowed.assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("changes", ["inner=4 * WIDTH + 512", "kept=(2,)"], ids=["wider", "kept"])
-def test_one_percent_more_memory_is_red_and_hardly_slower(gate, kept, planted, changes):
+FLOATS = 4 * 8192 * 1024
+"""Bytes of what a layer hands on."""
+GREW = {
+    # the result, the weight and the bias of the wider layer; what GELU makes of it; the weight that takes that
+    "inner=4 * WIDTH + 512": [
+        f"layers.3.up +{format_bytes(FLOATS // 2 + 512 * 4 * 1025)} (1 activation at planted_net.py:16, 2 parameters)",
+        f"layers.3 +{format_bytes(FLOATS // 2)} (2 activations at planted_net.py:16)",
+        f"layers.3.down +{format_bytes(512 * 4 * 1024)} (2 parameters)",
+    ],
+    # tanh keeps its result and the sum lives on; what layer 2 made is no longer needed
+    "kept=(2,)": [
+        f"(no sub-module) +{format_bytes(2 * FLOATS)} (3 activations at planted_net.py:32)",
+        f"others {format_bytes(-FLOATS)}",
+    ],
+}
+
+
+@pytest.mark.parametrize("changes", GREW, ids=["wider", "kept"])
+def test_one_percent_more_memory_is_red_hardly_slower_and_explained(gate, kept, planted, changes):
     result = planted(changes)
     result.assert_outcomes(failed=2)
     assert 0.005 < change_of(gate, kept, "ori peak bytes") < 0.015
@@ -137,6 +156,10 @@ def test_one_percent_more_memory_is_red_and_hardly_slower(gate, kept, planted, c
     assert found["what"] == "tensor bytes"
     assert int(found["seen"].replace(",", "")) == int(gate.rows()[0]["ori peak bytes"])
     assert ["latency" in line for line in said_of_eager(result)] == [False]
+    why = next(line for line in result.outlines if line.startswith("grew at the peak: "))
+    where = "; the peak is at aten.sum.dim_IntList of layers.11.down (backward, planted_net.py:16)"
+    assert why == f"grew at the peak: {', '.join(GREW[changes])}{where}"
+    assert why in gate.rows()[0]["note"]
 
 
 def test_slower_by_less_than_the_tolerance_is_green(gate, kept, planted):

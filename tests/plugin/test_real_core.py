@@ -7,6 +7,7 @@ in this process, where nothing loads torch.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shlex
 import shutil
@@ -162,7 +163,10 @@ def test_a_wider_network_is_red_until_it_is_accepted(accepted, node_ids):
     assert green.ret == 0, green.stdout.str()
     assert [row["verdict"] for row in gate.rows()] == ["accepted worse"]
     after = stored(gate)
-    changed = differences(before.pop("gated%3Anet.json"), after["gated%3Anet.json"])
+    old, new = before.pop("gated%3Anet.json"), after["gated%3Anet.json"]
+    for text in (old, new):
+        check_tables(text)
+    changed = differences(without_tables(old), without_tables(new))
     assert len(changed) >= 2
     for line in changed:
         # a figure, or a digest of the graph or of a table
@@ -175,6 +179,22 @@ def test_a_wider_network_is_red_until_it_is_accepted(accepted, node_ids):
     assert again.ret == 0, again.stdout.str()
     assert [(row["verdict"], row["note"]) for row in gate.rows()] == [("pass", "")]
     assert stored(gate) == after
+
+
+def check_tables(text):
+    """Every case names tables of what it holds at its peak, and they sum to its tensor bytes."""
+    configuration = json.loads(text)["configurations"]["small"]
+    for label, case in configuration["cases"].items():
+        for step in ("original", "optimized")[: 1 if label == "eager" else 2]:
+            table = configuration["held"][case[f"{step}_held"]]
+            assert sum(sum(modules.values()) for modules in table.values()) == case[f"{step}_tensor_bytes"]
+
+
+def without_tables(text):
+    data = json.loads(text)
+    for configuration in data["configurations"].values():
+        del configuration["held"]
+    return json.dumps(data, indent=2, sort_keys=True)
 
 
 def differences(before, after):

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from magis.errors import UsageError
 from magis.report import from_plain, to_plain
-from magis.results import CaseResult
+from magis.results import CaseResult, ModuleBytes, Peak, Span, Timelines
 
 
 def test_round_trip_through_json(measured, simulated):
     for result in (measured, simulated):
         assert from_plain(json.loads(json.dumps(to_plain(result)))) == result
+
+
+def test_tables_and_time_lines_travel(measured):
+    row = ModuleBytes("activation", "layers.0", 12, 1, "net.py:3")
+    peak = Peak("aten.mm.default", "layers.0", "forward", "net.py:3", (row, row), 7, "aten.bmm.default", "layers.1")
+    span = Span("aten.mm.default", "layers.0", "forward", "net.py:3", 1.0, 0.5, 12, "to host", again=True)
+    result = replace(
+        measured,
+        original=replace(measured.original, at_peak=peak),
+        search=replace(measured.search, changes=(row,)),
+        timelines=Timelines((span,), (span, span)),
+    )
+    assert from_plain(json.loads(json.dumps(to_plain(result)))) == result
 
 
 def test_every_field_travels(measured):
@@ -36,6 +49,8 @@ def test_floats_that_look_whole_stay_floats(measured):
         (("original",), None, "result.original: expected a record, found NoneType"),
         (("original", "measured", "peak_bytes"), True, "result.original.measured.peak_bytes: expected int, found bool"),
         (("identity",), [], "result.identity: expected a dictionary, found list"),
+        (("search", "changes"), "x", "result.search.changes: expected a list, found str"),
+        (("search", "changes"), [{}], "result.search.changes[0]: field 'kind' is missing"),
         (("identity", "torch"), 2, "result.identity.torch: expected str, found int"),
         (("colour",), "red", "result: unknown field 'colour'"),
         (("search", "colour"), "red", "result.search: unknown field 'colour'"),

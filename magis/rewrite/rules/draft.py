@@ -7,6 +7,7 @@ cannot be merged, no legal order is left. ``Refused`` says so and never leaves `
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from magis.cost.shapes import Made, describe
 from magis.errors import VerifyError
@@ -42,6 +43,7 @@ class Draft:
                     raise Refused(f"the calls meet several versions of storage {storage}")
         self.phase = max((op.phase for op in matched), key=_PHASES.index)
         self.module = common_module([op.module for op in matched])
+        self.line = matched[-1].line
 
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
         """Add a call; returns its values. Refused where it takes no such tensors."""
@@ -52,7 +54,9 @@ class Draft:
         reads = tuple(sorted(self._reads(probe))) if fresh else ()
         many = target in _MANY
         self.added.append(
-            Op(probe.id, target, args, kwargs, outputs, many, reads=reads, phase=self.phase, module=self.module)
+            replace(
+                probe, outputs=outputs, many=many, reads=reads, phase=self.phase, module=self.module, line=self.line
+            )
         )
         self._next_op += 1
         return outputs

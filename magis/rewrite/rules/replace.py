@@ -129,7 +129,7 @@ class _Change:
                 Op(
                     self._next_op, "aten.clone.default", (Ref(value),),
                     (("memory_format", Const("memory_format", "contiguous_format")),), (copies[value],),
-                    reads=((now.storage, 0),), phase=op.phase, module=op.module,
+                    reads=((now.storage, 0),), phase=op.phase, module=op.module, line=op.line,
                 )
             )  # fmt: skip
             self._next_op += 1

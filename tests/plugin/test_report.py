@@ -1,0 +1,179 @@
+"""`--magis-report`: one page that opens offline, whatever the names in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+
+import pytest
+
+from pytest_magis.outputs.history import MOST, history
+from tests.plugin.pages import Page, in_browser
+
+EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
+HELD = {"layers.0.up": 6000, EVIL: 3000, "": 1000}
+RUN = ("--magis-models=bert", "--magis-report=report.html")
+
+
+def page_of(gate) -> Page:
+    return Page((gate.root / "report.html").read_text(encoding="utf-8"))
+
+
+def commit(gate, subject: str) -> None:
+    git = ["git", "-C", str(gate.root), "-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "baselines"], ["commit", "-q", "-m", subject]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+
+
+def test_the_page_has_the_table_and_all_that_is_known_of_every_case(gate, workers):
+    gate.fake(any_case={"held": HELD})
+    gate.accept("--magis-models=bert")
+    commit(gate, f"store {EVIL}")
+    grown = {"layers.0.up": 9000, EVIL: 3000, "": 1000}
+    gate.fake(any_case={"held": HELD}, **{"bert[magis-mem0.8]": {"held": grown, "opt_tensor": 1.01}})
+    result = gate(*RUN, "--magis-pareto=fronts", workers=workers)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines([f"report: {gate.root / 'report.html'}"])
+    page = page_of(gate)
+    assert page.count("script") == 2
+    assert page.count("img") == 1  # the front
+    assert [attributes["class"] for tag, attributes in page.tags if tag == "svg"] == ["curve"] * 3
+    assert sum(tag == "path" for tag, _ in page.tags) == 1 + 2 + 2
+    for words in (
+        "magis: 1 of 3 cases red",
+        "bert magis mem 0.8 1.18 MiB",
+        "grew at the peak: layers.0.up +2.93 KiB (1 activation at net.py:7); the peak is at aten.mm.default of layers",
+        "Accept with: pytest --magis-models=bert --magis-strategies=magis --magis-memory-ratios=0.8 --magis-update=",
+        "Tensors at the peak of the optimized step: 12.70 KiB, at aten.mm.default of layers.0.up (forward, net.py:7)",
+        EVIL,
+        f"store {EVIL}",
+        "(no sub-module) activation net.py:7 1 1000 B",
+    ):
+        assert words in page.text, words
+    assert "--magis-report" not in page.text
+
+
+def test_the_data_of_curves_is_bounded_and_keeps_the_peak(gate):
+    gate.fake(any_case={"held": HELD})
+    gate.accept("--magis-models=bert")
+    gate(*RUN).assert_outcomes(passed=3)
+    text = (gate.root / "report.html").read_text(encoding="utf-8")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    peak = gate.rows()[0]["ori peak bytes"]
+    for curve in json.loads(data)["curves"]:
+        for line in curve["lines"].values():
+            assert len(line) <= 512
+            assert max(call[2] for call in line) == curve["most"] == int(peak)
+            assert EVIL not in text
+    assert len(text) < 400_000
+
+
+def test_the_script_follows_the_curves_in_a_browser(gate, tmp_path):
+    gate.fake(any_case={"held": {EVIL: 6000, "layers.0": 1000}})
+    gate.accept("--magis-models=bert")
+    gate(*RUN).assert_outcomes(passed=3)
+    path = gate.root / "report.html"
+    drive = """<script>
+      const svg = document.querySelectorAll("svg.curve")[1];
+      svg.focus();
+      svg.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+      document.getElementById("only-red").click();
+      document.getElementById("theme").click();
+    </script></body>"""
+    path.write_text(path.read_text(encoding="utf-8").replace("</body>", drive), encoding="utf-8")
+    dom = in_browser(path, tmp_path)
+    assert '<p id="status" role="status">3 curves: ' in dom
+    assert "<title>magis: all 3 cases green</title>" in dom
+    shown = re.findall(r'<div class="key (\w+)">([\d.]+) ms, \w+: 1.18 MiB during aten.mm.default', dom)
+    assert [name for name, _ in shown] == ["original", "optimized"]
+    assert float(shown[0][1]) == pytest.approx(900 + 9, abs=0.01)
+    assert '<main class="only-red">' in dom
+    assert re.search(r'<html lang="en" data-theme="(dark|light)">', dom)
+    assert dom.count("<script") == 3
+    assert "<img" not in dom
+
+
+def test_red_cases_of_every_kind_have_their_place(gate, workers):
+    gate.accept("--magis-models=bert,vit", "--magis-strategies=eager")
+    gate.fake(
+        **{
+            "bert[eager]": {"raise": f"cannot be captured {EVIL}\nat all"},
+            "bert[magis-mem0.8]": {"feasible": False, "lower_bound": 0.9},
+            "bert[magis-mem0.6]": {"crash": "boom"},
+        }
+    )
+    result = gate("--magis-models=bert,vit", "--magis-report=report.html", workers=workers)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    page = page_of(gate)
+    assert "error: cannot be captured </script>" in page.text
+    assert "RuntimeError: boom" in page.text
+    assert "infeasible, proven" in page.text
+    assert page.text.count("It has no result to show.") == 2
+    assert page.text.count("Whoever ran this case gave no time lines.") == 4
+    assert page.count("svg") == 0
+
+
+def test_simulated_figures_are_marked(gate):
+    gate.fake(any_case={"held": HELD})
+    gate(*RUN, "--magis-device=sim:rtx3090")
+    assert "~956.04 KiB" in page_of(gate).text
+
+
+def test_an_interrupted_run_says_so_and_shows_what_it_has(gate):
+    gate.accept("--magis-models=bert")
+    gate.fake(**{"bert[magis-mem0.6]": {"interrupt": True}})
+    result = gate.in_subprocess(*RUN)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert "The run was interrupted: 2 of 3 cases ran." in page_of(gate).text
+
+
+def test_without_cases_nothing_is_written(gate):
+    gate(*RUN, "--collect-only")
+    assert not (gate.root / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("", "--magis-report is empty"), ("missing/x.html", "no such directory"), (".", "it is a directory")],
+)
+def test_a_place_that_cannot_be_written_is_refused(gate, workers, given, message):
+    assert message in gate.refuses("--magis-models=bert", f"--magis-report={given}", workers=workers)
+
+
+def test_the_ini_file_can_name_it(gate):
+    gate("--magis-models=bert", "-o", "magis_report=report.html")
+    assert page_of(gate).text.count("FAIL new") == 6
+
+
+# --- history ----------------------------------------------------------------------------------------------------------
+
+
+def test_history_is_bounded_and_leaves_out_what_cannot_be_read(gate, monkeypatch):
+    gate.accept("--magis-models=bert")
+    path = gate.root / "baselines/cpu/bert.json"
+    assert history(path) == ()  # no repository
+    good = path.read_text()
+    for number in range(MOST + 3):
+        path.write_text(good.replace('"g1"', f'"g{number}"') if number != MOST else "no baseline")
+        commit(gate, f"number {number}")
+    found = history(path)
+    assert [each.subject for each in found[:2]] == [f"number {MOST + 2}", f"number {MOST + 1}"]
+    assert len(found) == MOST - 1
+    monkeypatch.setenv("PATH", "")
+    assert history(path) == ()  # no git
+
+
+def test_only_commits_that_changed_the_case_are_shown(gate):
+    gate.accept("--magis-models=bert")
+    commit(gate, "first")
+    path = gate.root / "baselines/cpu/bert.json"
+    before = path.read_text()
+    path.write_text(before.replace('"g1"', '"g2"'))
+    commit(gate, "same bytes")
+    gate.fake(any_case={"ori_tensor": 1.01, "opt_tensor": 1.01})
+    gate.accept("--magis-models=bert", update="worse,better")
+    commit(gate, "grew")
+    gate(*RUN).assert_outcomes(passed=3)
+    text = page_of(gate).text
+    assert (text.count("first"), text.count("same bytes"), text.count("grew")) == (3, 0, 3)

@@ -1,0 +1,106 @@
+"""Time lines: they last as long as the simulator says, and peak where it says."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.api import run_case
+from magis.report import thinned, trace_text
+from magis.results import Case, CaseResult, Span
+from magis.simulate.replay import replay
+from magis.simulate.timeline import timeline
+from tests.ir.loop_graphs import sound
+
+
+@pytest.fixture(scope="module")
+def swapped() -> CaseResult:
+    case = Case("tests.api.nets:blocks", "magis", "sim:rtx3090", "small", memory_ratio=0.5, budget=500)
+    return run_case(case, timelines=True)
+
+
+def test_both_steps_last_and_peak_as_simulated(swapped: CaseResult) -> None:
+    assert swapped.timelines is not None
+    pairs = ((swapped.timelines.original, swapped.original), (swapped.timelines.optimized, swapped.optimized))
+    for spans, step in pairs:
+        computed = [span for span in spans if span.stream == "compute"]
+        assert max(span.start_ms + span.ms for span in computed) == pytest.approx(step.simulated_ms, rel=1e-9)
+        assert max(span.nbytes for span in spans) == step.simulated.peak_bytes
+        assert step.at_peak is not None
+        assert step.at_peak.tensor_bytes == step.simulated.tensor_bytes
+        for stream in {span.stream for span in spans}:
+            own = [span for span in spans if span.stream == stream]
+            assert all(a.start_ms + a.ms <= b.start_ms + 1e-9 for a, b in pairwise(own))
+
+
+def test_what_the_plan_did_is_what_the_search_counted(swapped: CaseResult) -> None:
+    stats = swapped.search
+    by_kind = {kind: [row for row in stats.changes if row.kind == kind] for kind in {row.kind for row in stats.changes}}
+    assert stats.recomputed_ops + stats.swapped_bytes > 0
+    assert sum(row.nbytes for row in by_kind.get("swapped", ())) == stats.swapped_bytes
+    assert sum(row.count for row in by_kind.get("recomputed", ())) == stats.recomputed_ops
+    assert swapped.timelines is not None
+    assert sum(span.again for span in swapped.timelines.optimized) == stats.recomputed_ops
+
+
+def test_slices_of_a_trace_hold_those_of_their_calls(swapped: CaseResult) -> None:
+    assert swapped.timelines is not None
+    found = json.loads(trace_text(swapped))["traceEvents"]
+    slices = [event for event in found if event["ph"] == "X"]
+    modules = [event for event in slices if "args" not in event]
+    calls = [event for event in slices if "args" in event]
+    assert len(calls) == len(swapped.timelines.original) + len(swapped.timelines.optimized)
+    assert {"1.up (forward)", "6.down (backward)"} <= {event["name"] for event in modules}
+    for call in calls:
+        if call["args"]["module"]:
+            track = [each for each in modules if (each["pid"], each["tid"]) == (call["pid"], call["tid"])]
+            end = call["ts"] + call["dur"]
+            around = [m for m in track if m["ts"] <= call["ts"] + 1e-6 and end <= m["ts"] + m["dur"] + 1e-6]
+            assert any(m["name"] == f"{call['args']['module']} ({call['cat']})" for m in around)
+    assert any(call["args"]["line"].startswith("tests/api/nets.py:") for call in calls)
+
+
+class Microsecond:
+    """Every call takes a microsecond, of a loop every call of every part."""
+
+    link_bytes_per_s = 0.0
+
+    def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
+        if op.body is None:
+            return 0 if op.target == "magis.part" else 1000
+        inside = op.body.graph
+        return int(op.body.parts * sum(self.nanoseconds(each, inside.values) for each in inside.ops))
+
+
+def test_parts_of_a_loop_are_told_one_by_one() -> None:
+    graph, times = sound(), Microsecond()
+
+    def nothing(op, values) -> int:  # type: ignore[no-untyped-def]
+        return 0
+
+    profile = replay(graph, nothing)
+    spans = timeline(graph, times, nothing, profile)
+    assert [span.op for span in spans].count("aten.exp.default") == 2
+    assert [span.op for span in spans].count("magis.reduce") == 2 * (3 + 1)
+    assert max(span.nbytes for span in spans) == profile.peak_bytes
+    last = spans[-1]
+    assert last.start_ms + last.ms == pytest.approx(sum(times.nanoseconds(op, graph.values) for op in graph.ops) / 1e6)
+
+
+LEVELS = st.lists(st.integers(0, 1000), min_size=1, max_size=300)
+
+
+@given(LEVELS, st.integers(4, 64))
+def test_a_thinned_line_keeps_its_ends_and_its_peak(levels: list[int], most: int) -> None:
+    spans = tuple(Span("op", "", "forward", "", float(at), 1.0, level) for at, level in enumerate(levels))
+    short = thinned(spans, most)
+    assert len(short) <= max(most, 4)
+    assert [span.start_ms for span in short] == sorted({span.start_ms for span in short})
+    assert (short[0], short[-1]) == (spans[0], spans[-1])
+    assert max(span.nbytes for span in short) == max(levels)
+    if len(levels) <= most:
+        assert short == spans
