@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, pareto, run_case
+    from magis.api import Bench, OptimizerSpec, Workload, fit, pareto, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
     from magis.training.step import OptimizedStep, optimize
 
@@ -28,6 +28,7 @@ __all__ = [
     "VerifyError",
     "Workload",
     "__version__",
+    "fit",
     "optimize",
     "pareto",
     "run_case",
@@ -44,6 +45,7 @@ _EXPORTS = {
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
+    "fit": "magis.api",
     "optimize": "magis.training.step",
     "pareto": "magis.api",
     "run_case": "magis.api",

@@ -10,9 +10,10 @@ from magis.results import Case
 __all__ = ["accept_all", "accept_case"]
 
 # decided by the case itself, or no part of what is accepted: a row that a cap in seconds stopped is never stored
-_OF_THE_RUN = frozenset(("--magis-update", "--magis-csv", "--magis-seconds", "--magis-pareto"))
+_OF_THE_RUN = frozenset(("--magis-update", "--magis-csv", "--magis-seconds", "--magis-pareto", "--magis-cache"))
 _OF_THE_CASE = _OF_THE_RUN | {
     "--magis-models",
+    "--magis-shard",
     "--magis-strategies",
     "--magis-memory-ratios",
     "--magis-latency-ratios",

@@ -75,6 +75,11 @@ class Gate:
         """The outcomes in the order of the plan, whichever worker finished first."""
         return [self.outcomes[planned.name] for planned in self.cases if planned.name in self.outcomes]
 
+    @property
+    def is_empty_shard(self) -> bool:
+        """Whether this run's share of the models has no case: there are fewer models than shares."""
+        return self.settings.shard is not None and not self.cases and not self.fronts
+
     def finish(self, *, interrupted: bool) -> bool:
         """Write the results and the accepted baselines; False if something could not be written.
 
@@ -82,8 +87,9 @@ class Gate:
         """
         written = True
         outcomes = self.ordered()
-        if outcomes:
+        if outcomes or self.is_empty_shard:  # of which a merge wants to know that it ran
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
+        if outcomes:
             written &= self._summarized(outcomes)
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
@@ -125,6 +131,9 @@ def prepare(config: pytest.Config) -> Gate:
     ]
     planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models))
     chosen = choose(planned, _take_node_ids(config, only_gate=settings.only_gate))
+    if settings.shard is not None:
+        ours = settings.shard.of(model.name for model in models)
+        chosen = tuple(each for each in chosen if each.model in ours)
     cases = tuple(each for each in chosen if each.label != FRONT)
     fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_profiles, read_sharing
+from pytest_magis.options import read_cache, read_profiles, read_sharing
 
 if TYPE_CHECKING:
     from magis.api import Bench
@@ -20,6 +21,7 @@ __all__ = [
     "check_prices",
     "check_with_magis",
     "devices",
+    "forget",
     "front_with_magis",
     "measure",
     "run_with_magis",
@@ -81,6 +83,12 @@ def run_with_magis(
     )
 
 
+def forget(config: pytest.Config, case: Case) -> None:
+    """Keep a red case's result no longer, so that it is measured again when it runs again."""
+    if _BENCH in config.stash:
+        config.stash[_BENCH].forget(case)
+
+
 def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
     """Search the front of a case's model by hook and return it, under the model's name."""
     with warnings.catch_warnings():
@@ -133,8 +141,27 @@ def _bench(config: pytest.Config) -> Bench:
     if _BENCH not in config.stash:
         processes, resume = read_sharing(config)
         file, folder = read_profiles(config)
-        config.stash[_BENCH] = Bench(processes=processes, resume=resume, profiles=Profiles(file, folder))
+        config.stash[_BENCH] = Bench(
+            processes=processes,
+            resume=resume,
+            profiles=Profiles(file, folder),
+            kept=_cache(config),
+            keep_results=read_cache(config) == "results",
+        )
     return config.stash[_BENCH]
+
+
+def _cache(config: pytest.Config) -> Path | None:
+    """A folder in pytest's cache; None where nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if cache is None or read_cache(config) == "none":
+        return None
+    try:
+        return cache.mkdir("magis")
+    except OSError as error:
+        text = f"nothing is kept for the next run: no folder in pytest's cache: {error.strerror or error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
 
 
 def devices() -> tuple[str, ...]:

@@ -17,10 +17,11 @@ import pytest
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
 from pytest_magis.flags import BY_NAME, OPTIONS, in_ini, on_command_line
+from pytest_magis.shards import Shard
 from pytest_magis.strategies import Grid
 from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = ["Settings", "read_profiles", "read_settings", "read_sharing"]
+__all__ = ["Settings", "read_cache", "read_profiles", "read_settings", "read_sharing"]
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """Names the file that GitHub shows as a job's summary."""
@@ -29,6 +30,9 @@ PROFILES = "profiles"
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
+CACHES = ("plans", "results", "none")
+BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
+"""Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Settings:
     resume: Path | None
     """Where finished pieces of searches are kept; None: nowhere."""
     tolerances: Tolerances
+    shard: Shard | None
+    """Which share of the models is run; None: all."""
     only_gate: bool
     """Models were named on the command line: without paths, nothing but the gate is collected."""
     given: tuple[tuple[str, str], ...]
@@ -74,12 +80,13 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         dtype=_dtype(_scalar(config, "dtype"), device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
-        budget=_whole("budget", _scalar(config, "budget"), least=1),
+        budget=_budget(_scalar(config, "budget")),
         seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
     )
     processes, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once
+    read_cache(config)
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
@@ -101,6 +108,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         processes=processes,
         resume=resume,
         tolerances=_tolerances(config),
+        shard=_shard(_scalar(config, "shard")),
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
@@ -109,6 +117,11 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
     """How many processes share each search, and where its finished pieces are kept."""
     return _whole("processes", _scalar(config, "processes"), least=1) or 1, _folder(config, "resume")
+
+
+def read_cache(config: pytest.Config) -> str:
+    """What is kept for the next run: "plans", "results" (and plans) or "none"."""
+    return _choice("cache", _scalar(config, "cache"), CACHES) or CACHES[0]
 
 
 def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
@@ -193,6 +206,22 @@ def _whole(name: str, text: str | None, *, least: int) -> int | None:
     if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
         raise UsageError(f"{BY_NAME[name].flag}: {text!r} is not a whole number that is at least {least}")
     return int(text)
+
+
+def _budget(text: str | None) -> int | None:
+    if text in BUDGETS:
+        return BUDGETS[text]
+    try:
+        return _whole("budget", text, least=1)
+    except UsageError as error:
+        raise UsageError(str(error), hint=f"or name one: {', '.join(BUDGETS)}") from None
+
+
+def _shard(text: str | None) -> Shard | None:
+    try:
+        return None if text is None else Shard.read(text)
+    except ValueError:
+        raise UsageError(f"--magis-shard: {text!r} is not one such as 1/4 (the first of four)") from None
 
 
 def _tolerances(config: pytest.Config) -> Tolerances:

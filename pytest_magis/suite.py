@@ -13,7 +13,7 @@ from magis.errors import MagisError
 from pytest_magis.baselines import planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.gate import Gate
-from pytest_magis.measure import measure
+from pytest_magis.measure import forget, measure
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
@@ -115,6 +115,7 @@ class CaseItem(GateItem):
             raise
         self._leave(Outcome(planned.model, planned.label, planned.case, verdict, result))
         if not verdict.passed:
+            forget(self.config, planned.case)
             raise Regression("\n".join(self._lines(verdict, path)))
 
     def _leave(self, outcome: Outcome) -> None:

@@ -19,6 +19,7 @@ from magis.api.alone import (
     too_large,
 )
 from magis.api.bench import Bench
+from magis.api.kept_results import KeptResults
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
@@ -62,9 +63,20 @@ def run_case(
     told what is going on. Raises MagisError for what cannot be captured or run.
     """
     bench = cache if cache is not None else Bench()
-    run = CaseRun(case, bench.subject(case), progress, latency_bounds)
+    subject = bench.subject(case)
+    run = CaseRun(case, subject, progress, latency_bounds)
+    keeps = bench.kept if bench.keeps_results else None
     with collector_spared():
-        return run.result(planning_workspaces, expected_graph)
+        if keeps is None:
+            return run.result(planning_workspaces, expected_graph)
+        results = KeptResults(keeps, subject, case)
+        key = results.key(planning_workspaces, expected_graph, latency_bounds)
+        bench.remember(case, key)
+        result = results.load(key)
+        if result is None:
+            result = run.result(planning_workspaces, expected_graph)
+            results.save(key, result)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
