@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, pareto, run_case
+    from magis.api import Bench, OptimizerSpec, Workload, fit, pareto, run_case
     from magis.checkpointing.choose import checkpoint_policy
     from magis.checkpointing.policy import RegionPolicies
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
@@ -32,6 +32,7 @@ __all__ = [
     "Workload",
     "__version__",
     "checkpoint_policy",
+    "fit",
     "optimize",
     "pareto",
     "run_case",
@@ -50,6 +51,7 @@ _EXPORTS = {
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
     "checkpoint_policy": "magis.checkpointing.choose",
+    "fit": "magis.api",
     "optimize": "magis.training.step",
     "pareto": "magis.api",
     "run_case": "magis.api",

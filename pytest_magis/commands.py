@@ -16,14 +16,16 @@ _OF_THE_RUN = frozenset(
         "--magis-csv",
         "--magis-seconds",
         "--magis-pareto",
+        "--magis-cache",
         "--magis-report",
         "--magis-trace",
         "--magis-benchmark-json",
     )
 )
-_NOT_OF_TESTS = _OF_THE_RUN | {"--magis-models"}
+_NOT_OF_TESTS = _OF_THE_RUN | {"--magis-models", "--magis-shard"}
 _OF_THE_CASE = _OF_THE_RUN | {
     "--magis-models",
+    "--magis-shard",
     "--magis-strategies",
     "--magis-memory-ratios",
     "--magis-latency-ratios",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pytest_magis.live.names import MARK, is_live, is_marked
+from pytest_magis.live.names import MARK, is_live, is_marked, name_of
 
 __all__ = ["Dormant"]
 
@@ -32,9 +32,21 @@ class Dormant:
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         """Keep the cases of a test on one worker, under --dist=loadgroup."""
         if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
-            from pytest_magis.live.names import name_of
-
             item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the networks of other shares of the run; tests that are not gated are in every share."""
+        if self._config.option.magis_shard is None and not self._config.getini("magis_shard"):
+            return
+        from pytest_magis.options import anywhere
+
+        shard = anywhere(self._config).shard
+        names = {item: name_of(item) for item in items if is_live(item)}
+        ours = shard.of(names.values()) if shard is not None else set(names.values())
+        others = [item for item, name in names.items() if name not in ours]
+        if others:
+            self._config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if names.get(item) in (None, *ours)]
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:

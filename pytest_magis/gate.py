@@ -91,6 +91,11 @@ class Gate:
         planned = [self.outcomes[each.name] for each in self.cases if each.name in self.outcomes]
         return planned + sorted((each for each in self.outcomes.values() if each.where), key=lambda each: each.model)
 
+    @property
+    def is_empty_shard(self) -> bool:
+        """Whether this run's share of the models has no case: there are fewer models than shares."""
+        return self.settings.shard is not None and not self.cases and not self.fronts
+
     def finish(self, *, interrupted: bool) -> bool:
         """Write the results and the accepted baselines; False if something could not be written.
 
@@ -98,7 +103,8 @@ class Gate:
         """
         written = True
         outcomes = self.ordered()
-        if outcomes and self.settings.csv is not None:
+        # a merge wants to know of an empty shard that it ran
+        if (outcomes or self.is_empty_shard) and self.settings.csv is not None:
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
         if outcomes:
             written &= self._summarized(outcomes)
@@ -162,6 +168,9 @@ def prepare(config: pytest.Config) -> Gate:
     models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
     planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models)) if models else ()
     chosen = choose(planned, _take_node_ids(config, only_gate=settings.only_gate))
+    if settings.shard is not None:
+        ours = settings.shard.of(model.name for model in models)
+        chosen = tuple(each for each in chosen if each.model in ours)
     cases = tuple(each for each in chosen if each.label != FRONT)
     fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))

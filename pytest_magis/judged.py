@@ -16,7 +16,7 @@ from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.findings import Tolerances
 from pytest_magis.gate import Gate
-from pytest_magis.measure import check_with_magis, measure, runs_every_case
+from pytest_magis.measure import check_with_magis, measure, measure_again, runs_every_case
 from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.outputs.traces import write_trace
@@ -64,6 +64,8 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
             verdict = judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
         else:
             verdict = judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
+        if not verdict.passed:
+            measure_again(config, planned.case)
         # written from here: whole time lines are too much to hand from process to process
         trace = "" if settings.trace is None else str(write_trace(settings.trace, planned, result))
     except MagisError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
-from pytest_magis.options import read_profiles, read_sharing, wants_timelines
+from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
 
 if TYPE_CHECKING:
     from magis.api import Bench, Workload
@@ -23,6 +24,7 @@ __all__ = [
     "forget",
     "front_with_magis",
     "measure",
+    "measure_again",
     "recipe",
     "run_with_magis",
     "runs_every_case",
@@ -89,6 +91,12 @@ def run_with_magis(
         progress=progress,
         timelines=timelines,
     )
+
+
+def measure_again(config: pytest.Config, case: Case) -> None:
+    """Keep a red case's result no longer, so that it is measured again when it runs again."""
+    if _BENCH in config.stash:
+        config.stash[_BENCH].measure_again(case)
 
 
 def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
@@ -158,8 +166,27 @@ def _bench(config: pytest.Config) -> Bench:
     if _BENCH not in config.stash:
         processes, resume = read_sharing(config)
         file, folder = read_profiles(config)
-        config.stash[_BENCH] = Bench(processes=processes, resume=resume, profiles=Profiles(file, folder))
+        config.stash[_BENCH] = Bench(
+            processes=processes,
+            resume=resume,
+            profiles=Profiles(file, folder),
+            kept=_cache(config),
+            keep_results=read_cache(config) == "results",
+        )
     return config.stash[_BENCH]
+
+
+def _cache(config: pytest.Config) -> Path | None:
+    """A folder in pytest's cache; None where nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if cache is None or read_cache(config) == "none":
+        return None
+    try:
+        return cache.mkdir("magis")
+    except OSError as error:
+        text = f"nothing is kept for the next run: no folder in pytest's cache: {error.strerror or error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
 
 
 def devices() -> tuple[str, ...]:

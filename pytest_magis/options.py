@@ -16,6 +16,7 @@ import pytest
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
 from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
+from pytest_magis.shards import Shard
 from pytest_magis.strategies import Grid
 from pytest_magis.values import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.verdict import PERMISSIONS, Tolerances
@@ -25,6 +26,7 @@ __all__ = [
     "WORKER_AGAINST",
     "Settings",
     "anywhere",
+    "read_cache",
     "read_profiles",
     "read_settings",
     "read_sharing",
@@ -42,6 +44,9 @@ WORKER_AGAINST = "magis_against"
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
+CACHES = ("plans", "results", "none")
+BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
+"""Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Settings:
     resume: Path | None
     """Where finished pieces of searches are kept; None: nowhere."""
     tolerances: Tolerances
+    shard: Shard | None
+    """Which share of the models is run; None: all."""
     only_gate: bool
     """Models were named on the command line: without paths, nothing but the gate is collected."""
     given: tuple[tuple[str, str], ...]
@@ -96,12 +103,13 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         dtype=_dtype(_scalar(config, "dtype"), device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
-        budget=_whole("budget", _scalar(config, "budget"), least=1),
+        budget=_budget(_scalar(config, "budget")),
         seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
     )
     processes, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once
+    read_cache(config)
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
@@ -128,6 +136,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         processes=processes,
         resume=resume,
         tolerances=_tolerances(config),
+        shard=_shard(_scalar(config, "shard")),
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
@@ -155,6 +164,11 @@ def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
 def wants_timelines(config: pytest.Config) -> bool:
     """Whether anything is asked for that shows steps call by call."""
     return _scalar(config, "report") is not None or _scalar(config, "trace") is not None
+
+
+def read_cache(config: pytest.Config) -> str:
+    """What is kept for the next run: "plans", "results" (and plans) or "none"."""
+    return _choice("cache", _scalar(config, "cache"), CACHES) or CACHES[0]
 
 
 def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
@@ -212,6 +226,22 @@ def _number(name: str, text: str | None, wanted: str, accept: Callable[[float], 
 
 def _whole(name: str, text: str | None, *, least: int) -> int | None:
     return None if text is None else whole(BY_NAME[name].flag, text, least=least)
+
+
+def _budget(text: str | None) -> int | None:
+    if text in BUDGETS:
+        return BUDGETS[text]
+    try:
+        return _whole("budget", text, least=1)
+    except UsageError as error:
+        raise UsageError(str(error), hint=f"or name one: {', '.join(BUDGETS)}") from None
+
+
+def _shard(text: str | None) -> Shard | None:
+    try:
+        return None if text is None else Shard.read(text)
+    except ValueError:
+        raise UsageError(f"--magis-shard: {text!r} is not one such as 1/4 (the first of four)") from None
 
 
 def _tolerances(config: pytest.Config) -> Tolerances:

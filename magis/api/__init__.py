@@ -3,6 +3,7 @@
 from magis.api.bench import Bench, available_devices, check_device, check_profile, default_device
 from magis.api.cases import run_case
 from magis.api.check import check_case
+from magis.api.fitting import Fit, FitPoint, fit
 from magis.api.fronts import pareto
 from magis.api.pricing import FOLDER as PROFILES
 from magis.api.pricing import Profiles, profile_file
@@ -13,6 +14,8 @@ __all__ = [
     "PROFILES",
     "Bench",
     "Captured",
+    "Fit",
+    "FitPoint",
     "OptimizerSpec",
     "Profiles",
     "Workload",
@@ -22,6 +25,7 @@ __all__ = [
     "check_device",
     "check_profile",
     "default_device",
+    "fit",
     "pareto",
     "profile_file",
     "record_profile",

@@ -20,6 +20,7 @@ from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.models.names import is_factory
 from magis.models.registry import PRESETS, ModelSpec, get
+from magis.report.kept import Kept
 from magis.results import Case
 
 KEPT = 2
@@ -31,10 +32,23 @@ class Bench:
     """Keeps the last subjects, so that cases of one model capture and measure the original once.
 
     ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
-    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated.
+    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. In the folder
+    ``kept`` plans are kept from run to run and, with ``keep_results``, whole results: one of an unchanged step is then
+    handed back without running anything, and its note says so.
     """
 
-    def __init__(self, *, processes: int = 1, resume: Path | None = None, profiles: Profiles | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        processes: int = 1,
+        resume: Path | None = None,
+        profiles: Profiles | None = None,
+        kept: Path | None = None,
+        keep_results: bool = False,
+    ) -> None:
+        self.kept = None if kept is None else Kept(kept)
+        self.keeps_results = keep_results
+        self._results: dict[Case, str] = {}
         self._sharing = Sharing(processes, resume)
         self._profiles = profiles or Profiles()
         self._pricings: dict[tuple[str, str], Pricing] = {}
@@ -59,7 +73,7 @@ class Bench:
         """The subject of a source; ``what`` tells sources of one name apart."""
         key = (*what, source.dtype, source.device, source.seed)
         subject = self._subjects.pop(key, None) or Subject(
-            source, self._sharing, self.pricing(source.device, source.dtype)
+            source, self._sharing, self.pricing(source.device, source.dtype), self.kept
         )
         self._subjects[key] = subject
         while len(self._subjects) > KEPT:
@@ -69,6 +83,16 @@ class Bench:
     def forget(self) -> None:
         """Let go of all subjects, and of their tensors."""
         self._subjects.clear()
+
+    def remember(self, case: Case, key: str) -> None:
+        """Note under which key the result of a case is kept."""
+        self._results[case] = key
+
+    def measure_again(self, case: Case) -> None:
+        """Keep the result of a case no longer: it is to be measured again."""
+        key = self._results.pop(case, None)
+        if key is not None and self.kept is not None:
+            self.kept.drop(key)
 
     def pricing(self, device: str, dtype: str) -> Pricing:
         """The prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""

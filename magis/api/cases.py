@@ -20,6 +20,7 @@ from magis.api.alone import (
 )
 from magis.api.bench import Bench, Make
 from magis.api.insight import Replayed
+from magis.api.kept_results import KeptResults
 from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
@@ -67,9 +68,16 @@ def run_case(
     cannot be captured or run.
     """
     bench = cache if cache is not None else Bench()
-    run = CaseRun(case, bench.subject(case, make), progress, latency_bounds, timelines=timelines)
+    subject = bench.subject(case, make)
+    run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
+    keeps = bench.kept if bench.keeps_results and not timelines else None
     with collector_spared():
-        return run.result(planning_workspaces, expected_graph)
+        if keeps is None:
+            return run.result(planning_workspaces, expected_graph)
+        results = KeptResults(keeps, subject, case)
+        key = results.key(planning_workspaces, expected_graph, latency_bounds)
+        bench.remember(case, key)
+        return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from functools import partial
 
 from magis.api.dividing import Request, divided, worth_dividing
 from magis.api.fronts import best_on_front
+from magis.api.kept_plans import KeptPlans
 from magis.api.plans import Plan, Scratch, approached, attempts
 from magis.api.subject import Subject
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
@@ -39,11 +40,30 @@ def plan(
     seed: int,
     stored: Mapping[str, int] | None,
 ) -> Plan:
-    """Search under exactly one of the limits and realize the winner; ``stored`` as from ``planning_workspaces``."""
+    """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
+
+    Where the subject keeps plans, one that was kept stands for the search.
+    """
     started = time.perf_counter()
     goal = Goal(memory_limit, latency_limit_ns)
     scratch = Scratch(subject, stored)
     budget = DEFAULT_BUDGET if budget is None else budget
+    if subject.kept is None:
+        best = _searched(scratch, goal, budget, seconds, seed)
+    else:
+        plans = KeptPlans(subject.kept)
+        key = plans.key(subject, goal, budget, seed, stored)
+        known = plans.load(key, scratch, goal)
+        best = _searched(scratch, goal, budget, seconds, seed) if known is None else known
+        if known is None:
+            plans.save(key, best, scratch, goal)
+    return replace(best, seconds=time.perf_counter() - started)
+
+
+def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, seed: int) -> Plan:
+    """The best plan of all searches, without seconds."""
+    started = time.perf_counter()
+    subject = scratch.subject
 
     def over(share: float = 1.0) -> bool:
         return seconds is not None and time.perf_counter() - started >= share * seconds
@@ -63,7 +83,7 @@ def plan(
         )
     if worth_dividing(subject, goal, best):
         best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
-    return replace(best, seconds=time.perf_counter() - started)
+    return best
 
 
 def plan_whole(

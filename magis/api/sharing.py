@@ -21,7 +21,6 @@ from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +29,7 @@ import numpy as np
 
 from magis.errors import UsageError
 from magis.ir import digest
+from magis.report.code import code_digest
 from magis.report.files import write_bytes_atomically
 from magis.search.fronts import Cut, Finding, Findings, Work, findings
 from magis.search.judge import Over, Plan, never
@@ -146,11 +146,7 @@ def _key(work: Work) -> str:
     found = hashlib.sha256(f"{FORMAT} {digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts}".encode())
     for place in work.places:
         found.update(f"{place.at} {sorted(place.cuts.items())}".encode())
-    for name in ("numpy", "numba", "rustworkx"):
-        found.update(f"{name} {metadata.version(name)}".encode())
-    package = Path(__file__).parent.parent
-    for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package)}".encode() + path.read_bytes())
+    found.update(code_digest().encode())
     return found.hexdigest()[:24]
 
 

@@ -29,6 +29,7 @@ from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.fission.floor import Floor, floor
 from magis.ir import Graph, digest, every_op, verify
+from magis.report.kept import Kept
 from magis.results import Memory, Provenance
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import quickest
@@ -45,9 +46,12 @@ ALONE = Sharing()
 class Subject:
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
-    def __init__(self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED) -> None:
+    def __init__(
+        self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED, kept: Kept | None = None
+    ) -> None:
         self._asked = source
         self.pricing = pricing
+        self.kept = kept
         self._share = sharing if sharing.needed else None
         self.simulated_only = source.device.startswith("sim:")
         self.kind = "cpu" if source.device == "cpu" else "cuda"

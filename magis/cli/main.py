@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from magis.cli import profile
+from magis.cli import fit, merge, profile
 from magis.errors import MagisError, UsageError
 from magis.quiet import before_torch
 
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     profile.add(commands)
+    merge.add(commands)
+    fit.add(commands)
     try:
         asked = parser.parse_args(arguments)
         before_torch()

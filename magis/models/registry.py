@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -29,6 +30,7 @@ __all__ = [
     "ModelSpec",
     "UnknownModelError",
     "all_names",
+    "factory_default",
     "from_factory",
     "from_function",
     "get",
@@ -60,13 +62,13 @@ class ModelSpec:
     """The same at preset "paper"."""
 
 
-def get(name: str) -> ModelSpec:
-    """The model called `name`, registered or "package.module:factory".
+def get(name: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
+    """The model called `name`, registered or "package.module:factory"; `keywords` are for the factory.
 
     Raises UnknownModelError, naming the closest matches, and what `from_factory` raises.
     """
     if is_factory(name):
-        return from_factory(name)
+        return from_factory(name, keywords)
     check_name(name)
     plain = name.removeprefix("seed-")
     return ModelSpec(
@@ -77,14 +79,34 @@ def get(name: str) -> ModelSpec:
     )
 
 
-def from_factory(path: str) -> ModelSpec:
-    """The model that "package.module:factory" makes: a callable without arguments that returns a Workload,
-    or a tuple (module, inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3.
+def from_factory(path: str, keywords: Mapping[str, int] | None = None) -> ModelSpec:
+    """The model that "package.module:factory" makes: a callable without arguments (but for `keywords`) that returns a
+    Workload, or a tuple (module, inputs, targets, loss function), which is then trained with plain SGD, lr 1e-3.
 
     The module is imported at once, the factory called at each build. Raises UsageError in one line when the
     module cannot be imported, lacks the attribute, the attribute is not callable; at build, when it fails
     or returns anything else.
     """
+    build = partial(_build_factory, path, _factory(path), keywords or {})
+    return ModelSpec(name=path, variant="real", build=build, dtype="", paper_dtype="")
+
+
+def factory_default(path: str, keyword: str) -> int | None:
+    """The default of a factory's keyword; None where that is no whole number above 0. Raises UsageError where the
+    factory has no such keyword, and what `from_factory` raises."""
+    try:
+        parameters = inspect.signature(_factory(path)).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return None
+    if keyword not in parameters:
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            return None
+        raise UsageError(f"{path} takes no keyword {keyword!r}", hint=f"it takes {', '.join(parameters) or 'none'}")
+    default = parameters[keyword].default
+    return default if type(default) is int and default > 0 else None
+
+
+def _factory(path: str) -> Callable[..., object]:
     resolve([path])
     module_name, _, attribute = path.partition(":")
     try:
@@ -103,7 +125,8 @@ def from_factory(path: str) -> ModelSpec:
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{path}: {attribute} is a {type(found).__name__}, not a callable that returns a workload")
-    return ModelSpec(name=path, variant="real", build=partial(_build_factory, path, found), dtype="", paper_dtype="")
+    factory: Callable[..., object] = found
+    return factory
 
 
 def from_function(name: str, function: Callable[[], object], optimizer: object = None) -> Callable[[int], Workload]:
@@ -130,13 +153,19 @@ def _build(name: str, preset: str, seed: int) -> Workload:
     return recipe(name, preset)(seed)
 
 
-def _build_factory(path: str, factory: Callable[[], object], preset: str, seed: int) -> Workload:  # noqa: ARG001
+def _build_factory(
+    path: str,
+    factory: Callable[..., object],
+    keywords: Mapping[str, int],
+    preset: str,  # noqa: ARG001
+    seed: int,
+) -> Workload:
     from magis.models.batches import seeded
     from magis.models.custom import as_workload
 
     with seeded(seed):
         try:
-            made = factory()
+            made = factory(**keywords)
         except MagisError:
             raise
         except SystemExit as error:

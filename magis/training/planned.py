@@ -9,21 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from magis.api.foreign import foreign_operator
 from magis.api.planning import Plan, plan
 from magis.api.source import Source
 from magis.api.subject import Subject
-from magis.aten.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
-from magis.cost.families import FAMILIES, name_of
 from magis.errors import UsageError
-from magis.ir import Graph, every_op
+from magis.ir import Graph
 from magis.units import format_bytes, format_milliseconds, share_of
 
 __all__ = ["Limits", "Planned", "Report", "planned"]
 
-FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
-"""What operators of a step turn into."""
 AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
 
 
@@ -138,11 +135,9 @@ def planned(
 
 def _check_operators(graph: Graph, step: Graph) -> None:
     """A graph from a file may hold operators of the step that it is for, and what plans make of them; UsageError."""
-    own = {op.target for op, _ in every_op(step)}
-    for op, _ in every_op(graph):
-        plain = op.target.startswith("aten.") and name_of(op.target) in FAMILIES
-        if not (op.target in own or op.target in FORMS or plain or op.target.startswith("magis.")):
-            raise UsageError(f"the saved plan holds {op.target}, which its step has not", hint="optimize again")
+    target = foreign_operator(graph, step)
+    if target is not None:
+        raise UsageError(f"the saved plan holds {target}, which its step has not", hint="optimize again")
 
 
 def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str) -> Report:

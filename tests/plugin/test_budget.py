@@ -12,7 +12,10 @@ def test_bad_budgets_are_refused(gate, given):
 
 def test_the_ini_file_is_checked_too(gate, workers):
     message = gate.refuses("--magis-models=bert", "-o", "magis_budget=0", workers=workers)
-    assert message == "ERROR: --magis-budget: '0' is not a whole number that is at least 1"
+    assert (
+        message
+        == "ERROR: --magis-budget: '0' is not a whole number that is at least 1; or name one: quick, default, thorough"
+    )
 
 
 def test_another_budget_is_another_case(gate, workers):
@@ -26,3 +29,21 @@ def test_another_budget_is_another_case(gate, workers):
     assert sorted(cases) == sorted(
         ["eager"] + [f"magis-mem{ratio}{budget}" for ratio in (0.6, 0.8) for budget in ("", " budget=50")]
     )
+
+
+def test_names_stand_for_numbers(gate):
+    gate.accept("--magis-models=bert", "--magis-strategies=magis", "--magis-budget=quick")
+    gate.accept("--magis-models=bert", "--magis-strategies=magis", "--magis-budget=thorough")
+    cases = gate.baseline()["configurations"]["small"]["cases"]
+    assert {name.partition(" ")[2] for name in cases} == {"budget=3000", "budget=300000"}
+
+
+def test_the_default_by_name_is_the_same_case_as_without(gate, workers):
+    gate.accept("--magis-models=bert")
+    gate("--magis-models=bert", "--magis-budget=default", workers=workers).assert_outcomes(passed=3)
+
+
+@pytest.mark.parametrize("given", ["Quick", "fast", "thorough,quick"])
+def test_unknown_names_are_told_the_known_ones(gate, given):
+    message = gate.refuses("--magis-models=bert", f"--magis-budget={given}")
+    assert message.endswith("; or name one: quick, default, thorough")

@@ -1,0 +1,115 @@
+"""Whole results kept from run to run: of an unchanged step, on the same device, nothing is run again.
+
+Asked for by name alone, since a latency that was measured some day then stands for one of today. A result says in its
+note of which day it is. Its file is trusted as far as its checksum goes, and for the figures that the captured step
+gives without running anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from magis.api.subject import Subject
+from magis.backend.measure import device_identity
+from magis.errors import MagisError
+from magis.ir import digest
+from magis.report.kept import UNSOUND, Kept
+from magis.report.plain import from_plain, to_plain
+from magis.results import Case, CaseResult, Memory
+
+__all__ = ["KeptResults"]
+
+FORMAT = 1
+MOST = float(1 << 62)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptResults:
+    """The results of one case in a folder."""
+
+    kept: Kept
+    subject: Subject
+    case: Case
+
+    def key(self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float]) -> str:
+        """What a result depends on: the case, its captured step with eager's lifetimes, the device and its prices, and
+        what a baseline hands back."""
+        captured = self.subject.captured
+        wrapped = digest(self.subject.checkpointed.graph) if self.case.strategy == "checkpoint" else ""
+        return self.kept.key(
+            "result",
+            FORMAT,
+            dataclasses.replace(self.case, seconds=None),
+            self.subject.digest,
+            sorted(captured.deaths.items()),
+            (captured.numbers, captured.dtype, captured.rule),
+            wrapped,
+            (self.subject.roofline, self.subject.pricing.digest),
+            sorted(device_identity(self.case.device).items()),
+            self.subject.runs,
+            None if workspaces is None else sorted(workspaces.items()),
+            (expected_graph, tuple(bounds)),
+        )
+
+    def load(self, key: str) -> CaseResult | None:
+        """The result under the key, whose note says of which day it is."""
+        return self.kept.load(key, self._read)
+
+    def save(self, key: str, result: CaseResult) -> CaseResult:
+        """Keep a result, unless it depends on the moment: it did not fit into memory, or a cap in seconds ended it.
+        Returns the result."""
+        if result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
+            return result
+        day = dt.datetime.now(tz=dt.UTC).date().isoformat()
+        text = json.dumps({"day": day, "result": to_plain(result)}, sort_keys=True)
+        with suppress(*UNSOUND):
+            self._read(text)
+            self.kept.save(key, text)
+        return result
+
+    def _read(self, text: str) -> CaseResult:
+        """The result of a text. Raises one of ``UNSOUND`` for one that is not sound, or of another case."""
+        data = json.loads(text, parse_constant=_refuse)
+        result, day = from_plain(data["result"]), dt.date.fromisoformat(data["day"])
+        if any(not 0 <= number <= MOST for number in _numbers(data["result"])):
+            raise MagisError("a figure is below 0 or beyond all bounds")
+        self._check(result)
+        note = f"from the cache of {day.isoformat()}: unchanged"
+        return dataclasses.replace(result, case=self.case, note=note)
+
+    def _check(self, result: CaseResult) -> None:
+        subject, graph = self.subject, self.subject.captured.graph
+        asked = dataclasses.replace(self.case, seconds=None)
+        tensors = subject.original_with({}).tensor_bytes
+        expected = (asked, subject.digest, graph.persistent_bytes(), subject.weight_bytes, tensors)
+        original = result.original.simulated.tensor_bytes
+        case = dataclasses.replace(result.case, seconds=None)
+        if (case, result.graph_digest, result.persistent_bytes, result.weight_bytes, original) != expected:
+            raise MagisError("it is of another case")
+        steps = (result.original, result.optimized)
+        for memory in (each for step in steps for each in (step.simulated, step.measured) if each is not None):
+            _check_memory(memory, result.persistent_bytes)
+
+
+def _check_memory(memory: Memory, persistent: int) -> None:
+    if not persistent <= memory.tensor_bytes <= memory.peak_bytes:
+        raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
+
+
+def _numbers(data: Any) -> Iterator[float]:
+    """Every number in nested dictionaries, in which other containers do not occur."""
+    for item in data.values() if isinstance(data, dict) else ():
+        if isinstance(item, (int, float)):
+            yield item if math.isfinite(item) else math.inf
+        else:
+            yield from _numbers(item)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise MagisError(f"a figure is {text}")

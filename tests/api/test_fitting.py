@@ -1,0 +1,152 @@
+"""`magis.fit` against a look at every size."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+
+import magis
+from magis.api.bench import Bench
+from magis.api.fitting import Fit, _at_size, fit
+from magis.api.planning import plan
+from magis.api.source import Source
+from magis.api.subject import Subject
+from magis.errors import CaptureError, UsageError
+from magis.models.registry import get
+from magis.results import Case
+
+STACK, NORMED, TOKENS = (f"tests.api.fit_nets:{name}" for name in ("stack", "normed", "tokens"))
+DEVICE = "sim:rtx3090"
+MOST = 24
+
+
+def at(model: str, size: int, dim: int = 0) -> Subject:
+    make = partial(_at_size, get(model).build, "small", dim, size)
+    return Subject(Source(model, make, "", DEVICE, 0))
+
+
+def eager_peaks(model: str, most: int, dim: int = 0) -> dict[int, int]:
+    """Eager's peak at every size that the model takes."""
+    found = {}
+    for size in range(1, most + 1):
+        try:
+            found[size] = at(model, size, dim).original.peak_bytes
+        except CaptureError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[int, int]:
+    return eager_peaks(STACK, MOST)
+
+
+@pytest.mark.parametrize("size", [1, 19])
+@pytest.mark.parametrize("short", [0, 1])
+def test_eager_is_exact(peaks: dict[int, int], size: int, short: int) -> None:
+    limit = peaks[size] - short
+    found = fit(STACK, memory_limit=limit, device=DEVICE, budget=20, precision=0.5, most=MOST)
+    expected = max((each for each, peak in peaks.items() if peak <= limit), default=None)
+    assert (found.eager.size if found.eager else None) == expected
+    assert found.is_monotone
+    if found.eager is not None:
+        assert found.eager.peak_bytes == peaks[found.eager.size] <= limit
+    if found.magis is not None:
+        assert found.magis.peak_bytes <= limit
+
+
+def test_the_optimized_size_is_that_of_searching_at_every_size(peaks: dict[int, int]) -> None:
+    limit = peaks[8]
+    found = fit(STACK, memory_limit=limit, device=DEVICE, budget=100, precision=0.0, most=MOST)
+    feasible = []
+    for size in range(1, MOST + 1):
+        planned = plan(
+            at(STACK, size), memory_limit=limit, latency_limit_ns=None, budget=100, seconds=None, seed=0, stored=None
+        )
+        feasible += [size] if planned.feasible else []
+    assert feasible == list(range(1, len(feasible) + 1))  # else bisection could not promise it
+    assert found.eager is not None
+    assert found.magis is not None
+    assert found.bound is not None
+    assert found.eager.size < found.magis.size == feasible[-1] <= found.bound
+    assert found.magis.latency_ratio >= 1.0
+
+
+def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> None:
+    sizes = []
+    for ratio in (None, 1.000001):
+        found = fit(STACK, memory_limit=peaks[8], device=DEVICE, budget=100, latency_ratio=ratio, most=MOST)
+        assert found.magis is not None
+        assert ratio is None or found.magis.latency_ratio <= ratio
+        sizes.append(found.magis.size)
+    assert sizes[0] >= sizes[1] >= 8
+
+
+def test_a_keyword_finds_what_resizing_finds(peaks: dict[int, int]) -> None:
+    asked = partial(fit, STACK, memory_limit=peaks[10], device=DEVICE, budget=20, most=16)
+    resized, keyword = asked(), asked(keyword="batch_size")
+    assert (resized.what, keyword.what) == ("dimension 0", "batch_size")
+    assert dataclasses.replace(keyword, what="dimension 0") == resized
+
+
+def test_sizes_that_the_model_does_not_take_do_not_fit() -> None:
+    sizes = eager_peaks(NORMED, 6)
+    assert min(sizes) == 2  # batch statistics of one row
+    found = fit(NORMED, memory_limit=sizes[2], device=DEVICE, budget=10, most=6)
+    assert found.eager is not None
+    assert found.eager.size == 2
+
+
+def test_a_sequence_grows_until_the_model_refuses() -> None:
+    found = fit(TOKENS, memory_limit="1 GiB", device=DEVICE, dim=1, budget=10)
+    assert found.eager is not None
+    assert found.magis is not None
+    assert (found.eager.size, found.magis.size, found.bound) == (24, 24, 24)
+    assert "positions" not in found.refused
+    assert "24" in found.refused
+
+
+def test_nothing_fits_below_what_stays() -> None:
+    found = magis.fit(STACK, memory_limit="1 KiB", device=DEVICE, budget=10)
+    assert (found.eager, found.magis, found.bound) == (None, None, None)
+
+
+def test_answers_are_measured_where_that_is_asked_for() -> None:
+    found = fit(STACK, memory_limit="64 KiB", device="cpu", budget=20, precision=0.5, most=16, run=True)
+    assert isinstance(found, Fit)
+    for point in (found.eager, found.magis):
+        assert point is not None
+        assert point.measured_bytes == point.peak_bytes <= found.limit_bytes
+
+
+@pytest.mark.soak
+def test_a_registered_network_is_resized() -> None:
+    own = Bench().subject(Case("mlp", "magis", DEVICE, "small")).original.peak_bytes
+    found = fit("mlp", memory_limit=own, device=DEVICE, preset="small", budget=10, precision=0.5, most=5000)
+    assert found.eager is not None
+    assert found.eager.size == 4096
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"memory_limit": "8 G"}, "not an amount of memory: '8 G'"),
+        ({"memory_limit": 0}, "the memory limit is 0"),
+        ({"dim": -1}, "the dimension is -1"),
+        ({"dim": 3}, "has nothing along dimension 3"),
+        ({"latency_ratio": 0.9}, "the latency ratio is 0.9"),
+        ({"latency_ratio": float("nan")}, "the latency ratio is nan"),
+        ({"most": 0}, "the largest size is 0"),
+        ({"precision": 1.0}, "the precision is 1.0"),
+        ({"budget": 0}, "the budget is 0"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"keyword": "batch"}, "takes no keyword 'batch'; it takes batch_size"),
+        ({"model": "bert", "keyword": "batch_size"}, "bert takes no keyword 'batch_size'; leave it out"),
+        ({"model": "brt"}, "unknown model 'brt'"),
+    ],
+)
+def test_mistakes_are_one_line(asked: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said.replace("(", r"\(")):
+        fit(**{"model": STACK, "memory_limit": "1 MiB", "device": DEVICE} | asked)  # type: ignore[arg-type]

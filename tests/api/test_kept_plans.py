@@ -1,0 +1,249 @@
+"""Plans kept from run to run: the result of a search without the search, and never a plan that is not one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from magis.api import planning
+from magis.api.bench import Bench
+from magis.api.cases import CaseRun, run_case
+from magis.api.kept_plans import KeptPlans
+from magis.api.plans import Plan, Scratch
+from magis.api.subject import Subject
+from magis.ir import digest, dump
+from magis.report.kept import Kept
+from magis.results import Case, CaseResult
+from magis.search.judge import Goal
+
+BLOCKS = "tests.api.nets:blocks"
+CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=6)
+GPU = dataclasses.replace(CPU, device="sim:rtx3090")
+LATENCY = dataclasses.replace(GPU, memory_ratio=None, latency_ratio=1.1)
+
+
+@pytest.fixture
+def unsearched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, a search is an error."""
+
+    def searched(*_args: object) -> Plan:
+        raise AssertionError("searched again")
+
+    return lambda: monkeypatch.setattr(planning, "_searched", searched)
+
+
+def timeless(result: CaseResult) -> CaseResult:
+    """Without what a clock said."""
+    steps = {
+        name: dataclasses.replace(getattr(result, name), measured_ms=None, spread_ms=None)
+        for name in ("original", "optimized")
+    }
+    return dataclasses.replace(result, ratio=None, search=dataclasses.replace(result.search, seconds=0.0), **steps)
+
+
+@pytest.mark.parametrize("case", [CPU, GPU, LATENCY], ids=["cpu", "sim", "latency"])
+def test_a_kept_plan_gives_the_result_of_the_search(case: Case, tmp_path: Path, unsearched: Callable[[], None]) -> None:
+    first = run_case(case, cache=Bench(kept=tmp_path))
+    unsearched()
+    again = run_case(case, cache=Bench(kept=tmp_path))
+    assert timeless(first) == timeless(again)
+    assert again.search.states > 1
+    assert again.numbers in ("bit-identical", "not run")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"budget": 301}, {"seed": 1}, {"memory_ratio": 0.71}, {"device": "sim:v100"}, {"dtype": "bfloat16"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_a_search_depends_on_is_in_the_key(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_case(GPU, cache=Bench(kept=tmp_path))
+    before = set(tmp_path.iterdir())
+    run_case(dataclasses.replace(GPU, **change), cache=Bench(kept=tmp_path))
+    assert len(set(tmp_path.iterdir()) - before) == 1
+
+
+def test_other_code_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_case(GPU, cache=Bench(kept=tmp_path))
+    monkeypatch.setattr("magis.report.kept.code_digest", lambda *_further: "other code")
+    run_case(GPU, cache=Bench(kept=tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_search_that_seconds_ended_is_not_kept(tmp_path: Path) -> None:
+    case = dataclasses.replace(GPU, budget=None, seconds=1e-6)
+    assert run_case(case, cache=Bench(kept=tmp_path)).search.stopped_by_seconds
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- entries that are not what they seem -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shelf:
+    """One kept plan, and how to read a changed one."""
+
+    plans: KeptPlans
+    kept: Kept
+    key: str
+    scratch: Scratch
+    goal: Goal
+    text: str
+
+    def load(self, text: str) -> Plan | None:
+        self.kept.save(self.key, text)  # with its checksum
+        return self.plans.load(self.key, self.scratch, self.goal)
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Bench().subject(GPU)
+
+
+@pytest.fixture
+def shelf(subject: Subject, tmp_path: Path) -> Shelf:
+    kept = Kept(tmp_path)
+    plans, scratch = KeptPlans(kept), Scratch(subject, None)
+    goal = Goal(memory_limit=int(0.7 * subject.original.peak_bytes))
+    key = plans.key(subject, goal, 300, 0, None)
+    found = planning._searched(scratch, goal, 300, None, 0)
+    plans.save(key, found, scratch, goal)
+    text: list[str] = []
+    kept.load(key, text.append)
+    return Shelf(plans, kept, key, scratch, goal, text[0])
+
+
+def figures(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
+    def changed(text: str) -> str:
+        head, _, body = text.partition("\n")
+        found = json.loads(head)
+        change(found)
+        return f"{json.dumps(found)}\n{body}"
+
+    return changed
+
+
+def set_to(name: str, value: object) -> Callable[[str], str]:
+    return figures(lambda found: found.update({name: value}))
+
+
+HOSTILE: dict[str, Callable[[str], str]] = {
+    "a lower peak": figures(lambda found: found["planned"].update(peak_bytes=1000)),
+    "fewer tensors": figures(lambda found: found["planned"].update(tensor_bytes=0)),
+    "no peak": set_to("planned", None),
+    "a list of peaks": set_to("planned", [1, 2]),
+    "quicker": figures(lambda found: found.update(latency_ns=found["latency_ns"] - 1)),
+    "never": set_to("latency_ns", 10**40),
+    "not a number": set_to("latency_ns", float("nan")),
+    "infinite": set_to("states", float("inf")),
+    "half a state": set_to("states", 1.5),
+    "fewer than none": set_to("swapped_bytes", -1),
+    "true": set_to("recomputed_ops", True),
+    "keeps no limit": set_to("feasible", False),
+    "perhaps": set_to("feasible", "yes"),
+    "words that are none": set_to("fission", 3),
+    "a further figure": set_to("__class__", "os.system"),
+    "digits without end": lambda text: '{"states": ' + "9" * 100_000 + "}\n" + text.partition("\n")[2],
+    "deep": lambda text: "[" * 100_000 + "\n" + text.partition("\n")[2],
+    "no graph": lambda text: text.partition("\n")[0] + "\n",
+    "half a graph": lambda text: text[: len(text) // 2],
+    "an operator of its own": lambda text: text.replace("aten.mm.default", "evil.run.default"),
+    "a file": lambda text: text.replace("aten.mm.default", "aten.from_file.default"),
+    "large": lambda text: text.replace("temporary", "temporary 9", 1),
+    "no versions": lambda text: re.sub(r"(reads \d+):\d+", r"\1:77", text, count=1),
+    "nothing": lambda _text: "",
+    "lists in lists": lambda text: text.replace("op ", "op 0 %1 = aten.mm.default(" + "[" * 10_000 + "\nop ", 1),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_entry_that_is_no_plan_of_the_step_is_one_warning(shelf: Shelf, name: str) -> None:
+    changed = HOSTILE[name](shelf.text)
+    assert changed != shelf.text
+    with pytest.warns(RuntimeWarning, match="is not used, and made again") as said:
+        assert shelf.load(changed) is None
+    assert len(said) == 1
+    assert list(shelf.kept.folder.iterdir()) == []
+
+
+def test_the_unchanged_text_is_taken(shelf: Shelf) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = shelf.load(shelf.text)
+    assert found is not None
+    assert dump(found.graph) == shelf.text.partition("\n")[2]
+
+
+def test_a_plan_of_another_step_is_none(shelf: Shelf, tmp_path: Path) -> None:
+    other = Bench().subject(dataclasses.replace(GPU, model="tests.api.nets:projected"))
+    scratch = Scratch(other, None)
+    assert digest(other.captured.graph) != shelf.scratch.subject.digest
+    shelf.kept.save("plan-other", shelf.text)
+    with pytest.warns(RuntimeWarning, match="made again"):
+        assert shelf.plans.load("plan-other", scratch, shelf.goal) is None
+
+
+# --- whole results -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["eager", "magis", "checkpoint"])
+def test_a_kept_result_is_handed_back_and_says_so(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = dataclasses.replace(CPU if strategy == "eager" else GPU, strategy=strategy)
+    if strategy != "magis":
+        case = dataclasses.replace(case, memory_ratio=None)
+    first = run_case(case, cache=Bench(kept=tmp_path, keep_results=True))
+    monkeypatch.setattr(CaseRun, "result", None)  # from here on nothing can run
+    again = run_case(case, cache=Bench(kept=tmp_path, keep_results=True))
+    assert again.note.startswith("from the cache of 20")
+    assert again.note.endswith(": unchanged")
+    assert dataclasses.replace(again, note="") == first
+
+
+def test_a_forgotten_result_is_measured_again(tmp_path: Path) -> None:
+    bench = Bench(kept=tmp_path, keep_results=True)
+    run_case(GPU, cache=bench)
+    bench.measure_again(GPU)
+    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
+
+
+def test_other_bounds_of_the_verdict_are_another_result(tmp_path: Path) -> None:
+    run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
+    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True), latency_bounds=(1.1,)).note == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result: result["original"]["simulated"].update(tensor_bytes=5),
+        lambda result: result["optimized"]["simulated"].update(peak_bytes=5),
+        lambda result: result["case"].update(model="bert"),
+        lambda result: result.update(graph_digest="0"),
+        lambda result: result.update(lower_bound_bytes=-1),
+        lambda result: result.update(weight_bytes=10**30),
+        lambda result: result["optimized"].update(simulated_ms=float("nan")),
+        lambda result: result.update(numbers=7),
+        lambda result: result.update(more=7),
+    ],
+)
+def test_a_result_of_another_case_is_one_warning(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    bench = Bench(kept=tmp_path, keep_results=True)
+    first = run_case(GPU, cache=bench)
+    (path,) = (path for path in tmp_path.iterdir() if path.name.startswith("result-"))
+    data = json.loads(path.read_text().partition("\n")[2])
+    change(data["result"])
+    Kept(tmp_path).save(path.stem, json.dumps(data))
+    with pytest.warns(RuntimeWarning, match="made again") as said:
+        again = run_case(GPU, cache=bench)
+    assert len(said) == 1
+    assert timeless(again) == timeless(first)

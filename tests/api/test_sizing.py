@@ -1,0 +1,60 @@
+"""The largest size: bisection against a look at every size, and batches resized."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.api.sizing import extent, largest, resized
+from magis.capture import OptimizerSpec, Workload
+from magis.capture.fakes import fake_tensors
+from magis.errors import UsageError
+
+
+@given(st.integers(0, 200), st.integers(1, 300), st.integers(1, 250))
+def test_the_answer_is_that_of_looking_at_every_size(limit: int, start: int, most: int) -> None:
+    asked: list[int] = []
+
+    def fits(size: int) -> bool:
+        assert 1 <= size <= most
+        asked.append(size)
+        return size <= limit
+
+    assert largest(fits, start, most) == (min(limit, most) or None)
+    assert len(asked) == len(set(asked)) <= 20
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.floats(0.0, 0.5))
+def test_a_coarser_answer_fits_and_is_as_close_as_promised(limit: int, start: int, precision: float) -> None:
+    found = largest(lambda size: size <= limit, start, 1 << 20, precision=precision)
+    assert found is not None
+    assert found <= limit <= found + max(1.0, precision * found)
+
+
+def work(*shapes: tuple[int, ...]) -> Workload:
+    tensors = tuple(torch.arange(torch.Size(shape).numel()).reshape(shape) for shape in shapes)
+    inputs, targets = tensors[:-1], tensors[-1:]
+    return Workload("net", torch.nn.Identity(), inputs, targets, torch.sum, OptimizerSpec("sgd"))
+
+
+def test_what_shares_the_extent_is_resized_and_rows_repeat() -> None:
+    found = resized(work((2, 3), (5, 2), (2,)), 0, 5)
+    assert found.inputs[0].tolist() == [[0, 1, 2], [3, 4, 5], [0, 1, 2], [3, 4, 5], [0, 1, 2]]
+    assert found.inputs[1].shape == (5, 2)
+    assert found.targets[0].tolist() == [0, 1, 0, 1, 0]
+    across = resized(work((2, 3), (2, 3), (2,)), 1, 1)
+    assert [tuple(t.shape) for t in (*across.inputs, *across.targets)] == [(2, 1), (2, 1), (2,)]
+
+
+def test_fake_batches_are_resized_without_memory() -> None:
+    with fake_tensors():
+        found = resized(work((2, 3), (2,)), 0, 1 << 40)
+    assert found.inputs[0].shape == (1 << 40, 3)
+
+
+@pytest.mark.parametrize(("shapes", "dim"), [(((2, 3), (2,)), 2), (((0, 3), (0,)), 0), (((2,),), 0)])
+def test_a_batch_without_that_dimension_is_refused(shapes: tuple[tuple[int, ...], ...], dim: int) -> None:
+    with pytest.raises(UsageError, match=f"has nothing along dimension {dim}"):
+        extent(work(*shapes), dim)
