@@ -12,6 +12,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.report import thinned_timelines
+from magis.results import CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.findings import Tolerances
@@ -67,7 +68,7 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         if not verdict.passed:
             measure_again(config, planned.case)
         # written from here: whole time lines are too much to hand from process to process
-        trace = "" if settings.trace is None else str(write_trace(settings.trace, planned, result))
+        trace = _traced(settings.trace, planned, result)
     except MagisError as error:
         yield failed(str(error))
     except Exception as error:
@@ -76,6 +77,11 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
         yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+
+
+def _traced(folder: Path | None, planned: PlannedCase, result: CaseResult) -> str:
+    """The file that the time lines were written to; empty where none are asked for, or the core has none."""
+    return "" if folder is None or result.timelines is None else str(write_trace(folder, planned, result))
 
 
 def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:

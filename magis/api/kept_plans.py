@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from magis.analysis.hazards import is_pure_view
 from magis.api.foreign import foreign_operator
+from magis.api.lines import lines_of, packed, with_lines
 from magis.api.plans import Plan, Scratch
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
@@ -28,7 +29,7 @@ from magis.simulate.compile import GENERATOR_NS
 
 __all__ = ["KeptPlans"]
 
-FORMAT = 1
+FORMAT = 2
 MOST = 1 << 62
 """Of any figure: bytes and nanoseconds are 64 bits."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
@@ -63,7 +64,7 @@ class KeptPlans:
         """Keep a plan, if it reads back as it is."""
         if plan.stopped_by_seconds:
             return
-        text = _text(plan)
+        text = _text(plan, scratch.subject.captured.graph)
         try:
             again = _read(text, scratch, goal)
         except UNSOUND:
@@ -73,7 +74,8 @@ class KeptPlans:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    return digest(one.graph) == digest(other.graph) and _figures(one) == _figures(other)
+    same = digest(one.graph) == digest(other.graph) and lines_of(one.graph) == lines_of(other.graph)
+    return same and _figures(one) == _figures(other)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -81,18 +83,20 @@ def _figures(plan: Plan) -> dict[str, Any]:
     return found | {"planned": asdict(plan.planned), "workspaces": dict(plan.workspaces)}
 
 
-def _text(plan: Plan) -> str:
-    return f"{json.dumps(_figures(plan), sort_keys=True)}\n{dump(plan.graph)}"
+def _text(plan: Plan, step: Graph) -> str:
+    figures = _figures(plan) | {"lines": packed(plan.graph, step)}
+    return f"{json.dumps(figures, sort_keys=True)}\n{dump(plan.graph)}"
 
 
 def _read(text: str, scratch: Scratch, goal: Goal) -> Plan:
     """The plan of a text. Raises one of ``UNSOUND`` for one that is not sound, or not of this step and goal."""
     head, _, body = text.partition("\n")
     given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
-    if not isinstance(given, dict) or given.keys() != set(FIGURES):
+    if not isinstance(given, dict) or given.keys() != {*FIGURES, "lines"}:
         raise MagisError("it has other figures than a plan")
     graph = parse(body)
     _check_graph(graph, scratch.subject)
+    graph = with_lines(graph, scratch.subject.captured.graph, given.pop("lines"))
     figures = _checked(given)
     found = Plan(graph=graph, seconds=0.0, stopped_by_seconds=False, **figures)
     _check_figures(found, scratch, goal)

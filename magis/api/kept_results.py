@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from magis.api.lines import lines_of
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
 from magis.errors import MagisError
@@ -50,6 +51,7 @@ class KeptResults:
             sorted(captured.deaths.items()),
             (captured.numbers, captured.dtype, captured.rule),
             wrapped,
+            tuple(lines_of(captured.graph)),  # which a result shows
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from magis.api import planning
+from magis.api import lines, planning
 from magis.api.bench import Bench
 from magis.api.cases import CaseRun, run_case
 from magis.api.kept_plans import KeptPlans
 from magis.api.plans import Plan, Scratch
 from magis.api.subject import Subject
+from magis.errors import MagisError
 from magis.ir import digest, dump
 from magis.report.kept import Kept
 from magis.results import Case, CaseResult
@@ -247,3 +248,29 @@ def test_a_result_of_another_case_is_one_warning(change: Callable[[dict[str, Any
         again = run_case(GPU, cache=bench)
     assert len(said) == 1
     assert timeless(again) == timeless(first)
+
+
+def test_lines_of_code_move_with_the_step() -> None:
+    """An edit above the model moves its lines; the plan is the same, and names the new ones."""
+
+    def moved(graph: Any, by: int) -> Any:
+        ops = tuple(
+            dataclasses.replace(op, line=f"net.py:{int(op.line.rpartition(':')[2] or 0) + by}") for op in graph.ops
+        )
+        return dataclasses.replace(graph, ops=ops)
+
+    bench = Bench()
+    run = CaseRun(GPU, bench.subject(GPU))
+    run.result(None, None)
+    step = bench.subject(GPU).captured.graph
+    assert run.graph is not None
+    assert len(set(lines.lines_of(step))) > 2
+    kept = json.loads(json.dumps(lines.packed(run.graph, step)))
+    assert lines.lines_of(lines.with_lines(run.graph, step, kept)) == lines.lines_of(run.graph)
+    before, after = moved(step, 0), moved(step, 7)
+    kept = lines.packed(moved(run.graph, 0), before)
+    there = lines.lines_of(lines.with_lines(run.graph, after, kept))
+    assert there == lines.lines_of(moved(run.graph, 7))
+    for wrong in ({}, {**kept, "step": kept["step"][1:]}, {**kept, "plan": [-1]}, {**kept, "names": ["x" * 1000]}):
+        with pytest.raises((MagisError, LookupError)):
+            lines.with_lines(run.graph, step, wrong)

@@ -100,9 +100,9 @@ def test_a_pipe_gets_no_progress(gate):
     gate.extend_conftest(
         "old = pytest_magis_run_case\n"
         "@pytest.hookimpl(tryfirst=True)\n"
-        "def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress):\n"
+        "def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress, timelines):\n"
         "    if progress is not None: raise UsageError('progress')\n"
-        "    return old(case, config, planning_workspaces, expected_graph, progress)\n"
+        "    return old(case, config, planning_workspaces, expected_graph, progress, timelines)\n"
     )
     result = gate.in_subprocess("--magis-models=bert", "--magis-update=new")
     result.assert_outcomes(passed=3)
