@@ -11,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.sampled import is_left_to_soak
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # A test run must not depend on luck: examples come from a fixed seed. `make soak` draws fresh ones, and more.
@@ -34,6 +36,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
                 item.add_marker(pytest.mark.soak)
+    for item in items:
+        if is_left_to_soak(item.nodeid):
+            item.add_marker(pytest.mark.soak)
     if "soak" not in config.option.markexpr:
         soak = [item for item in items if item.get_closest_marker("soak")]
         if soak:

@@ -21,6 +21,7 @@ from packaging.utils import canonicalize_name
 
 import magis
 from tests.layering import LAYERS
+from tests.sampled import LEFT_TO_SOAK, is_left_to_soak
 
 OPTION = re.compile(r"--magis-[a-z-]+")
 
@@ -248,3 +249,13 @@ def test_what_runs_leave_behind_is_ignored_and_baselines_are_not(repository: Pat
     if done.returncode == 128:
         pytest.skip("not a git working tree")
     assert done.stdout.split() == paths[:3]
+
+
+def test_what_is_left_to_soak_exists(repository: Path) -> None:
+    """A test that was renamed would be back in the default run, unnoticed."""
+    for pattern in LEFT_TO_SOAK:
+        file, _, name = pattern.partition("::")
+        function = name.partition("[")[0]
+        assert re.search(rf"^def {function}\(", (repository / file).read_text(encoding="utf-8"), re.MULTILINE), pattern
+    assert is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[unet-0-0]@group")
+    assert not is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[bert-0-0]")

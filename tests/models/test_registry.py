@@ -103,8 +103,8 @@ def test_factories_that_cannot_be_found(path: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ("no_tuple", "the factory returned a int; return a magis.models.workload.Workload or"),
-        ("short", "the factory returned a tuple of 2; return"),
+        ("no_tuple", "the factory returned a int; return a magis.api.Workload, (module, inputs, targets, loss_fn), "),
+        ("short", "a batch of a Tensor; pass (inputs, targets)"),
         ("no_module", "the module is a str, not an nn.Module"),
         ("no_tensors", "inputs hold a int, not only tensors"),
         ("no_loss", "the loss function is a str, not callable"),
