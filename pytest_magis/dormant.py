@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,17 @@ class Dormant:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
+        """A module that names the mark or the fixture may load torch, which has to be prepared for being timed."""
+        if "torch" in sys.modules:
+            return
+        with suppress(OSError):  # the collector says better what is wrong
+            if MARK.encode() in module_path.read_bytes():
+                from magis.quiet import before_torch
+
+                before_torch()
 
     @pytest.hookimpl(trylast=True)  # the test's own parameters come first in its node id
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

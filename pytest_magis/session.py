@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,23 @@ if TYPE_CHECKING:
 
 __all__ = ["GateSession", "check_options", "start"]
 
+LATE = (
+    "note: torch was loaded before the gate (by a conftest.py, say): its threads spin while they wait, and timings "
+    "vary more; set OMP_WAIT_POLICY=PASSIVE"
+)
+
 
 def start(config: pytest.Config) -> None:
     """Check the options and register the hooks of a session that gates. Raises pytest.UsageError in one line."""
     config.addinivalue_line("markers", "xdist_group(name): tests of one group run on one worker (pytest-xdist)")
+    late = "torch" in sys.modules and os.environ.get("OMP_WAIT_POLICY", "").upper() != "PASSIVE"
     before_torch()
     try:
         gate = prepare(config)
     except MagisError as error:
         raise pytest.UsageError(str(error)) from error
+    if late and gate.settings.grid.device == "cpu" and not gate.is_worker:
+        gate.lines.append(LATE)
     config.pluginmanager.register(GateSession(gate), "magis-gate")
 
 

@@ -261,6 +261,20 @@ def test_mixed():
 """
 
 
+def test_torch_is_prepared_for_being_timed(gate, monkeypatch):
+    """By the text of a module, before it is imported; a conftest that loads torch is told of."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    asks = "import os, torch\nassert os.environ.get('OMP_WAIT_POLICY') == {!r}\ndef test_env({}): ...\n"
+    (gate.root / "test_memory.py").write_text(asks.format("PASSIVE", "magis"))
+    (gate.root / "test_other.py").write_text(asks.format(None, ""))
+    gate.in_subprocess("test_memory.py").assert_outcomes(passed=1)
+    gate.in_subprocess("test_other.py").assert_outcomes(passed=1)
+    gate.extend_conftest("import torch\n")
+    (gate.root / "test_memory.py").write_text(MARKED)
+    told = [line for line in gate.in_subprocess("test_memory.py").outlines if "set OMP_WAIT_POLICY=PASSIVE" in line]
+    assert len(told) == 1
+
+
 def test_real_networks(gate):
     gate.use_real_core()
     (gate.root / "test_memory.py").write_text(REAL)
