@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +23,12 @@ class Dormant:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pycollect_makemodule(self, module_path: Path) -> None:
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
         """A module that names the mark or the fixture may load torch, which has to be prepared for being timed."""
-        if "torch" in sys.modules:
+        if "torch" in sys.modules or not isinstance(collector, pytest.Module):
             return
         with suppress(OSError):  # the collector says better what is wrong
-            if MARK.encode() in module_path.read_bytes():
+            if MARK.encode() in collector.path.read_bytes():
                 from magis.quiet import before_torch
 
                 before_torch()
