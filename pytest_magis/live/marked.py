@@ -13,7 +13,7 @@ from magis.errors import MagisError, UsageError
 from pytest_magis.judged import Live, judged, lines_of
 from pytest_magis.live.asked import Asked, cases, read_asked
 from pytest_magis.live.awake import awake, check_device, red
-from pytest_magis.live.names import MARK, PARAM, label_of, name_of, node_id
+from pytest_magis.live.names import MARK, PARAM, claimed, label_of, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import PROPERTY
@@ -47,6 +47,9 @@ def run(item: pytest.Function) -> None:
     try:
         asked = _asked(item)
         name = name_of(item, asked.name)
+        other = claimed(item, name)
+        if other is not None:
+            raise UsageError(f"{SHOWN}: the network of {other} is called {name!r} too", hint="give each its name")
         settings = asked.over(gate.settings)
         check_device(item.config, settings)
         planned = next(each for each in cases(item.config, name, settings) if each.label == label)
