@@ -38,8 +38,8 @@ class KeptResults:
     case: Case
 
     def key(self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float]) -> str:
-        """What a result depends on: the case, its captured step with eager's lifetimes, the device and its prices, and
-        what a baseline hands back."""
+        """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
+        name, the device and its prices, and what a baseline hands back."""
         captured = self.subject.captured
         wrapped = digest(self.subject.checkpointed.graph) if self.case.strategy == "checkpoint" else ""
         return self.kept.key(
@@ -48,6 +48,7 @@ class KeptResults:
             dataclasses.replace(self.case, seconds=None),
             self.subject.digest,
             sorted(captured.deaths.items()),
+            [op.line for op in captured.graph.ops],
             (captured.numbers, captured.dtype, captured.rule),
             wrapped,
             (self.subject.roofline, self.subject.pricing.digest),
@@ -103,8 +104,9 @@ def _check_memory(memory: Memory, persistent: int) -> None:
 
 
 def _numbers(data: Any) -> Iterator[float]:
-    """Every number in nested dictionaries, in which other containers do not occur."""
-    for item in data.values() if isinstance(data, dict) else ():
+    """Every number in nested dictionaries and lists."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    for item in items:
         if isinstance(item, (int, float)):
             yield item if math.isfinite(item) else math.inf
         else:
