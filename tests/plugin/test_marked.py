@@ -334,6 +334,36 @@ def test_mixed():
 """
 
 
+FLAKY = """
+import pytest, torch
+from torch import nn
+
+@pytest.fixture
+def resource():
+    state = {"open": True}
+    yield state
+    state["open"] = False
+
+calls = []
+
+@pytest.mark.magis(memory_ratios=[0.95], latency_tolerance=9, budget=50)
+def test_net(resource):
+    calls.append(1)
+    if len(calls) <= 2:  # on fake tensors, then on real ones
+        raise RuntimeError("not yet")
+    assert resource["open"]
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
+"""
+
+
+def test_every_case_has_fixtures_of_its_own(gate):
+    gate.use_real_core()
+    (gate.root / "test_memory.py").write_text(FLAKY)
+    result = gate("--magis-update=new")
+    result.assert_outcomes(passed=1, failed=1)
+    assert "RuntimeError: not yet" in result.stdout.str()
+
+
 def test_real_networks(gate):
     gate.use_real_core()
     (gate.root / "test_memory.py").write_text(REAL)
