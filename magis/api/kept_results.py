@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import torch
+
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
 from magis.errors import MagisError
@@ -54,6 +56,7 @@ class KeptResults:
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,
+            _settings(),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds)),
         )
@@ -96,6 +99,19 @@ class KeptResults:
         steps = (result.original, result.optimized)
         for memory in (each for step in steps for each in (step.simulated, step.measured) if each is not None):
             _check_memory(memory, result.persistent_bytes)
+
+
+def _settings() -> tuple[object, ...]:
+    """Torch's settings that choose kernels, and with them numbers, scratch and times."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
 
 
 def _check_memory(memory: Memory, persistent: int) -> None:

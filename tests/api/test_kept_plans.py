@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from magis.api import planning
 from magis.api.bench import Bench
@@ -252,6 +253,12 @@ def test_a_forgotten_result_is_measured_again(tmp_path: Path) -> None:
     bench = Bench(kept=tmp_path, keep_results=True)
     run_case(GPU, cache=bench)
     bench.measure_again(GPU)
+    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
+
+
+def test_another_setting_of_torch_is_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
 
 
