@@ -27,6 +27,16 @@ __all__ = ["Guard", "compare"]
 FLAG = BY_NAME["against"].flag
 STRAYS = "MAGIS_COMPARED_STRAYS"
 """In the environment of the child: where it reports modules of the checkout that it is compared with."""
+OF_A_HOOK = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_COMMON_DIR",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_NAMESPACE",
+)
+"""What git sets for its hooks, and then obeys: a checkout would go into the index of the commit that is being made."""
 NO_FILE = "ERROR: file or directory not found"
 
 
@@ -62,6 +72,7 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
+            env=_environment(),
             capture_output=True,
             text=True,
             check=False,
@@ -74,6 +85,10 @@ def _git(folder: Path, *arguments: str) -> str:
         why = lines[-1] if lines else "there is no such revision"
         raise UsageError(f"{FLAG}: {why}", hint="name a branch, a tag or a commit that was fetched")
     return done.stdout.strip()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OF_A_HOOK}
 
 
 @contextmanager
@@ -96,7 +111,7 @@ def _run(config: pytest.Config, revision: str, root: Path, checkout: Path, basel
         f"--magis-markdown={baselines.parent / 'summary.md'}",
     ]  # fmt: skip
     # CI keeps an ini file from storing; this folder is nobody's
-    environment = {**os.environ, COMPARED_WITH: str(root), STRAYS: str(strays), "PYTHONPATH": _path(root, checkout)}
+    environment = {**_environment(), COMPARED_WITH: str(root), STRAYS: str(strays), "PYTHONPATH": _path(root, checkout)}
     environment.pop("GITHUB_ACTIONS", None)
     if not start.is_dir():
         raise UsageError(f"{FLAG}: {revision} has no folder {start.relative_to(checkout)}")

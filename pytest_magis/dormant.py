@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
-from pytest_magis.live.names import MARK, is_live, is_marked, name_of
+from pytest_magis.live.names import MARK, claimed, given_name, is_live, is_marked, label_of, name_of
 
 __all__ = ["Dormant"]
 
 GATE = "magis-gate"
+NO_CASES = (
+    f"its mark {MARK!r} made no cases; put it on the function, its class or module, not on a parameter, by a hook, or "
+    "on tests of unittest"
+)
 OUTCOME = "magis"
 """As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
 
@@ -42,7 +46,9 @@ class Dormant:
             parametrize(metafunc)
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Keep the cases of a test on one worker, under --dist=loadgroup."""
+        """Note what its network is called. Keep the cases of a test on one worker, under --dist=loadgroup."""
+        if is_marked(item):
+            claimed(item, name_of(item, given_name(item)))
         if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
 
@@ -73,6 +79,11 @@ class Dormant:
         """Options that are of no use here end the run before its first test, if any test is gated."""
         if not session.config.option.collectonly and any(is_live(item) for item in session.items):
             self.awake()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A mark that made no cases would let its test pass ungated."""
+        if isinstance(item, pytest.Function) and is_marked(item) and not label_of(item):
+            pytest.fail(f"{item.nodeid}: {NO_CASES}", pytrace=False)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:

@@ -16,6 +16,7 @@ from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.capture import Workload
 from magis.errors import CaptureError, UsageError
+from magis.models.names import is_factory
 from magis.models.registry import factory_default, get
 from magis.results import Case
 from magis.units import parse_bytes
@@ -95,7 +96,7 @@ class _Sizes:
             make = partial(get(case.model, {keyword: size}).build, case.preset)
         base = self.bench.subject(case)
         asked = base.source.dtype if not base.keeps_dtypes else ""
-        source = Source(case.model, make, asked, case.device, case.seed)
+        source = Source(case.model, make, asked, case.device, case.seed, is_factory(case.model))
         return self.bench.keep((case.model, case.preset, self.dim, keyword, size), source)
 
     def taken(self, size: int) -> Subject | None:

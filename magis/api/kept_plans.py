@@ -2,19 +2,19 @@
 
 The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
 only where the graph is legal, made of the step's operators, and simulates to the very figures that stand beside it;
-a search that a cap in seconds ended is not kept. Reading one runs no code.
+a search that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now:
+kept is which operators of the step have them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 from magis.analysis.hazards import is_pure_view
 from magis.api.foreign import foreign_operator
-from magis.api.lines import lines_of, packed, with_lines
 from magis.api.plans import Plan, Scratch
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
@@ -29,10 +29,11 @@ from magis.simulate.compile import GENERATOR_NS
 
 __all__ = ["KeptPlans"]
 
-FORMAT = 2
+FORMAT = 1
 MOST = 1 << 62
 """Of any figure: bytes and nanoseconds are 64 bits."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
+LINES = "lines"
 FIGURES = tuple(field.name for field in fields(Plan) if field.name not in ("graph", "seconds", "stopped_by_seconds"))
 
 
@@ -74,8 +75,7 @@ class KeptPlans:
 
 
 def _same(one: Plan, other: Plan) -> bool:
-    same = digest(one.graph) == digest(other.graph) and lines_of(one.graph) == lines_of(other.graph)
-    return same and _figures(one) == _figures(other)
+    return digest(one.graph) == digest(other.graph) and _figures(one) == _figures(other)
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
@@ -84,19 +84,47 @@ def _figures(plan: Plan) -> dict[str, Any]:
 
 
 def _text(plan: Plan, step: Graph) -> str:
-    figures = _figures(plan) | {"lines": packed(plan.graph, step)}
-    return f"{json.dumps(figures, sort_keys=True)}\n{dump(plan.graph)}"
+    data = {**_figures(plan), LINES: _places(plan.graph, step)}
+    return f"{json.dumps(data, sort_keys=True)}\n{dump(plan.graph)}"
+
+
+def _places(graph: Graph, step: Graph) -> list[int]:
+    """For every operator the first one of the step that stands in the same line, best with the same name in the same
+    module; -1 for operators without a line."""
+    alike: dict[tuple[str, ...], int] = {}
+    for place, op in enumerate(step.ops):
+        for key in ((op.line,), (op.line, op.target, op.module)):
+            alike.setdefault(key, place)
+    return [
+        alike.get((op.line, op.target, op.module), alike.get((op.line,), -1)) if op.line else -1
+        for op, _ in every_op(graph)
+    ]
+
+
+def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Graph:
+    """The graph with the lines that the step's operators at these places have now."""
+    found = []
+    for op in graph.ops:
+        place = next(places)
+        body = None if op.body is None else replace(op.body, graph=_with_lines(op.body.graph, places, step))
+        found.append(replace(op, line=step[place].line if place >= 0 else "", body=body))
+    return replace(graph, ops=tuple(found))
 
 
 def _read(text: str, scratch: Scratch, goal: Goal) -> Plan:
     """The plan of a text. Raises one of ``UNSOUND`` for one that is not sound, or not of this step and goal."""
     head, _, body = text.partition("\n")
     given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
-    if not isinstance(given, dict) or given.keys() != {*FIGURES, "lines"}:
+    if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
         raise MagisError("it has other figures than a plan")
     graph = parse(body)
     _check_graph(graph, scratch.subject)
-    graph = with_lines(graph, scratch.subject.captured.graph, given.pop("lines"))
+    places, step = given.pop(LINES), scratch.subject.captured.graph.ops
+    if len(places) != sum(1 for _ in every_op(graph)) or any(
+        type(place) is not int or not -1 <= place < len(step) for place in places
+    ):
+        raise MagisError("its lines are not those of its operators")
+    graph = _with_lines(graph, iter(places), step)
     figures = _checked(given)
     found = Plan(graph=graph, seconds=0.0, stopped_by_seconds=False, **figures)
     _check_figures(found, scratch, goal)

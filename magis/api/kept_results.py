@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from magis.api.lines import lines_of
+import torch
+
 from magis.api.subject import Subject
 from magis.backend.measure import device_identity
 from magis.errors import MagisError
@@ -39,8 +40,8 @@ class KeptResults:
     case: Case
 
     def key(self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float]) -> str:
-        """What a result depends on: the case, its captured step with eager's lifetimes, the device and its prices, and
-        what a baseline hands back."""
+        """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
+        name, the device and its prices, and what a baseline hands back."""
         captured = self.subject.captured
         wrapped = digest(self.subject.checkpointed.graph) if self.case.strategy == "checkpoint" else ""
         return self.kept.key(
@@ -49,12 +50,13 @@ class KeptResults:
             dataclasses.replace(self.case, seconds=None),
             self.subject.digest,
             sorted(captured.deaths.items()),
+            [op.line for op in captured.graph.ops],
             (captured.numbers, captured.dtype, captured.rule),
             wrapped,
-            tuple(lines_of(captured.graph)),  # which a result shows
             (self.subject.roofline, self.subject.pricing.digest),
             sorted(device_identity(self.case.device).items()),
             self.subject.runs,
+            _settings(),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds)),
         )
@@ -99,14 +101,28 @@ class KeptResults:
             _check_memory(memory, result.persistent_bytes)
 
 
+def _settings() -> tuple[object, ...]:
+    """Torch's settings that choose kernels, and with them numbers, scratch and times."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+
+
 def _check_memory(memory: Memory, persistent: int) -> None:
     if not persistent <= memory.tensor_bytes <= memory.peak_bytes:
         raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
 
 
 def _numbers(data: Any) -> Iterator[float]:
-    """Every number in nested dictionaries, in which other containers do not occur."""
-    for item in data.values() if isinstance(data, dict) else ():
+    """Every number in nested dictionaries and lists."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    for item in items:
         if isinstance(item, (int, float)):
             yield item if math.isfinite(item) else math.inf
         else:

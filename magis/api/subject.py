@@ -90,7 +90,12 @@ class Subject:
 
     def _make(self) -> Workload:
         made = self._asked.make(self._asked.seed)
-        return made.to(tensor_type(self._asked.dtype)) if self._asked.dtype else made
+        if not self._asked.dtype:
+            return made
+        dtype = tensor_type(self._asked.dtype)
+        if self._asked.of_user and _would_change(made.module, getattr(torch, dtype)):
+            made = replace(made, module=copy.deepcopy(made.module))  # the user may have it at hand: it stays as it is
+        return made.to(dtype)
 
     @cached_property
     def captured(self) -> Captured:
@@ -398,3 +403,9 @@ class Subject:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.fake.blocks
+
+
+def _would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether converting a module to a data type would change tensors that have memory behind them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)

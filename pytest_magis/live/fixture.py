@@ -12,7 +12,7 @@ from magis.results import CaseResult
 from pytest_magis.judged import Live, judged, lines_of
 from pytest_magis.live.asked import cases, read_asked
 from pytest_magis.live.awake import awake, check_device, red
-from pytest_magis.live.names import name_of, node_id
+from pytest_magis.live.names import claimed, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.outcome import PROPERTY
 
@@ -85,6 +85,9 @@ class Magis:
             if given is not None:
                 raise UsageError(f"magis.check: this test has gated a network called {given!r} already")
             name = f"{name}.{len(self._names) + 1}"
+        other = claimed(self._item, name)
+        if other is not None:
+            raise UsageError(f"magis.check: the network of {other} is called {name!r} too", hint="give each its name")
         self._names.append(name)
         return name
 

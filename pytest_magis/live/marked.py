@@ -13,7 +13,7 @@ from magis.errors import MagisError, UsageError
 from pytest_magis.judged import Live, judged, lines_of
 from pytest_magis.live.asked import Asked, cases, read_asked
 from pytest_magis.live.awake import awake, check_device, red
-from pytest_magis.live.names import MARK, PARAM, label_of, name_of, node_id
+from pytest_magis.live.names import MARK, PARAM, claimed, label_of, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import PROPERTY
@@ -24,7 +24,21 @@ if TYPE_CHECKING:
 __all__ = ["let_go", "parametrize", "run"]
 
 SHOWN = f"@pytest.mark.{MARK}"
-_MAKER: pytest.StashKey[tuple[str, Callable[[int], Workload]]] = pytest.StashKey()
+
+
+class _Maker:
+    """How to build the network of a test, for all of its cases; by the fixtures of the case that runs."""
+
+    def __init__(self, name: str, optimizer: Any) -> None:
+        self.name = name
+        self.call: Callable[[], object] = lambda: None
+        self.make: Callable[[int], Workload] = recipe(name, self._called, optimizer)
+
+    def _called(self) -> object:
+        return self.call()
+
+
+_MAKER: pytest.StashKey[_Maker] = pytest.StashKey()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -47,6 +61,9 @@ def run(item: pytest.Function) -> None:
     try:
         asked = _asked(item)
         name = name_of(item, asked.name)
+        other = claimed(item, name)
+        if other is not None:
+            raise UsageError(f"{SHOWN}: the network of {other} is called {name!r} too", hint="give each its name")
         settings = asked.over(gate.settings)
         check_device(item.config, settings)
         planned = next(each for each in cases(item.config, name, settings) if each.label == label)
@@ -79,10 +96,9 @@ def _asked(item: pytest.Item) -> Asked:
 
 def _maker(item: pytest.Function, name: str, asked: Asked) -> Callable[[int], Workload]:
     """How to build the network; the same for all cases of a test, which then share what is captured of it."""
-    last = item.config.stash.get(_MAKER, None)
-    if last is not None and last[0] == name:
-        return last[1]
+    maker = item.config.stash.get(_MAKER, None)
+    if maker is None or maker.name != name:
+        maker = item.config.stash[_MAKER] = _Maker(name, asked.optimizer)
     given = {argument: item.funcargs[argument] for argument in item._fixtureinfo.argnames}  # noqa: SLF001  (as pytest calls it)
-    make = recipe(name, partial(item.obj, **given), asked.optimizer)
-    item.config.stash[_MAKER] = name, make
-    return make
+    maker.call = partial(item.obj, **given)  # fixtures of an earlier case may have been torn down
+    return maker.make

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["FIXTURE", "MARK", "PARAM", "is_live", "is_marked", "label_of", "name_of", "node_id", "subject_of"]
+__all__ = [
+    "FIXTURE",
+    "MARK",
+    "PARAM",
+    "claimed",
+    "given_name",
+    "is_live",
+    "is_marked",
+    "label_of",
+    "name_of",
+    "node_id",
+    "subject_of",
+]
 
 MARK = "magis"
 FIXTURE = "magis"
 PARAM = "magis case"
 """The parameter that tells the cases of a marked test apart; no argument of a function can be called so."""
+_OWNERS: pytest.StashKey[dict[str, set[str]]] = pytest.StashKey()
 
 
 def is_marked(item: pytest.Item) -> bool:
@@ -23,8 +36,10 @@ def is_live(item: pytest.Item) -> bool:
 
 
 def label_of(item: pytest.Function) -> str:
-    """The case that an item of a marked test is: "magis-mem0.8"."""
-    return str(item.callspec.params[PARAM])
+    """The case that an item of a marked test is: "magis-mem0.8"; empty where the mark came too late to make cases, from
+    a parameter or a hook, or sits on a test of unittest, which makes none."""
+    callspec = getattr(item, "callspec", None)
+    return "" if callspec is None else str(callspec.params.get(PARAM, ""))
 
 
 def name_of(item: pytest.Item, given: str | None = None) -> str:
@@ -39,6 +54,20 @@ def name_of(item: pytest.Item, given: str | None = None) -> str:
         parameters = parameters.removesuffix("]")
     here = given or f"{place.removesuffix('.py').replace('/', '.')}.{plain.replace('::', '.')}"
     return f"{here}-{parameters}" if parameters else here
+
+
+def given_name(item: pytest.Item) -> str | None:
+    """What the marks of a test call its network, if they do: the closest one's word."""
+    names = (mark.kwargs["name"] for mark in item.iter_markers(MARK) if mark.kwargs.get("name") is not None)
+    return next(names, None)
+
+
+def claimed(item: pytest.Item, name: str) -> str | None:
+    """Note that a test's network is called so; another test whose network is called so already, if there is one: the
+    two would share rows and baselines, and each would be judged by the other's."""
+    owners = item.config.stash.setdefault(_OWNERS, {}).setdefault(name, set())
+    owners.add(name_of(item))
+    return min(owners - {name_of(item)}, default=None)
 
 
 def node_id(item: pytest.Item) -> str:

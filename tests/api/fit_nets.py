@@ -40,3 +40,10 @@ def tokens() -> Workload:
     text = torch.randint(50, (2, 8))
     loss = lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten())  # noqa: E731
     return Workload("tokens", Positions(), (text,), (text.clone(),), loss, OptimizerSpec("adam"))
+
+
+def counted() -> tuple[nn.Module, Tensor, Tensor, object]:
+    """Looks at its data, which fake tensors do not have."""
+    data = torch.randn(4, 32)
+    assert float(data.sum()) < 1e9
+    return nn.Linear(32, 5), data, torch.randint(5, (4,)), F.cross_entropy

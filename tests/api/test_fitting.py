@@ -150,3 +150,10 @@ def test_a_registered_network_is_resized() -> None:
 def test_mistakes_are_one_line(asked: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
         fit(**{"model": STACK, "memory_limit": "1 MiB", "device": DEVICE} | asked)  # type: ignore[arg-type]
+
+
+def test_a_factory_that_reads_its_data_is_built_on_real_tensors() -> None:
+    limit = at(STACK, 4).original.peak_bytes
+    found = fit("tests.api.fit_nets:counted", memory_limit=limit, device=DEVICE, budget=20, precision=0.5, most=MOST)
+    assert found.eager is not None
+    assert found.eager.size == MOST

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from magis.api import lines, planning
+from magis.api import planning
 from magis.api.bench import Bench
 from magis.api.cases import CaseRun, run_case
 from magis.api.kept_plans import KeptPlans
 from magis.api.plans import Plan, Scratch
 from magis.api.subject import Subject
-from magis.errors import MagisError
 from magis.ir import digest, dump
+from magis.models import from_function
 from magis.report.kept import Kept
 from magis.results import Case, CaseResult
 from magis.search.judge import Goal
@@ -155,6 +156,10 @@ HOSTILE: dict[str, Callable[[str], str]] = {
     "a further figure": set_to("__class__", "os.system"),
     "digits without end": lambda text: '{"states": ' + "9" * 100_000 + "}\n" + text.partition("\n")[2],
     "deep": lambda text: "[" * 100_000 + "\n" + text.partition("\n")[2],
+    "lines of nothing": set_to("lines", []),
+    "a line that is no place": figures(lambda found: found["lines"].__setitem__(0, 10**6)),
+    "a line in words": figures(lambda found: found["lines"].__setitem__(0, "net.py:1")),
+    "no list of lines": set_to("lines", None),
     "no graph": lambda text: text.partition("\n")[0] + "\n",
     "half a graph": lambda text: text[: len(text) // 2],
     "an operator of its own": lambda text: text.replace("aten.mm.default", "evil.run.default"),
@@ -182,6 +187,39 @@ def test_the_unchanged_text_is_taken(shelf: Shelf) -> None:
         found = shelf.load(shelf.text)
     assert found is not None
     assert dump(found.graph) == shelf.text.partition("\n")[2]
+
+
+MOVED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))
+        return self.down(torch.sin(hidden))
+
+def make():
+    return Net(), (torch.randn(512, 64), torch.randn(512, 64)), nn.functional.mse_loss
+"""
+
+
+@pytest.mark.parametrize("keep_results", [False, True], ids=["plans", "results"])
+def test_lines_are_those_of_now(keep_results: bool, tmp_path: Path) -> None:
+    file, found = tmp_path / "net.py", []
+    for text, kept in ((MOVED, "one"), (f"\n\n\n{MOVED}", "one"), (f"\n\n\n{MOVED}", "other")):
+        names: dict[str, Any] = {"__name__": "net"}
+        exec(compile(text, str(file), "exec"), names)
+        bench = Bench(kept=tmp_path / kept, keep_results=keep_results)
+        found.append(run_case(GPU, cache=bench, make=from_function(GPU.model, names["make"])))
+    before, after, truth = (result.optimized.at_peak for result in found)
+    assert before is not None
+    assert before.line.endswith("net.py:12")
+    assert after == truth != before
+    assert timeless(found[1]) == timeless(found[2])
 
 
 def test_a_plan_of_another_step_is_none(shelf: Shelf, tmp_path: Path) -> None:
@@ -218,6 +256,12 @@ def test_a_forgotten_result_is_measured_again(tmp_path: Path) -> None:
     assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
 
 
+def test_another_setting_of_torch_is_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
+
+
 def test_other_bounds_of_the_verdict_are_another_result(tmp_path: Path) -> None:
     run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
     assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True), latency_bounds=(1.1,)).note == ""
@@ -233,6 +277,7 @@ def test_other_bounds_of_the_verdict_are_another_result(tmp_path: Path) -> None:
         lambda result: result.update(lower_bound_bytes=-1),
         lambda result: result.update(weight_bytes=10**30),
         lambda result: result["optimized"].update(simulated_ms=float("nan")),
+        lambda result: result["optimized"]["at_peak"]["held"][0].update(nbytes=-1),
         lambda result: result.update(numbers=7),
         lambda result: result.update(more=7),
     ],
@@ -248,29 +293,3 @@ def test_a_result_of_another_case_is_one_warning(change: Callable[[dict[str, Any
         again = run_case(GPU, cache=bench)
     assert len(said) == 1
     assert timeless(again) == timeless(first)
-
-
-def test_lines_of_code_move_with_the_step() -> None:
-    """An edit above the model moves its lines; the plan is the same, and names the new ones."""
-
-    def moved(graph: Any, by: int) -> Any:
-        ops = tuple(
-            dataclasses.replace(op, line=f"net.py:{int(op.line.rpartition(':')[2] or 0) + by}") for op in graph.ops
-        )
-        return dataclasses.replace(graph, ops=ops)
-
-    bench = Bench()
-    run = CaseRun(GPU, bench.subject(GPU))
-    run.result(None, None)
-    step = bench.subject(GPU).captured.graph
-    assert run.graph is not None
-    assert len(set(lines.lines_of(step))) > 2
-    kept = json.loads(json.dumps(lines.packed(run.graph, step)))
-    assert lines.lines_of(lines.with_lines(run.graph, step, kept)) == lines.lines_of(run.graph)
-    before, after = moved(step, 0), moved(step, 7)
-    kept = lines.packed(moved(run.graph, 0), before)
-    there = lines.lines_of(lines.with_lines(run.graph, after, kept))
-    assert there == lines.lines_of(moved(run.graph, 7))
-    for wrong in ({}, {**kept, "step": kept["step"][1:]}, {**kept, "plan": [-1]}, {**kept, "names": ["x" * 1000]}):
-        with pytest.raises((MagisError, LookupError)):
-            lines.with_lines(run.graph, step, wrong)

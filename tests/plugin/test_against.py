@@ -47,6 +47,17 @@ def test_the_same_is_green_and_leaves_nothing_behind(history, workers):
     assert len(listed.stdout.splitlines()) == 1
 
 
+def test_inside_a_hook_of_git_the_index_stays(history, monkeypatch):
+    (history.root / "more.txt").write_text("staged")
+    git(history, "add", "more.txt")
+    index = history.root / ".git" / "index"
+    before = index.read_bytes()
+    monkeypatch.setenv("GIT_DIR", str(index.parent))
+    monkeypatch.setenv("GIT_INDEX_FILE", str(index))
+    history("--magis-against=old").assert_outcomes(passed=2)
+    assert index.read_bytes() == before
+
+
 def test_more_memory_than_the_revision_is_red(history, workers):
     history.fake(any_case={"ori_tensor": 1.1, "ori_peak": 1.1})
     result = history("--magis-against=old", workers=workers)

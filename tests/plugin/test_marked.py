@@ -137,6 +137,47 @@ def test_a_wrong_mark_is_one_line_of_collection(gate, mark, message):
     assert "another exception" not in result.stdout.str()
 
 
+LATE = """
+import unittest
+import pytest
+
+@pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.magis), 2])
+def test_parameter(width): ...
+
+def test_hook(): ...
+
+@pytest.mark.magis
+class TestOld(unittest.TestCase):
+    def test_old(self): ...
+"""
+HOOK = """
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name == "test_hook":
+            item.add_marker("magis")
+"""
+
+
+def test_a_mark_that_makes_no_cases_is_red(gate, workers):
+    (gate.root / "test_memory.py").write_text(LATE)
+    (gate.root / "conftest.py").write_text(HOOK)
+    result = gate(workers=workers)
+    result.assert_outcomes(errors=3, passed=1)
+    for name in ("test_parameter[1]", "test_hook", "TestOld::test_old"):
+        assert lines(result, f"test_memory.py::{name}: its mark 'magis' made no cases"), result.stdout.str()
+
+
+def test_two_networks_of_one_name_are_red(gate, workers):
+    (gate.root / "test_memory.py").write_text(
+        "import pytest\n@pytest.mark.magis(name='net', strategies='eager')\nclass TestNets:\n"
+        "    def test_one(self): ...\n    def test_two(self): ...\n"
+    )
+    result = gate("--magis-update=new", workers=workers)
+    result.assert_outcomes(failed=2)
+    assert lines(result, "@pytest.mark.magis: the network of test_memory.TestNets.test_two is called 'net' too")
+    assert not (gate.root / "baselines").exists()
+
+
 def test_options_are_checked_without_models(marked):
     assert "--magis-budget: '0' is not a whole number" in marked.refuses("--magis-budget=0")
     assert "--magis-device: 'cuda' needs a GPU and none was found" in marked.refuses("--magis-device=cuda")
@@ -198,6 +239,31 @@ def test_the_fixture_gates_what_a_test_has_at_hand(gate):
     assert lines(result, "test_memory.test_net.2[eager]:")
 
 
+NAMED = """
+import pytest
+
+def check(magis, name):
+    magis.check(lambda: None, name=name)
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_one(magis, width):
+    check(magis, "net")
+
+def test_two(magis):
+    check(magis, "net")
+
+def test_three(magis):
+    check(magis, "net")
+"""
+
+
+def test_two_checked_networks_of_one_name_are_red(gate):
+    (gate.root / "test_memory.py").write_text(NAMED)
+    result = gate.in_subprocess("--magis-update=new", "--magis-strategies=eager")
+    result.assert_outcomes(passed=3, failed=1)  # with its parameters a network has a name of its own
+    assert lines(result, "magis.check: the network of test_memory.test_two is called 'net' too; give each its name")
+
+
 WRONG = {
     "torch.nn.Linear(2, 2)": "magis.check: a module needs a batch",
     "torch.nn.Linear(2, 2), (1, 2), memory_ratios=[2]": "magis.check: memory_ratios: '2' is not a number above 0",
@@ -247,6 +313,13 @@ def test_hand(magis):
     magis.check(module, batch(), loss=nn.functional.cross_entropy, optimizer=adam, strategies=["eager"])
     assert all(torch.equal(*pair) for pair in zip(weights, module.parameters()))
 
+def test_hand_in_another_type(magis):
+    module = net()
+    weights = [weight.clone() for weight in module.parameters()]
+    magis.check(module, batch(), loss=nn.functional.cross_entropy, dtype="bfloat16", strategies=["eager"])
+    assert all(weight.dtype == torch.float32 for weight in module.parameters())
+    assert all(torch.equal(*pair) for pair in zip(weights, module.parameters()))
+
 @pytest.mark.magis(strategies=["eager"])
 def test_none():
     net()
@@ -275,11 +348,41 @@ def test_torch_is_prepared_for_being_timed(gate, monkeypatch):
     assert len(told) == 1
 
 
+FLAKY = """
+import pytest, torch
+from torch import nn
+
+@pytest.fixture
+def resource():
+    state = {"open": True}
+    yield state
+    state["open"] = False
+
+calls = []
+
+@pytest.mark.magis(memory_ratios=[0.95], latency_tolerance=9, budget=50)
+def test_net(resource):
+    calls.append(1)
+    if len(calls) <= 2:  # on fake tensors, then on real ones
+        raise RuntimeError("not yet")
+    assert resource["open"]
+    return nn.Linear(4, 4), (torch.randn(2, 4), torch.randn(2, 4)), nn.functional.mse_loss
+"""
+
+
+def test_every_case_has_fixtures_of_its_own(gate):
+    gate.use_real_core()
+    (gate.root / "test_memory.py").write_text(FLAKY)
+    result = gate("--magis-update=new")
+    result.assert_outcomes(passed=1, failed=1)
+    assert "RuntimeError: not yet" in result.stdout.str()
+
+
 def test_real_networks(gate):
     gate.use_real_core()
     (gate.root / "test_memory.py").write_text(REAL)
     result = gate("--magis-update=new")
-    result.assert_outcomes(passed=6, failed=3)
+    result.assert_outcomes(passed=7, failed=3)
     assert lines(result, "test_memory.test_none: the test returned a NoneType; return a magis.api.Workload, (module, ")
     assert lines(result, "E       ValueError: mine")
     assert any("mixed data types: 0.weight is float64, input 0 is float32" in line for line in result.outlines)
