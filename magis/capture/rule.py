@@ -37,7 +37,8 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
                 return f"{name} is {group[name]}"
         if any(isinstance(number, torch.Tensor) for number in _flat(numbers_of(group).values())):
             return "one of its numbers is a tensor"
-    mine = {id(parameter) for group in groups for parameter in group["params"]}
+    # frozen ones are passed over, as torch does
+    mine = {id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad}
     theirs = {id(parameter) for parameter in trained.values()}
     if mine != theirs:
         only = "some that the model does not train" if mine - theirs else "not all that the model trains"
@@ -64,7 +65,7 @@ def fused_rule(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Opt
         _kind(optimizer, first),
         **_numbers(first),
         groups=tuple(
-            ParameterGroup(tuple(names[id(parameter)] for parameter in group["params"]), **_numbers(group))
+            ParameterGroup(tuple(names[id(p)] for p in group["params"] if id(p) in names), **_numbers(group))
             for group in others
         ),
     )

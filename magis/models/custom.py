@@ -45,7 +45,8 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
     if not callable(loss_fn):
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
     batch = _batch(path, parts)
-    called = with_keywords(module.train(), batch)
+    # parts that are in evaluation mode on purpose (frozen statistics) stay so in a module that is to be trained
+    called = with_keywords(module if module.training else module.train(), batch)
     return Workload(
         name=path,
         module=called,

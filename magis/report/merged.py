@@ -16,6 +16,8 @@ CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "
 """The columns that tell cases apart."""
 RED = ("FAIL", "ERROR")
 """What the verdict of a red case begins with."""
+GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
+"""And that of a green one: anything else is no verdict that a gate may pass."""
 NEEDED = (*CASE, "verdict")
 HINT = "give files that the plugin has written (--magis-csv)"
 
@@ -53,6 +55,8 @@ def merge_results(paths: Sequence[Path]) -> Merged:
         header, rows = _read(path)
         columns |= dict.fromkeys(header)
         for row in rows:
+            if not row["verdict"].startswith((*RED, *GREEN)):
+                raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
             key = tuple(row[column] for column in CASE)
             known, first = found.setdefault(key, (row, path))
             if _filled(known) != _filled(row):

@@ -20,6 +20,7 @@ __all__ = [
 
 MARK = "magis"
 FIXTURE = "magis"
+OURS = "pytest_magis.plugin"
 PARAM = "magis case"
 """The parameter that tells the cases of a marked test apart; no argument of a function can be called so."""
 _OWNERS: pytest.StashKey[dict[str, set[str]]] = pytest.StashKey()
@@ -32,7 +33,13 @@ def is_marked(item: pytest.Item) -> bool:
 
 def is_live(item: pytest.Item) -> bool:
     """Whether a test is gated."""
-    return is_marked(item) or FIXTURE in getattr(item, "fixturenames", ())
+    return is_marked(item) or _takes_fixture(item)
+
+
+def _takes_fixture(item: pytest.Item) -> bool:
+    """Whether a test uses our fixture, and not one of that name of its own project."""
+    known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get(FIXTURE, ())
+    return bool(known) and known[-1].func.__module__ == OURS
 
 
 def label_of(item: pytest.Function) -> str:

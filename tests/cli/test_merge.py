@@ -109,3 +109,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytes
 
 def test_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "arguments are required: FILE" in refused(capsys)
+
+
+def test_an_unknown_verdict_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, write(tmp_path / "1.csv", row("bert", "nonsense")))
+    assert "the case bert[magis mem 0.6] has no verdict but 'nonsense'" in line

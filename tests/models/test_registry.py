@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import magis.models
 from magis.errors import CaptureError, UsageError
 from magis.models import GATE_NAMES, UnknownModelError, Workload, all_names, from_factory, get
+from magis.models.custom import as_workload
 
 HERE = "tests.models.factories"
 
@@ -146,3 +148,15 @@ def test_a_script_that_exits_at_import(tmp_path: Path, monkeypatch: pytest.Monke
     )
     with pytest.raises(UsageError, match=message):
         get("exiting_script:make")
+
+
+def test_parts_in_evaluation_mode_stay_so() -> None:
+    """Frozen statistics of a module that is trained otherwise; a module in evaluation mode as a whole is trained."""
+    x = torch.randn(3, 4)
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module[0].eval()
+    made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
+    assert [part.training for part in made.module] == [False, True]
+    module.eval()
+    made = as_workload("net", (module, (x, x[:, :2]), nn.functional.mse_loss))
+    assert all(part.training for part in made.module)

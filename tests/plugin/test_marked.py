@@ -389,3 +389,25 @@ def test_real_networks(gate):
     assert [path.name for path in sorted((gate.root / "baselines" / "sim-h200").iterdir())] == [
         "test_memory.test_huge.json"
     ]
+
+
+OWN = """
+import pytest
+
+@pytest.fixture
+def magis():
+    return "mine"
+
+def test_other(magis):
+    assert magis == "mine"
+"""
+
+
+def test_a_fixture_of_the_same_name_is_the_projects_own(gate):
+    (gate.root / "test_own.py").write_text(OWN)
+    gate.extend_conftest(
+        "import sys\ndef pytest_unconfigure(): sys.stderr.write(str('pytest_magis.gate' in sys.modules))\n"
+    )
+    result = gate.in_subprocess()
+    result.assert_outcomes(passed=1)
+    assert result.stderr.str().strip() == "False"

@@ -84,3 +84,13 @@ def test_rates_that_part_ways_need_no_other_plan() -> None:
 def _halves(params: Any) -> torch.optim.Optimizer:
     first, *others = params
     return AdamW([{"params": [first]}, {"params": others}], lr=1e-2, foreach=False)
+
+
+def test_frozen_parameters_in_the_optimizer_are_passed_over() -> None:
+    """As fine-tuning has them: `Adam(model.parameters())` with a frozen backbone."""
+    module = net()
+    for parameter in module[0].parameters():
+        parameter.requires_grad = False
+    loops = Loops(module, lambda params: AdamW(params, lr=1e-2, foreach=False), memory_ratio=0.95)
+    assert loops.step.report().update == "part of the step"
+    loops.agree(3)
