@@ -17,6 +17,7 @@ _OF_THE_RUN = frozenset(
         "--magis-seconds",
         "--magis-pareto",
         "--magis-cache",
+        "--magis-markdown",
         "--magis-report",
         "--magis-trace",
         "--magis-benchmark-json",

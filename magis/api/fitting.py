@@ -62,7 +62,9 @@ class Fit:
     magis: FitPoint | None
     bound: int | None
     """No plan fits at the next size: its persistent tensors and largest operator alone exceed the limit, or the model
-    does not take it."""
+    does not take it. Equal to `most` where nothing larger was looked at."""
+    most: int
+    """The largest size that was asked for."""
     is_monotone: bool
     """Whether every larger size that was tried needed more memory, in eager mode."""
     refused: str = ""
@@ -183,6 +185,7 @@ def fit(
         eager=None if eager is None else _eager_point(sizes.subject(eager), eager, run=run),
         magis=None if best is None else _planned_point(sizes.subject(best), best, plans[best], limit, run=run),
         bound=ceiling,
+        most=most,
         is_monotone=sizes.is_monotone,
         refused=sizes.refusal(last + 1),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from magis.errors import UsageError
@@ -43,6 +44,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run(asked: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))  # a factory may lie where the command is given, as with `python -m`
     limit = parse_bytes(asked.memory_limit)
     models = resolve([asked.model])
     if len(models) != 1:
@@ -113,6 +115,9 @@ def _table(found: Fit) -> Iterator[str]:
     if found.refused:
         yield f"the model takes no larger size: {found.refused}"
     elif found.bound is not None:
-        yield f"no plan can fit beyond {found.bound}"
+        larger = found.bound < found.most
+        yield (
+            f"no plan can fit beyond {found.bound}" if larger else f"not looked at: sizes beyond {found.most} (--most)"
+        )
     if not found.is_monotone:
         yield "note: memory does not grow with every size here: a size between those that were tried may fit as well"

@@ -153,6 +153,7 @@ class OptimizedStep:
         _check_hooks(trained)
         rule, update = OptimizerSpec("gradients"), "left to the caller"
         if self._optimizer is not None:
+            _check_shared(self._optimizer, trained)
             why = why_apart(self._optimizer, trained)
             if why:
                 update = f"by the optimizer itself, after the step: {why}"
@@ -235,6 +236,14 @@ def _mark_stepped(optimizer: Optimizer) -> None:
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _check_shared(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    theirs = {id(parameter) for parameter in trained.values()}
+    if not any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has none of the parameters that the model trains", hint="make it of model.parameters()"
+        )
 
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from magis import optimize
+from magis import UsageError, optimize
 from tests.training.loops import Loops, assert_same, batch, loss_of, net
 
 GROUPS = {
@@ -94,3 +94,9 @@ def test_frozen_parameters_in_the_optimizer_are_passed_over() -> None:
     loops = Loops(module, lambda params: AdamW(params, lr=1e-2, foreach=False), memory_ratio=0.95)
     assert loops.step.report().update == "part of the step"
     loops.agree(3)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    module = net()
+    with pytest.raises(UsageError, match="the optimizer has none of the parameters that the model trains"):
+        optimize(module, loss_of, AdamW(net().parameters()), batch(), memory_ratio=0.95, budget=150)
