@@ -11,7 +11,7 @@ from magis.report import from_plain, to_plain
 from magis.results import Case, CaseResult
 from pytest_magis.verdict import Finding, Verdict
 
-__all__ = ["FRONT_PROPERTY", "PROPERTY", "Outcome"]
+__all__ = ["FRONT_PROPERTY", "PROPERTY", "Outcome", "leave"]
 
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""
@@ -70,3 +70,9 @@ class Outcome:
             )
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error
+
+
+def leave(outcome: Outcome, properties: list[tuple[str, object]]) -> None:
+    """Put an outcome into an item's properties, in the place of that of an earlier run of the item."""
+    others = [entry for entry in properties if entry[0] != PROPERTY]
+    properties[:] = [*others, (PROPERTY, outcome.to_text())]

@@ -12,7 +12,7 @@ import pytest
 from magis.errors import MagisError
 from pytest_magis.gate import Gate
 from pytest_magis.judged import judged, lines_of
-from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY
+from pytest_magis.outcome import FRONT_PROPERTY, leave
 from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
@@ -93,8 +93,6 @@ class CaseItem(GateItem):
 
     def runtest(self) -> None:
         for outcome in judged(self.config, self.gate, self.planned):
-            # replaced, not appended: a rerun uses the same item again
-            others = [entry for entry in self.user_properties if entry[0] != PROPERTY]
-            self.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
+            leave(outcome, self.user_properties)
         if not outcome.verdict.passed:
             raise Regression("\n".join(lines_of(outcome, self.gate, self.config)))

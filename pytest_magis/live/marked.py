@@ -16,7 +16,7 @@ from pytest_magis.live.awake import awake, check_device, red
 from pytest_magis.live.names import MARK, PARAM, claimed, label_of, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.options import anywhere
-from pytest_magis.outcome import PROPERTY
+from pytest_magis.outcome import leave
 
 if TYPE_CHECKING:
     from magis.api import Workload
@@ -71,8 +71,7 @@ def run(item: pytest.Function) -> None:
         raise red(str(error)) from None
     live = Live(_maker(item, name, asked), settings.tolerances, node_id(item))
     for outcome in judged(item.config, gate, planned, live):
-        others = [entry for entry in item.user_properties if entry[0] != PROPERTY]
-        item.user_properties[:] = [*others, (PROPERTY, outcome.to_text())]
+        leave(outcome, item.user_properties)
     if not outcome.verdict.passed:
         raise red("\n".join(lines_of(outcome, gate, item.config)))
 
