@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import ROUND_FLOOR, Decimal
 from fractions import Fraction
 
 from magis.errors import UsageError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "parse_bytes", "share_of"]
+__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "is_number", "parse_bytes", "share_of"]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -70,3 +71,8 @@ def share_of(ratio: float | None, amount: int) -> int | None:
     The ratio counts as the decimal that was written: 0.8, not the double nearest to it.
     """
     return None if ratio is None else int(Fraction(str(ratio)) * amount)
+
+
+def is_number(value: object) -> bool:
+    """Whether what a caller passed is a finite number; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

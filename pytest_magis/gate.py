@@ -63,12 +63,12 @@ class Gate:
     workers_ready: int = 0
     """Workers of pytest-xdist that have collected."""
 
-    def baseline(self, planned: PlannedCase) -> tuple[Path, ModelBaseline | None]:
-        """The file that holds a case's baseline, and what it held when the run began. Raises BaselineError."""
+    def baseline(self, planned: PlannedCase) -> ModelBaseline | None:
+        """What the file of a case's baseline held when the run began. Raises BaselineError."""
         path = self.path(planned.model, planned.case)
         if path not in self.baselines:
             self.baselines[path] = read_baseline(path, planned.model, planned.case.device)
-        return path, self.baselines[path]
+        return self.baselines[path]
 
     def path(self, model: str, case: Case) -> Path:
         """The file of a model's baselines on the device of a case."""

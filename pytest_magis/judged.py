@@ -50,7 +50,7 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         return Outcome(planned.model, planned.label, planned.case, verdict, error=error, where=where)
 
     try:
-        _, baseline = gate.baseline(planned)
+        baseline = gate.baseline(planned)
         hand_back = planning(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         line = nullcontext() if gate.is_worker else progress_line(config, planned.name)

@@ -54,9 +54,10 @@ def plan(
         plans = KeptPlans(subject.kept)
         key = plans.key(subject, goal, budget, seed, stored)
         known = plans.load(key, scratch, goal)
-        best = _searched(scratch, goal, budget, seconds, seed) if known is None else known
         if known is None:
-            plans.save(key, best, scratch, goal)
+            known = _searched(scratch, goal, budget, seconds, seed)
+            plans.save(key, known, scratch, goal)
+        best = known
     return replace(best, seconds=time.perf_counter() - started)
 
 

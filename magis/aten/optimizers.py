@@ -8,7 +8,7 @@ appears as named scalars: at capture they are sentinels, numbers that occur nowh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -52,21 +52,9 @@ class OptimizerSpec:
 
     def alone(self) -> tuple[OptimizerSpec, ...]:
         """The rule of every group as one without groups: that of the parameters in none first."""
-        return (
-            replace(self, groups=()),
-            *(
-                replace(
-                    self,
-                    lr=group.lr,
-                    momentum=group.momentum,
-                    betas=group.betas,
-                    eps=group.eps,
-                    weight_decay=group.weight_decay,
-                    groups=(),
-                )
-                for group in self.groups
-            ),
-        )
+        own = tuple(field.name for field in fields(ParameterGroup) if field.name != "parameters")
+        numbers: list[dict[str, Any]] = [{name: getattr(group, name) for name in own} for group in self.groups]
+        return tuple(replace(self, groups=(), **given) for given in ({}, *numbers))
 
     def split(self, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The positions in `names` of the parameters of each rule in `alone`. UsageError if groups name others."""

@@ -11,7 +11,7 @@ from torch._dynamo.exc import ShortenTraceback
 
 from magis.compile.report import Report
 from magis.errors import UsageError, nearest
-from magis.units import parse_bytes
+from magis.units import is_number, parse_bytes
 
 __all__ = ["DEFAULT_RATIO", "OptionError", "Options", "as_options"]
 
@@ -55,10 +55,10 @@ def as_options(given: Mapping[str, Any] | None) -> Options:
         options["memory_ratio"] = DEFAULT_RATIO
     for name, least, most in (("memory_ratio", 0.0, 1.0), ("latency_ratio", 1.0, math.inf), ("seconds", 0.0, math.inf)):
         number = options.get(name)
-        if number is not None and not (_is_number(number) and least <= number <= most and number > 0):
+        if number is not None and not (is_number(number) and least <= number <= most and number > 0):
             raise OptionError(f"backend magis: {name}={number!r}", hint=_RANGES[name])
     budget = options.get("budget")
-    if budget is not None and not (_is_number(budget) and budget > 0 and budget == int(budget)):
+    if budget is not None and not (is_number(budget) and budget > 0 and budget == int(budget)):
         raise OptionError(f"backend magis: budget={budget!r}", hint="use a whole number of plans above 0")
     report = options.get("report")
     if report is not None and not callable(report):
@@ -87,10 +87,6 @@ def _bytes(limit: Any) -> int | None:
         nbytes = parse_bytes(limit) if isinstance(limit, str) else limit
     except UsageError as error:
         raise OptionError(f"backend magis: memory_limit: {error}") from None
-    if not _is_number(nbytes) or nbytes <= 0:
+    if not is_number(nbytes) or nbytes <= 0:
         raise OptionError(f"backend magis: memory_limit={limit!r}", hint='use an amount above 0, such as "8 GiB"')
     return int(nbytes)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

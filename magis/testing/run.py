@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from magis.ir import dump
 from magis.report import append_rows, row_from_result, to_plain, write_text_atomically
 from magis.results import Case, CaseResult
 from magis.testing.nn import SeedGraph, SeedOutput
+from magis.units import is_number
 
 DATA = Path("data")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
@@ -106,13 +106,13 @@ def _case(
         raise UsageError(
             f"mem_limit_ratio={memory!r} and lat_limit_ratio={latency!r}", hint="give exactly one of the two limits"
         )
-    if memory is not None and not (_number(memory) and 0 < memory <= 1):
+    if memory is not None and not (is_number(memory) and 0 < memory <= 1):
         raise UsageError(
             f"mem_limit_ratio={memory!r}", hint="use a share of the un-optimized peak, above 0 and at most 1"
         )
-    if latency is not None and not (_number(latency) and latency >= 1):
+    if latency is not None and not (is_number(latency) and latency >= 1):
         raise UsageError(f"lat_limit_ratio={latency!r}", hint="use a multiple of the un-optimized latency, at least 1")
-    if seconds is not None and not (_number(seconds) and seconds > 0):
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"time_budget={seconds!r}", hint="use a positive number of seconds")
     check_device(device)
     check_dtype(dtype, device)
@@ -126,7 +126,3 @@ def _case(
         latency_ratio=latency,
         seconds=seconds,
     )
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

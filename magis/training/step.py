@@ -24,7 +24,7 @@ from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
 from magis.training.watch import Watch, has_hooks
-from magis.units import parse_bytes
+from magis.units import is_number, parse_bytes
 
 __all__ = ["OptimizedStep", "optimize"]
 
@@ -282,17 +282,13 @@ def _limits(
         raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
     for name, number, most in (("memory_ratio", memory_ratio, 1.0), ("latency_ratio", latency_ratio, math.inf)):
         least = 1.0 if name == "latency_ratio" else 0.0
-        if number is not None and not (_is_number(number) and least <= number <= most and number > 0):
+        if number is not None and not (is_number(number) and least <= number <= most and number > 0):
             raise UsageError(f"{name}={number!r}", hint="use a share above 0 and at most 1, or a latency of at least 1")
-    if budget is not None and not (_is_number(budget) and budget > 0 and budget == int(budget)):
+    if budget is not None and not (is_number(budget) and budget > 0 and budget == int(budget)):
         raise UsageError(f"budget={budget!r}", hint="use a whole number above 0")
-    if seconds is not None and not (_is_number(seconds) and seconds > 0):
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"seconds={seconds!r}", hint="use a number above 0")
     nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     if nbytes is not None and nbytes <= 0:
         raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
     return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
