@@ -17,10 +17,12 @@ __all__ = [
     "ParetoFront",
     "Peak",
     "Provenance",
+    "RankMemory",
     "RatioInterval",
     "SearchStats",
     "Span",
     "StepFigures",
+    "Term",
     "Timelines",
     "collapsed",
     "is_below",
@@ -213,6 +215,27 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class Term:
+    """A named part of a predicted peak, bytes."""
+
+    name: str
+    nbytes: int
+    note: str = ""
+    """What it rests on, in words: an assumption, say."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's memory in a step: what is predicted for it, and what it measured (None: it did not run)."""
+
+    rank: int
+    predicted: Memory | None = None
+    measured: Memory | None = None
+    terms: tuple[Term, ...] = ()
+    """Sum up to the predicted peak."""
+
+
+@dataclass(frozen=True)
 class RatioInterval:
     """Latency ratio (optimized / original) of interleaved pairs: median and its confidence interval."""
 
@@ -277,6 +300,10 @@ class CaseResult:
     """Operator signature -> workspace bytes (non-zero ones) that the planner used, for the baseline to keep."""
     timelines: Timelines | None = None
     """Only where they were asked for."""
+    ranks: tuple[RankMemory, ...] = ()
+    """Of a strategy that runs on several ranks; ``optimized`` then is the one with the highest peak."""
+    samples: int = 0
+    """In the global batch of one step; 0: not known."""
 
     @property
     def memory(self) -> Memory:

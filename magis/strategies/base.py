@@ -1,0 +1,92 @@
+"""What a technique is: something that makes the training step of a workload on one rank of a world.
+
+Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it, the
+ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
+same step of training, and samples a second compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from magis.capture import Workload
+from magis.errors import UsageError
+
+__all__ = ["RankStep", "Technique", "World", "batch_size", "share_of_batch"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, and the place of one of them.
+
+    Whoever makes a world of more than one has set up torch.distributed's default process group: of real ranks, or
+    where nothing is run (``fake``: tensors are fake, too) the "fake" one.
+    """
+
+    size: int = 1
+    rank: int = 0
+    device: str = "cpu"
+    """Torch's device type: "cpu" or "cuda"."""
+    fake: bool = False
+
+
+class RankStep(Protocol):
+    """One rank's part of a training step; owns its module and optimizer."""
+
+    module: nn.Module
+    """What this rank holds of the network."""
+
+    def prepare(self) -> None:
+        """Everything that happens before the measured window: gradients to None."""
+
+    def run(self) -> Tensor | None:
+        """One whole step, communication included; returns the mean loss of the rank's share of the batch, None on a
+        rank that sees no loss (all pipeline stages but the last)."""
+
+
+class Technique(Protocol):
+    """A way to run a training step on a number of ranks."""
+
+    @property
+    def name(self) -> str:
+        """As it is asked for: "ddp", "amp+zero1", "tp2"."""
+
+    @property
+    def group(self) -> int:
+        """Ranks that work on one share of the batch together; the world's size is a multiple of it."""
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The step of ``work`` (whole module, global batch) on this rank. The module may be taken over and changed.
+
+        Raises UsageError, in one line with the numbers, for a world or a network that the technique is not for.
+        """
+
+
+def batch_size(work: Workload) -> int:
+    """Samples in the (global) batch of a workload: the length of its first input. UsageError without one."""
+    if not work.inputs or not work.inputs[0].dim():
+        raise UsageError(f"{work.name}: the first input has no dimension along which a batch could be shared out")
+    return int(work.inputs[0].shape[0])
+
+
+def share_of_batch(work: Workload, index: int, count: int) -> Workload:
+    """The workload with the ``index``-th of ``count`` equal shares of its batch, along the first dimension.
+
+    Tensors with another length than the batch's are shared whole. Raises UsageError where the shares are not equal.
+    """
+    samples = batch_size(work)
+    if samples % count:
+        raise UsageError(
+            f"{work.name}: a batch of {samples} samples cannot be shared out evenly to {count}",
+            hint="use a number of ranks that divides it",
+        )
+    length = samples // count
+
+    def part(tensor: Tensor) -> Tensor:
+        whole = tensor.dim() and tensor.shape[0] == samples
+        return tensor.narrow(0, index * length, length).clone() if whole else tensor
+
+    return replace(work, inputs=tuple(map(part, work.inputs)), targets=tuple(map(part, work.targets)))
