@@ -36,7 +36,7 @@ class Case:
     model: str
     """A registered model's name or "package.module:factory"."""
     strategy: str
-    """ "eager", "magis" or "checkpoint"."""
+    """ "eager", "magis", or what it is compared with (docs/strategies.md): "amp+checkpoint", "ddp", "ort"."""
     device: str
     """ "cpu", "cuda" or "sim:<name>"."""
     preset: str
@@ -54,6 +54,8 @@ class Case:
     seconds: float | None = None
     """Optional cap on search seconds; a row that it stopped says so and is not gated."""
     seed: int = 0
+    ranks: int = 1
+    """That a distributed strategy runs on, or is predicted for."""
     timing_rounds: int | None = None
     """Pairs of interleaved steps to time; None: the default."""
 
@@ -304,6 +306,31 @@ class CaseResult:
     """Of a strategy that runs on several ranks; ``optimized`` then is the one with the highest peak."""
     samples: int = 0
     """In the global batch of one step; 0: not known."""
+    off_by: float = 0.0
+    """By which share the optimized step's measured tensor bytes may be off the simulated ones; infinite where these are
+    an estimate that is not judged."""
+    noise: float = 0.0
+    """By which share the optimized step's measured peak differs from run to run; 0: it does not."""
+    portable: bool = True
+    """Whether the optimized step's tensor bytes are the same on every machine."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether the optimized step was not run here: its figures are simulated."""
+        return not self.optimized.is_measured
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the optimized step: of the median time where it ran, else as simulated; None: not known."""
+        return _rate(self.samples, self.optimized.measured_ms or self.optimized.simulated_ms)
+
+    @property
+    def samples_per_s_spread(self) -> float | None:
+        """Half the interquartile range of that, as far as times spread evenly; None where the step was not timed."""
+        rate, spread = self.samples_per_s, self.optimized.spread_ms
+        if rate is None or spread is None or not self.optimized.measured_ms:
+            return None
+        return rate * spread / self.optimized.measured_ms
 
     @property
     def memory(self) -> Memory:
@@ -323,6 +350,10 @@ class CaseResult:
         if self.ratio is not None:
             return self.ratio.ratio
         return self.optimized.simulated_ms / self.original.simulated_ms
+
+
+def _rate(samples: int, ms: float) -> float | None:
+    return samples * 1e3 / ms if samples and ms > 0 else None
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,20 @@ from magis.api.alone import (
 from magis.api.bench import Bench, Make
 from magis.api.insight import Replayed
 from magis.api.kept_results import KeptResults
-from magis.api.numbers import compare_by_kind
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
 from magis.api.subject import Subject
+from magis.api.variants import Candidate, numbers_of, of_technique, technique_of
 from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import Step, whole_step
 from magis.backend.timing import Patience, Timing, in_turns, interleave, ratio_interval
 from magis.backend.turns import Step as TurningStep
 from magis.backend.turns import Turn
-from magis.capture.checkpoint import checkpointed
 from magis.errors import UsageError
 from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.simulate.tables import changes
+from magis.strategies.base import samples_of
 from magis.units import share_of
 
 TIMING_ROUNDS = 12
@@ -43,7 +43,6 @@ SHORTEST_MS = 30.0
 """Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
 WARM_UP = 1
 """Untimed pairs: both steps have run several times before they are timed."""
-STRATEGIES = ("eager", "magis", "checkpoint")
 
 Progress = Callable[[str], None]
 
@@ -80,19 +79,6 @@ def run_case(
         return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    """The step that is compared with the original: its simulation, and how to make it."""
-
-    simulated: Memory
-    simulated_ns: int
-    make: Callable[[ExitStack], Step]
-    stats: SearchStats
-    workspaces: Mapping[str, int]
-    reserved: int | None
-    replayed: Replayed
-
-
 @dataclass(frozen=True)
 class _Times:
     """Milliseconds of whole steps, and the latency ratio."""
@@ -126,9 +112,8 @@ class CaseRun:
         *,
         timelines: bool = False,
     ) -> None:
-        if case.strategy not in STRATEGIES:
-            raise UsageError(f"unknown strategy {case.strategy!r}", hint=f"use one of {', '.join(STRATEGIES)}")
         check_amounts(case)
+        self._technique = technique_of(case, subject)
         self.graph: Graph | None = None
         self._case = case
         self._subject = subject
@@ -164,34 +149,14 @@ class CaseRun:
 
     def _candidate(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
-    ) -> _Candidate:
+    ) -> Candidate:
         if self._case.strategy == "magis":
             return self._planned(table, limit, original_ns, reference)
-        subject = self._subject
-        if self._case.strategy == "checkpoint":
-            require_blocks(subject)
-        captured = subject.captured if self._case.strategy == "eager" else subject.checkpointed
-        profile = subject.simulate(captured)
-
-        def make(stack: ExitStack) -> Step:
-            step = subject.eager()
-            if self._case.strategy == "checkpoint":
-                stack.enter_context(checkpointed(step.module, subject.blocks))
-            return step
-
-        return _Candidate(
-            Memory(profile.tensor_bytes, profile.peak_bytes),
-            subject.latency_ns(captured.graph),
-            make,
-            SearchStats(),
-            {},
-            subject.reserved_bytes(captured.graph, captured.deaths),
-            Replayed(subject, captured.graph, captured),
-        )
+        return of_technique(self._subject, self._technique)
 
     def _planned(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
-    ) -> _Candidate:
+    ) -> Candidate:
         case, subject = self._case, self._subject
         self._progress("searching")
         target = limit
@@ -211,7 +176,7 @@ class CaseRun:
             stored=table,
         )
         self.graph = found.graph
-        return _Candidate(
+        return Candidate(
             subject.simulate_graph(found.graph),
             found.latency_ns,
             lambda _stack: subject.generated(found.graph),
@@ -250,7 +215,7 @@ class CaseRun:
             return None
         return "" if subject.simulated_only else too_large(subject)
 
-    def _without_original(self, candidate: _Candidate, refusal: str) -> _Outcome:
+    def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
         """The optimized step alone if it fits, else nothing."""
         found = None
         if self._case.strategy != "eager" and fits_alone(self._subject, candidate.simulated.peak_bytes):
@@ -261,13 +226,13 @@ class CaseRun:
         note = f"the original was not run: {refusal}"
         return replace(found, numbers=NOT_COMPARED, note=note)
 
-    def _alone(self, candidate: _Candidate) -> _Outcome | None:
+    def _alone(self, candidate: Candidate) -> _Outcome | None:
         self._progress("measuring and timing the optimized step alone")
         with ExitStack() as stack:
             found = run_alone(self._subject, lambda: candidate.make(stack))
         return None if found is None else _Outcome(optimized=found.memory, optimized_ms=found.times_ms)
 
-    def _execute(self, candidate: _Candidate, measured: Memory) -> _Outcome:
+    def _execute(self, candidate: Candidate, measured: Memory) -> _Outcome:
         """Both steps, beside each other; each alone where they do not fit together."""
         subject = self._subject
         if self._case.strategy == "eager":
@@ -286,18 +251,22 @@ class CaseRun:
             note=f"not compared with the original: both together do not fit{note}",
         )
 
-    def _compared(self, candidate: _Candidate, measured: Memory) -> _Outcome:
+    def _compared(self, candidate: Candidate, measured: Memory) -> _Outcome:
         subject = self._subject
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
             self._progress("comparing numbers")
-            numbers = compare_by_kind(subject, self.graph, eager, step, self._case.seed)
+            numbers = numbers_of(candidate, subject, self.graph, eager, step, self._case.seed)
             self._progress("measuring memory")
-            memory = subject.measure(step)
+            memory = subject.measure(step, compiled=self._is_compiled)
             self._progress("timing")
             times = self._time(eager, step)
         return _Outcome(measured, times.whole.first_ms, memory, times.whole.second_ms, times.ratio, numbers)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self._technique is not None and not self._technique.is_captured
 
     def _time(self, eager: Step, step: Step) -> _Times:
         """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
@@ -305,14 +274,14 @@ class CaseRun:
         subject = self._subject
         whole = partial(interleave, whole_step(eager), whole_step(step), device=subject.torch_device)
         patience = Patience(rounds, self._bounds)
-        if subject.runs_together:
+        if subject.runs_together and not self._is_compiled:  # which nobody can interrupt
             some = whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=WARM_UP)
             if min(some.first_ms) >= SHORTEST_MS:
                 return _Times(some, ratio_interval(in_turns(once_in_turns(eager), once_in_turns(step), patience)))
         timing = whole(patience, warmup=WARM_UP)
         return _Times(timing, ratio_interval(timing))
 
-    def _assembled(self, candidate: _Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
+    def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
         case, subject, opt_step = self._case, self._subject, candidate.replayed
         ori_step = Replayed(subject, subject.captured.graph, subject.captured)
         eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
@@ -327,11 +296,13 @@ class CaseRun:
         )
         opt = StepFigures(
             candidate.simulated,
-            subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
+            candidate.simulated_ns / 1e6
+            if opt_step is None
+            else subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
             outcome.optimized,
             *_median(outcome.optimized_ms),
             candidate.reserved,
-            opt_step.at_peak(),
+            None if opt_step is None else opt_step.at_peak(),
         )
         if case.strategy == "eager":
             opt = original
@@ -352,11 +323,14 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             graph_digest=subject.digest,
-            note=outcome.note,
+            note=outcome.note or candidate.note,
             search=candidate.stats,
-            provenance=subject.provenance(opt_step.graph),
+            provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
-            timelines=Timelines(ori_step.spans(), opt_step.spans()) if self._timelines else None,
+            samples=samples_of(subject.fake),
+            off_by=candidate.off_by,
+            portable=not self._is_compiled,
+            timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
         )
 
 
@@ -388,14 +362,6 @@ def check_amounts(case: Case) -> None:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")
-
-
-def require_blocks(subject: Subject) -> None:
-    """Raise UsageError unless the model says which of its sub-modules activation checkpointing wraps."""
-    if not subject.blocks:
-        raise UsageError(
-            f"model {subject.source.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks"
-        )
 
 
 def once_in_turns(step: Step) -> TurningStep:

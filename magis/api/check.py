@@ -13,8 +13,8 @@ import torch
 
 from magis.api.alone import attempt
 from magis.api.bench import Bench, Make
-from magis.api.cases import require_blocks
 from magis.api.subject import Subject
+from magis.api.variants import technique_of
 from magis.capture import Workload
 from magis.errors import CaptureError, UsageError
 from magis.ir import Graph
@@ -39,9 +39,8 @@ def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = No
     subject = (cache if cache is not None else Bench()).subject(case, make)
     if subject.keeps_dtypes:
         _check_dtypes(subject.fake)
-    if case.strategy == "checkpoint":
-        require_blocks(subject)
-    captured = subject.checkpointed if case.strategy == "checkpoint" else subject.captured
+    technique = technique_of(case, subject)
+    captured = subject.captured_as(technique)[0] if technique and technique.is_captured else subject.captured
     _check_products(captured.graph)
     if subject.runs:
         _check_eager(subject)

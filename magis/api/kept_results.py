@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from magis.api.subject import Subject
+from magis.api.variants import technique_of
 from magis.backend.measure import device_identity
 from magis.errors import MagisError
 from magis.ir import digest
@@ -43,7 +44,8 @@ class KeptResults:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back."""
         captured = self.subject.captured
-        wrapped = digest(self.subject.checkpointed.graph) if self.case.strategy == "checkpoint" else ""
+        technique = technique_of(self.case, self.subject)
+        wrapped = digest(self.subject.captured_as(technique)[0].graph) if technique and technique.is_captured else ""
         return self.kept.key(
             "result",
             FORMAT,

@@ -16,6 +16,7 @@ from magis.fission.region import Region
 from magis.ir import Graph
 from magis.search.fronts import numbers_of_parts
 from magis.simulate.compile import reusable, take_over_form
+from magis.strategies.local import local
 
 __all__ = ["signatures_of_model"]
 
@@ -25,7 +26,7 @@ def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, .
     forms that the search works on, and with `parts` at all sizes that fission asks for."""
     graphs = [subject.captured.graph]
     if subject.blocks:
-        graphs.append(subject.checkpointed.graph)
+        graphs.append(subject.captured_as(local("checkpoint", subject.kind))[0].graph)
     found = [key for graph in graphs for key in signatures_of(graph)]
     for graph in (subject.normal, subject.aggregated):
         found += _planned(graph)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from magis.capture import Workload
 
 
@@ -30,3 +32,9 @@ def own_dtype(workload: Workload) -> str:
         if tensor.is_floating_point():
             return str(tensor.dtype).removeprefix("torch.")
     return "float32"
+
+
+def would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether converting a module to a data type would change tensors that have memory behind them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)

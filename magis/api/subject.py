@@ -13,13 +13,12 @@ import torch
 from magis.api.forms import redo_graph, signatures
 from magis.api.pricing import UNPRICED, Pricing
 from magis.api.sharing import Sharing
-from magis.api.source import Source, own_dtype
+from magis.api.source import Source, own_dtype, would_change
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
 from magis.backend.timing import alone
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
-from magis.capture.checkpoint import checkpointed
 from magis.capture.fakes import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
@@ -38,6 +37,7 @@ from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_
 from magis.search.judge import Over, Wanted, never
 from magis.simulate.replay import MemoryProfile, replay
 from magis.simulate.reserved import reserved
+from magis.strategies.local import Local
 
 ROUNDS_ALONE = 5
 ALONE = Sharing()
@@ -57,6 +57,7 @@ class Subject:
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._workspaces: dict[str, int] = {}
         self._fronts: dict[int, FissionFront] = {}
+        self._variants: dict[str, tuple[Captured, int]] = {}
         self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
 
     # -- the model ----------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class Subject:
         if not self._asked.dtype:
             return made
         dtype = tensor_type(self._asked.dtype)
-        if self._asked.of_user and _would_change(made.module, getattr(torch, dtype)):
+        if self._asked.of_user and would_change(made.module, getattr(torch, dtype)):
             made = replace(made, module=copy.deepcopy(made.module))  # the user may have it at hand: it stays as it is
         return made.to(dtype)
 
@@ -102,13 +103,15 @@ class Subject:
         """The step in program order, with eager's in-place operators; verified."""
         return self._captured(self.fake)
 
-    @cached_property
-    def checkpointed(self) -> Captured:
-        """The same under activation checkpointing per block."""
-        with checkpointed(self.fake.module, self.fake.blocks, preserve_rng_state=False):
-            return self._captured(self.fake)
+    def captured_as(self, technique: Local) -> tuple[Captured, int]:
+        """The same under a technique that can be captured, and the bytes that it moves over the host's link; kept."""
+        if technique.name not in self._variants:
+            with technique.in_capture(self.fake, self.kind) as moved:
+                captured = self._captured(self.fake, technique.cast)
+            self._variants[technique.name] = captured, moved.nbytes
+        return self._variants[technique.name]
 
-    def _captured(self, workload: Workload) -> Captured:
+    def _captured(self, workload: Workload, cast: str = "") -> Captured:
         found = capture(
             workload.module,
             workload.inputs,
@@ -117,7 +120,7 @@ class Subject:
             workload.optimizer,
             device=self.kind,
             explicit_attention=workload.explicit_attention,
-            autocast=autocast_type(self._asked.dtype),
+            autocast=cast or autocast_type(self._asked.dtype),
         )
         verify(found.graph)
         return found
@@ -390,22 +393,16 @@ class Subject:
         work = self.fresh()
         return GraphStep(graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device)
 
-    def measure(self, step: Step) -> Memory:
-        """Measured memory of one step that has run before."""
+    def measure(self, step: Step, *, compiled: bool = False) -> Memory:
+        """Measured memory of one step that has run before. In compiled code tensors are not told from scratch."""
         persistent = self.captured.graph.persistent_bytes()
         step.prepare()
         peak = window_peak(step.run, self.torch_device)
         step.prepare()
-        tensors = tensor_peak(step.run)
+        tensors = peak.peak_bytes if compiled else tensor_peak(step.run)
         reserved_bytes = None if peak.reserved_bytes is None else persistent + peak.reserved_bytes
         return Memory(persistent + tensors, persistent + peak.peak_bytes, reserved_bytes)
 
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.fake.blocks
-
-
-def _would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether converting a module to a data type would change tensors that have memory behind them."""
-    tensors = (*module.parameters(), *module.buffers())
-    return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)

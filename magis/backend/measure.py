@@ -249,6 +249,11 @@ class _StorageLedger(TorchDispatchMode):
         self._older: dict[int, StorageWeakRef] = {}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether code is compiled under it as it is without it."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -69,8 +69,11 @@ class EagerStep:
         *,
         explicit_attention: bool = False,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
     ) -> None:
-        """``around`` makes the context of forward and loss: autocast, say."""
+        """``around`` makes the context of forward and loss: autocast, say; ``scaler`` scales the loss, ``transform``
+        makes what is called of the function that computes both: compiled code, say."""
         self.module = module
         self._around = around
         self._inputs = tuple(inputs)
@@ -80,6 +83,8 @@ class EagerStep:
         self._explicit = explicit_attention
         self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self._optimizer = optimizers.torch_optimizer(rule, dict(self._trained))
+        self._scaler = scaler
+        self._call = self._whole if transform is None else transform(self._whole)
         self._outputs: tuple[Tensor, ...] = ()
 
     def prepare(self) -> None:
@@ -103,17 +108,31 @@ class EagerStep:
                 self._outputs = tuple(_flat(self._forward()))
                 return self._outputs[0]
         loss = self._forward()
-        loss.backward()
-        if self._optimizer is not None:
-            self._optimizer.step()
+        if self._scaler is None:
+            loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
+        self._update()
         self._outputs = (loss.detach(),)
         return self._outputs[0]
 
+    def _update(self) -> None:
+        if self._optimizer is None:
+            return
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
     def _forward(self) -> Any:
         with self._around():
-            if self._loss_fn is None:
-                return self.module(*self._inputs)
-            return self._loss_fn(self.module(*self._inputs), *self._targets)
+            return self._call()
+
+    def _whole(self) -> Any:
+        if self._loss_fn is None:
+            return self.module(*self._inputs)
+        return self._loss_fn(self.module(*self._inputs), *self._targets)
 
     def results(self) -> tuple[Tensor, ...]:
         if self._rule.kind != "gradients":

@@ -1,7 +1,7 @@
 """What a technique is: something that makes the training step of a workload on one rank of a world.
 
-Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it, the
-ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
+Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it,
+the ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
 same step of training, and samples a second compare.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.errors import UsageError
 
-__all__ = ["RankStep", "Technique", "World", "batch_size", "share_of_batch"]
+__all__ = ["RankStep", "Technique", "World", "batch_size", "samples_of", "share_of_batch"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,14 @@ def batch_size(work: Workload) -> int:
     if not work.inputs or not work.inputs[0].dim():
         raise UsageError(f"{work.name}: the first input has no dimension along which a batch could be shared out")
     return int(work.inputs[0].shape[0])
+
+
+def samples_of(work: Workload) -> int:
+    """The same; 0 where no batch can be told."""
+    try:
+        return batch_size(work)
+    except UsageError:
+        return 0
 
 
 def share_of_batch(work: Workload, index: int, count: int) -> Workload:

@@ -1,0 +1,107 @@
+"""The step under the techniques of one rank: what each request stands for, and the step that comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from magis.api.insight import Replayed
+from magis.api.numbers import compare_by_kind, compare_losses
+from magis.api.subject import Subject
+from magis.backend.steps import Step
+from magis.errors import UsageError, nearest
+from magis.ir import Graph
+from magis.results import Case, Memory, SearchStats
+from magis.strategies.compiled import window_of_compiled
+from magis.strategies.local import KINDS, Local, is_local, local
+
+__all__ = ["Candidate", "numbers_of", "of_technique", "technique_of"]
+
+PLAIN = ("eager", "magis")
+SCALER = 0.001
+"""What scales gradients keeps a few numbers of its own, which are not in the captured step."""
+MOST_OFF = 0.05
+"""Share of eager's loss by which a technique that computes other numbers may be off: other random numbers included."""
+COMPILED = "compiled code: bytes are of its forward and backward without fused operators, latency is of eager"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """The step that is compared with the original: its simulation, and how to make it."""
+
+    simulated: Memory
+    simulated_ns: int
+    make: Callable[[ExitStack], Step]
+    stats: SearchStats
+    workspaces: Mapping[str, int]
+    reserved: int | None
+    replayed: Replayed | None
+    """None where there is no graph of it."""
+    technique: Local | None = None
+    off_by: float = 0.0
+    """See `CaseResult.off_by`."""
+    note: str = ""
+    """What a reader should know about the simulation."""
+
+
+def technique_of(case: Case, subject: Subject) -> Local | None:
+    """What a case's strategy does to the original; None for eager and for plans. UsageError for unknown strategies."""
+    if case.strategy in PLAIN:
+        return None
+    if not is_local(case.strategy):
+        known = (*PLAIN, *(part for kind in KINDS for part in kind))
+        raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, known))
+    technique = local(case.strategy, subject.kind)
+    technique.check(subject.fake)
+    return technique
+
+
+def of_technique(subject: Subject, technique: Local | None) -> Candidate:
+    """The step under a technique; None: the original itself."""
+    captured, moved_ns = subject.captured, 0
+    if technique is not None and technique.is_captured:
+        captured, moved = subject.captured_as(technique)
+        moved_ns = subject.roofline.transfer_ns(moved) if moved else 0
+    profile = subject.simulate(captured)
+    found = Candidate(
+        Memory(profile.tensor_bytes, profile.peak_bytes),
+        subject.latency_ns(captured.graph) + moved_ns,
+        partial(_step, subject, technique),
+        SearchStats(),
+        {},
+        subject.reserved_bytes(captured.graph, captured.deaths),
+        Replayed(subject, captured.graph, captured),
+        technique,
+        off_by=SCALER if technique is not None and technique.is_scaled else 0.0,
+    )
+    if technique is None or technique.is_captured:
+        return found
+    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.fake)
+    return replace(
+        found, simulated=Memory(nbytes, nbytes), reserved=None, replayed=None, note=COMPILED, off_by=math.inf
+    )
+
+
+def _step(subject: Subject, technique: Local | None, stack: ExitStack) -> Step:
+    if technique is None:
+        return subject.eager()
+    work = subject.fresh()
+    stack.enter_context(technique.wrapped(work.module, work.blocks, capturing=False))
+    return technique.step(work)
+
+
+def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
+    """How the step's numbers compare with eager's, in the words of `CaseResult.numbers`."""
+    technique = candidate.technique
+    if technique is None or technique.keeps_numbers:
+        return compare_by_kind(subject, graph, eager, step, seed)
+    off = compare_losses(eager, step, seed)
+    why = " and ".join(
+        name for name, given in (("precision", technique.cast), ("compiler", technique.compiled)) if given
+    )
+    if not off <= MOST_OFF:
+        return f"differs: loss by {100 * off:.2g}%, more than another {why} explains"
+    return f"another {why}: loss within {100 * off:.2g}%"

@@ -1,0 +1,79 @@
+"""What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.
+
+What is kept for the backward is what torch.compile's partitioner decides with inductor's decompositions, budget
+included. The code that inductor makes of it fuses operators, so that some of the tensors counted here never exist.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from magis.backend.measure import tensor_peak
+from magis.capture import Workload
+from magis.strategies.local import Local
+
+__all__ = ["window_of_compiled"]
+
+
+def window_of_compiled(technique: Local, work: Workload) -> int:
+    """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
+    mode, work = _on_fake_tensors(work)
+
+    def whole() -> Any:
+        return work.loss_fn(work.module(*work.inputs), *work.targets)
+
+    torch.compiler.reset()
+    call = torch.compile(whole, backend=_partitioned())
+    with mode, technique.wrapped(work.module, work.blocks, capturing=True):
+        _forward_and_backward(technique, work, call)  # compiles
+        nbytes = tensor_peak(partial(_forward_and_backward, technique, work, call))
+    torch.compiler.reset()
+    return nbytes
+
+
+def _on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
+    """The workload on fake tensors, and the mode that these belong to: itself where it is on such, else a copy."""
+    for tensor in (*work.module.parameters(), *work.inputs):
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode, work
+    mode = FakeTensorMode()
+    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
+    for tensor in (*work.module.parameters(), *work.module.buffers()):
+        fake = mode.from_tensor(tensor.detach())
+        made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return mode, replace(
+        work,
+        module=copy.deepcopy(work.module, made),
+        inputs=tuple(map(mode.from_tensor, work.inputs)),
+        targets=tuple(map(mode.from_tensor, work.targets)),
+    )
+
+
+def _forward_and_backward(technique: Local, work: Workload, call: Callable[[], Any]) -> None:
+    for parameter in work.module.parameters():
+        parameter.grad = None
+    with technique.around():
+        loss = call()
+    loss.backward()
+
+
+def _partitioned() -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop,
+        decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    return found
