@@ -49,7 +49,8 @@ OPTIONS = (
     Option("models", "NAMES", "models to gate: all, seed, names, globs, package.module:factory", is_list=True),
     Option("memory-ratios", "R,...", "memory limits as shares of the original's peak (default: 0.8,0.6)", is_list=True),
     Option("latency-ratios", "R,...", "latency limits as multiples (>= 1) of the original's latency", is_list=True),
-    Option("strategies", "NAMES", "what to run each model under (default: eager,magis)", is_list=True),
+    Option("strategies", "NAMES", "what to run models under: all, names, globs (default: eager,magis)", is_list=True),
+    Option("ranks", "N", "ranks of distributed strategies, here or as predicted (default: 4)"),
     Option("device", "NAME", "cpu, cuda or sim:<name> (default: cuda if there is one, else cpu)"),
     Option("preset", "NAME", "sizes of the models: small or paper (default: small on cpu, else paper)"),
     Option(

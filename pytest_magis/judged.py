@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from magis.errors import MagisError
+from magis.errors import MagisError, UsageError
 from magis.report import thinned_timelines
 from magis.results import CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
@@ -70,6 +70,8 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         # written from here: whole time lines are too much to hand from process to process
         trace = _traced(settings.trace, planned, result)
     except MagisError as error:
+        if planned.optional and isinstance(error, UsageError):
+            pytest.skip(str(error))
         yield failed(str(error))
     except Exception as error:
         yield failed(f"{type(error).__name__}: {error}")

@@ -44,6 +44,7 @@ WORKER_AGAINST = "magis_against"
 PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
+RANKS = 4
 CACHES = ("plans", "results", "none")
 BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
 """Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
@@ -106,6 +107,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         budget=_budget(_scalar(config, "budget")),
         seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
+        ranks=_whole("ranks", _scalar(config, "ranks"), least=1) or RANKS,
     )
     processes, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once

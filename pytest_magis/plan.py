@@ -15,7 +15,7 @@ from magis.results import Case
 from pytest_magis.baseline_files import baseline_path, read_baseline
 from pytest_magis.baselines import ModelBaseline
 from pytest_magis.options import Settings
-from pytest_magis.strategies import Strategy
+from pytest_magis.strategies import Strategy, by_name
 
 __all__ = [
     "FRONT",
@@ -29,6 +29,7 @@ __all__ = [
     "resolve_models",
 ]
 
+ALL = "all"
 PREFIX = "magis::"
 """What the node ids of the gate's cases begin with."""
 FRONT = "pareto"
@@ -50,6 +51,8 @@ class PlannedCase:
     model: str
     label: str
     case: Case
+    optional: bool = False
+    """Whether it is skipped where its strategy is not for the model: nobody asked for just this one."""
 
     @property
     def name(self) -> str:
@@ -88,21 +91,13 @@ def plan_cases(
 ) -> tuple[PlannedCase, ...]:
     """Every case of the run, model by model. Raises UsageError for unknown strategies, which were asked for in `shown`,
     and for labels used twice."""
-    by_name: dict[str, Strategy] = {}
-    for strategy in strategies:
-        if strategy.name in by_name:
-            raise UsageError(f"two strategies are called {strategy.name!r}")
-        by_name[strategy.name] = strategy
-    for name in settings.strategies:
-        if name not in by_name:
-            known = ", ".join(by_name)
-            raise UsageError(f"{shown}: unknown strategy {name!r}", hint=f"choose from {known}")
+    chosen = _chosen(settings.strategies, strategies, shown)
     cases: dict[str, PlannedCase] = {}
     taken = {f"{model.name}[{FRONT}]" for model in models}
     for model in models:
-        for name in settings.strategies:
-            for label, case in by_name[name].cases(model.target, settings.grid):
-                planned = PlannedCase(model.name, label, case)
+        for name, (strategy, optional) in chosen.items():
+            for label, case in strategy.cases(model.target, settings.grid):
+                planned = PlannedCase(model.name, label, case, optional)
                 if planned.name in taken:
                     raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
                 if planned.name in cases:
@@ -113,6 +108,27 @@ def plan_cases(
             "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
         )
     return tuple(cases.values())
+
+
+def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:
+    """The strategies that were asked for, by name, and whether only a pattern ("all", "amp*") asks for them."""
+    known: dict[str, Strategy] = {}
+    for strategy in strategies:
+        if strategy.name in known:
+            raise UsageError(f"two strategies are called {strategy.name!r}")
+        known[strategy.name] = strategy
+    found: dict[str, tuple[Strategy, bool]] = {}
+    for name in asked:
+        one = known.get(name) or by_name(name)
+        if one is not None:
+            found[name] = one, False
+            continue
+        matching = [each for each in known if name == ALL or fnmatchcase(each, name)]
+        if not matching:
+            raise UsageError(f"{shown}: unknown strategy {name!r}", hint=f"choose from {', '.join((ALL, *known))}")
+        for each in matching:
+            found.setdefault(each, (known[each], True))
+    return found
 
 
 def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCase, ...]:

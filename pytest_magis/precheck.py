@@ -65,7 +65,7 @@ def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterat
     """One chosen case of each factory; two where one of them wraps the model's blocks, since that is a capture more."""
     seen = set()
     for planned in cases:
-        key = (planned.model, planned.case.strategy == "checkpoint")
+        key = (planned.model, "checkpoint" in planned.case.strategy)
         if is_factory(planned.case.model) and f"{PREFIX}{planned.name}" in chosen and key not in seen:
             seen.add(key)
             yield planned

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
+from magis.strategies.parts import ORIGINAL, PLANS
 from magis.units import format_bytes
 from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, latency
 from pytest_magis.explain import Table, why_more
@@ -47,8 +48,6 @@ __all__ = [
 ]
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
-EXACT = ("eager", "magis")
-"""Strategies whose scratch is simulated too."""
 
 PROVEN, NOT_FOUND = "infeasible, proven", "no plan found"
 """What an accepted case that misses its limit is called: no plan can meet it, or the search knows of none."""
@@ -148,7 +147,7 @@ def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:
         del steps[1]  # the eager strategy: one step under two names
     for name, step in steps:
         # other techniques keep what is no part of the graph (generator states): their tensors must be as simulated
-        theirs = name == "optimized" and result.case.strategy not in EXACT
+        theirs = name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS)
         share = CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
         if theirs:
             if math.isinf(result.off_by):

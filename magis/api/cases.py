@@ -35,6 +35,7 @@ from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.simulate.tables import changes
 from magis.strategies.base import samples_of
+from magis.strategies.parts import PLANS
 from magis.units import share_of
 
 TIMING_ROUNDS = 12
@@ -150,7 +151,7 @@ class CaseRun:
     def _candidate(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
     ) -> Candidate:
-        if self._case.strategy == "magis":
+        if self._case.strategy in PLANS:
             return self._planned(table, limit, original_ns, reference)
         return of_technique(self._subject, self._technique)
 

@@ -16,11 +16,11 @@ from magis.errors import UsageError, nearest
 from magis.ir import Graph
 from magis.results import Case, Memory, SearchStats
 from magis.strategies.compiled import window_of_compiled
-from magis.strategies.local import KINDS, Local, is_local, local
+from magis.strategies.local import Local, local
+from magis.strategies.parts import LISTED, family
 
 __all__ = ["Candidate", "numbers_of", "of_technique", "technique_of"]
 
-PLAIN = ("eager", "magis")
 SCALER = 0.001
 """What scales gradients keeps a few numbers of its own, which are not in the captured step."""
 MOST_OFF = 0.05
@@ -49,11 +49,11 @@ class Candidate:
 
 def technique_of(case: Case, subject: Subject) -> Local | None:
     """What a case's strategy does to the original; None for eager and for plans. UsageError for unknown strategies."""
-    if case.strategy in PLAIN:
+    kind = family(case.strategy)
+    if kind in ("original", "plan"):
         return None
-    if not is_local(case.strategy):
-        known = (*PLAIN, *(part for kind in KINDS for part in kind))
-        raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, known))
+    if kind != "local":
+        raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, LISTED))
     technique = local(case.strategy, subject.kind)
     technique.check(subject.fake)
     return technique

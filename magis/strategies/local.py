@@ -20,16 +20,10 @@ from magis.backend.steps import EagerStep
 from magis.capture import Workload
 from magis.capture.checkpoint import checkpointed, selectively_checkpointed
 from magis.errors import UsageError
+from magis.strategies.parts import KINDS, is_local
 
-__all__ = ["BUDGET", "KINDS", "Local", "Moved", "is_local", "local"]
+__all__ = ["BUDGET", "Local", "Moved", "local"]
 
-KINDS = (
-    ("amp", "amp-bfloat16", "amp-float16"),
-    ("checkpoint", "selective-checkpoint"),
-    ("offload",),
-    ("compile", "compile-budget"),
-)
-"""The parts of names, of which those in a row exclude each other."""
 BUDGET = 0.5
 """What "compile-budget" leaves of the activations that compiled code would keep for the backward."""
 CAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
@@ -137,12 +131,6 @@ class Local:
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
             transform=_compiled if self.compiled else None,
         )
-
-
-def is_local(name: str) -> bool:
-    """Whether all parts of a name are techniques of one rank."""
-    known = {part for kind in KINDS for part in kind}
-    return all(part in known for part in name.split("+"))
 
 
 def local(name: str, device: str) -> Local:

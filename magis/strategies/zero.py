@@ -96,9 +96,7 @@ class _Partitioned:
         self._work = work
         self._flats = flats
         self._masters = {
-            name: flat.master[place : place + length]
-            for flat in flats
-            for name, _, place, length in flat.pieces()
+            name: flat.master[place : place + length] for flat in flats for name, _, place, length in flat.pieces()
         }
         self._optimizer: Optimizer = make_optimizer(work, self._masters, technique.name)
         self._parts: dict[int, Tensor] = {}

@@ -1,10 +1,8 @@
 """What a model is measured under: each strategy contributes cases; other projects add theirs by a hook."""
 
 from pytest_magis.strategies.base import Grid, Strategy
-from pytest_magis.strategies.checkpoint import Checkpoint
-from pytest_magis.strategies.eager import Eager
+from pytest_magis.strategies.built_in import BUILT_IN, by_name
 from pytest_magis.strategies.magis import Magis
+from pytest_magis.strategies.named import Named, Ranked
 
-__all__ = ["BUILT_IN", "Checkpoint", "Eager", "Grid", "Magis", "Strategy"]
-
-BUILT_IN: tuple[Strategy, ...] = (Eager(), Magis(), Checkpoint())
+__all__ = ["BUILT_IN", "Grid", "Magis", "Named", "Ranked", "Strategy", "by_name"]

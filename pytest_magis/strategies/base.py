@@ -23,6 +23,7 @@ class Grid:
     budget: int | None = None
     seconds: float | None = None
     seed: int = 0
+    ranks: int = 1
 
 
 class Strategy(Protocol):

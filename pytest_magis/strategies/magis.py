@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from magis.errors import UsageError
 from magis.results import Case
 from pytest_magis.strategies.base import Grid
 
@@ -13,7 +14,10 @@ __all__ = ["Magis"]
 
 @dataclass(frozen=True)
 class Magis:
-    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first."""
+    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first.
+
+    "magis+amp" is the same for the step under autocast, which then is the original, too: limits are shares of its peak.
+    """
 
     name: str = "magis"
 
@@ -23,15 +27,26 @@ class Magis:
         for ratio in grid.latency_ratios:
             yield f"{self.name}-lat{ratio:.12g}", self._case(model, grid, latency_ratio=ratio)
 
+    def _dtype(self, grid: Grid) -> str | None:
+        if self.name == "magis":
+            return grid.dtype
+        if grid.dtype not in (None, "float32") and not str(grid.dtype).startswith("amp-"):
+            raise UsageError(
+                f"strategy {self.name!r} casts float32 weights, those asked for are {grid.dtype}",
+                hint="leave out --magis-dtype",
+            )
+        default = "amp-bfloat16" if grid.device == "cpu" else "amp-float16"  # as torch.autocast by itself
+        return grid.dtype if grid.dtype not in (None, "float32") else default
+
     def _case(
         self, model: str, grid: Grid, *, memory_ratio: float | None = None, latency_ratio: float | None = None
     ) -> Case:
         return Case(
             model=model,
             strategy=self.name,
+            dtype=self._dtype(grid),
             device=grid.device,
             preset=grid.preset,
-            dtype=grid.dtype,
             memory_ratio=memory_ratio,
             latency_ratio=latency_ratio,
             budget=grid.budget,

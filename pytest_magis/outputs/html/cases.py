@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from magis.results import CaseResult, ModuleBytes, Peak, Span
+from magis.strategies.parts import PLANS
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
@@ -92,7 +93,7 @@ def _peak(step: str, peak: Peak | None) -> str:
 
 
 def _plan(outcome: Outcome, result: CaseResult) -> Iterator[str]:
-    if outcome.case.strategy != "magis":
+    if outcome.case.strategy not in PLANS:
         return
     stats = result.search
     words = f"The plan: {stats.recomputed_ops} calls recomputed, {format_bytes(stats.swapped_bytes)} swapped"

@@ -1,0 +1,32 @@
+"""Strategies with one case a model: there is no limit to meet, they land where they land."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from magis.results import Case
+from pytest_magis.strategies.base import Grid
+
+__all__ = ["Named", "Ranked"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A strategy of one rank; nothing is searched, so neither limits nor budgets apply."""
+
+    name: str
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        yield self.name, Case(model, self.name, grid.device, grid.preset, dtype=grid.dtype, seed=grid.seed)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A distributed strategy: its case is of as many ranks as were asked for (`ddp-x4`)."""
+
+    name: str
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        case = Case(model, self.name, grid.device, grid.preset, grid.dtype, seed=grid.seed, ranks=grid.ranks)
+        yield f"{self.name}-x{grid.ranks}", case
