@@ -1,5 +1,33 @@
-"""The ways to run a training step that users compare with magis: each makes the step of a workload on a rank."""
+"""The ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
 
-from magis.strategies.base import RankStep, Technique, World, batch_size, share_of_batch
+The names load on first use: `magis.strategies.names` tells a technique by its name without importing torch.
+"""
 
-__all__ = ["RankStep", "Technique", "World", "batch_size", "share_of_batch"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from magis.strategies.base import RankStep, Technique, World, batch_size, share_of_batch
+    from magis.strategies.names import DISTRIBUTED, check_world, technique
+
+__all__ = [
+    "DISTRIBUTED",
+    "RankStep",
+    "Technique",
+    "World",
+    "batch_size",
+    "check_world",
+    "share_of_batch",
+    "technique",
+]
+
+_NAMES = ("DISTRIBUTED", "check_world", "technique")
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name from its module on first use; AttributeError for any other name."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{'names' if name in _NAMES else 'base'}"), name)

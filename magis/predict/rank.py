@@ -1,0 +1,131 @@
+"""The peak of one rank's tensors in a step: predicted on fake tensors, or measured on real ones by the same code."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magis.capture import Workload
+from magis.capture.autocast import as_on_cuda
+from magis.capture.device_table import device_forms
+from magis.capture.fakes import fake_tensors
+from magis.errors import UsageError
+from magis.predict.ledger import Ledger
+from magis.results import Memory, RankMemory, Term
+from magis.strategies.base import RankStep, Technique, World
+from magis.strategies.common import local, quiet
+from magis.strategies.names import check_world
+
+__all__ = ["WARM_STEPS", "RankPeak", "fake_world", "predict_rank", "rank_peak"]
+
+WARM_STEPS = 2
+"""Before the measured step: the optimizer's state comes with the first, DDP's final buckets with the second."""
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """What a rank's tensors took in a step, and the losses of all steps (fake ones: none)."""
+
+    peak_bytes: int
+    terms: tuple[Term, ...]
+    """They sum up to the peak."""
+    losses: tuple[float | None, ...] = ()
+
+
+def rank_peak(
+    technique: Technique, make_work: Callable[[], Workload], world: World, *, warm_steps: int = WARM_STEPS
+) -> RankPeak:
+    """Prepare, run ``warm_steps`` and one measured step on this rank, with every storage counted from the start.
+
+    For real ranks, the process group is set up; nobody else may hold the module that ``make_work`` makes.
+    """
+    losses: list[float | None] = []
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with Ledger() as ledger:
+            step = technique.prepare(make_work(), world)
+            _name_gradients(step, ledger)
+            for index in range(warm_steps + 1):
+                step.prepare()
+                gc.collect()
+                if index == warm_steps:
+                    _name(step, ledger)
+                    ledger.name_rest("communication buckets")
+                    ledger.open_window()
+                losses.append(_number(step.run(), world))
+            _name(step, ledger)
+    finally:
+        if was_enabled:
+            gc.enable()
+    found = ledger.at_peak()
+    return RankPeak(ledger.peak_bytes, tuple(Term(kind, nbytes) for kind, nbytes in found.items()), tuple(losses))
+
+
+def predict_rank(
+    technique: Technique, make_work: Callable[[], Workload], world_size: int, rank: int, *, device: str = "cpu"
+) -> RankMemory:
+    """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
+
+    ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU. The
+    bytes are those of tensors: no workspace, context or allocator. UsageError where a process group is set up already.
+    """
+    check_world(technique, world_size)
+    world = World(world_size, rank, device, fake=True)
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(world_size, rank))
+        stack.enter_context(fake_tensors())
+        if device == "cuda":
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(device_forms(device))
+        found = rank_peak(technique, make_work, world)
+    return RankMemory(rank, predicted=Memory(found.peak_bytes, found.peak_bytes), terms=found.terms)
+
+
+@contextmanager
+def fake_world(size: int, rank: int) -> Iterator[None]:
+    """torch.distributed's default process group as of a world of ``size``, in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UsageError(
+            "a rank cannot be predicted while torch.distributed is set up",
+            hint="predict before init_process_group, or in another process",
+        )
+    with quiet():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        with quiet():
+            dist.destroy_process_group()
+
+
+def _number(loss: Tensor | None, world: World) -> float | None:
+    return None if loss is None or world.fake else float(loss)
+
+
+def _name_gradients(step: RankStep, ledger: Ledger) -> None:
+    """Gradients are named when they come: some are gone before the step ends."""
+
+    def came(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            ledger.name("gradients", local(parameter.grad))
+
+    for parameter in step.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(came)
+
+
+def _name(step: RankStep, ledger: Ledger) -> None:
+    held = getattr(step, "held", None)
+    for kind, tensor in held() if held is not None else ():
+        if torch.is_tensor(tensor):
+            ledger.name(kind, tensor)

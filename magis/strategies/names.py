@@ -1,0 +1,99 @@
+"""From the name of a distributed technique to the technique. Imports torch only when one is made.
+
+A name is a plain one, or "amp+" and a plain one. `tp` and `pp` take the number of ranks of a group ("tp4"; 2 without
+one) and go together ("tp4+pp2").
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from magis.errors import UsageError
+
+if TYPE_CHECKING:
+    from magis.strategies.base import Technique
+
+__all__ = ["DISTRIBUTED", "check_world", "is_distributed", "technique"]
+
+DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
+"""The plain names, in the order in which reports list them."""
+
+_REPLICATED = ("ddp", "oss", "oss+sdp")
+_PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
+_GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    plain: str
+    amp: bool
+    tensor: int = 1
+    """Ranks that share each block."""
+    stages: int = 1
+
+
+class _Grouped(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group(self) -> int: ...
+
+
+def technique(name: str) -> Technique:
+    """The distributed technique called ``name``. Raises UsageError, with the nearest names, for any other one."""
+    parsed = _parsed(name)
+    if parsed is None:
+        every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
+        near = difflib.get_close_matches(name, every, n=3, cutoff=0.4) or list(DISTRIBUTED)
+        raise UsageError(
+            f"{name!r} is no distributed technique",
+            hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
+        )
+    if parsed.plain in _REPLICATED:
+        from magis.strategies.replicated import Replicated
+
+        return Replicated(parsed.plain, amp=parsed.amp)
+    if parsed.plain in _PARTITIONED:
+        from magis.strategies.zero import Zero
+
+        return Zero(_PARTITIONED[parsed.plain], amp=parsed.amp)
+    if parsed.plain == "fsdp":
+        from magis.strategies.sharded import FullyShard
+
+        return FullyShard(amp=parsed.amp)
+    from magis.strategies.model_parallel import ModelParallel
+
+    return ModelParallel(parsed.tensor, parsed.stages, amp=parsed.amp)
+
+
+def is_distributed(name: str) -> bool:
+    """Whether ``technique`` knows the name."""
+    return _parsed(name) is not None
+
+
+def check_world(technique: _Grouped, size: int) -> None:
+    """Raise UsageError unless a world of ``size`` ranks holds whole groups of the technique."""
+    if size < 1 or size % technique.group:
+        raise UsageError(
+            f"{technique.name} needs a multiple of {technique.group} ranks, there are {size}",
+            hint=f"start {max(1, -(-size // technique.group)) * technique.group} ranks, or make its groups smaller",
+        )
+
+
+def _parsed(name: str) -> _Parsed | None:
+    plain = name.removeprefix("amp+")
+    amp = plain != name
+    if plain in _REPLICATED or plain in _PARTITIONED or plain == "fsdp":
+        return _Parsed(plain, amp)
+    found = _GROUPS.fullmatch(plain)
+    if found is None or not plain:
+        return None
+    sizes = {kind: int(found[kind] or 2) if found[kind] is not None else 1 for kind in ("tp", "pp")}
+    both = found["tp"] is not None and found["pp"] is not None
+    if (found["both"] is not None) != both or any(found[kind] is not None and sizes[kind] < 2 for kind in sizes):
+        return None
+    return _Parsed("+".join(kind for kind in sizes if found[kind] is not None), amp, sizes["tp"], sizes["pp"])
