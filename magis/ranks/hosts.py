@@ -41,9 +41,10 @@ class Host(Protocol):
 
 
 class LocalHost:
-    """A keeper process, and the pipes to it."""
+    """A keeper process, and the pipes to it. Its first rank has the number ``local_rank`` on this machine."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, local_rank: int = 0) -> None:
+        self._local_rank = local_rank
         paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHER_JOBS)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the host)
@@ -59,7 +60,7 @@ class LocalHost:
                 **kept,
                 "PYTHONPATH": os.pathsep.join(paths),
                 "OMP_NUM_THREADS": str(threads),
-                "OPENBLAS_NUM_THREADS": "1",  # its threads would start when numpy is loaded, before the ranks are forked
+                "OPENBLAS_NUM_THREADS": "1",  # its threads would start with numpy, before the ranks are forked
             },
         )
         self._pids: dict[int, int] = {}
@@ -74,7 +75,7 @@ class LocalHost:
         if stdin is None or stdin.closed:
             raise MagisError("the process that keeps the ranks has ended")
         try:
-            stdin.write((json.dumps(message) + "\n").encode())
+            stdin.write((json.dumps({"local": self._local_rank, **message}) + "\n").encode())
             stdin.flush()
         except BrokenPipeError:
             raise self._gone() from None
@@ -125,5 +126,3 @@ class LocalHost:
 def cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-

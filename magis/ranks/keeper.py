@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ from magis.quiet import before_torch
 from magis.ranks.lines import Lines, last_words, stack
 
 __all__ = ["main"]
+
+_PRELOADED = (
+    "magis.ranks.rank",
+    # loaded by most techniques when they are first used; seconds in each rank
+    "torch._dynamo.convert_frame",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -216,8 +226,8 @@ class _Keeper:
             for source, target in ((nothing, 0), (log, 1), (log, 2)):
                 os.dup2(source, target)
             # other ranks' pipes above all: as long as a copy is open, they do not close
-            for entry in os.listdir("/proc/self/fd"):
-                descriptor = int(entry)
+            for entry in list(Path("/proc/self/fd").iterdir()):
+                descriptor = int(entry.name)
                 if descriptor > 2 and descriptor not in (commands, events, log):
                     with contextlib.suppress(OSError):
                         os.close(descriptor)
@@ -266,14 +276,14 @@ def _kill_group(leader: int) -> None:
 def _children_of(parent: int) -> list[int]:
     """The processes whose parent is ``parent``, by /proc."""
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
             try:
-                fields = Path("/proc", entry, "stat").read_text(encoding="utf-8", errors="replace")
+                fields = (entry / "stat").read_text(encoding="utf-8", errors="replace")
             except OSError:  # gone meanwhile
                 continue
             if int(fields.rpartition(")")[2].split()[1]) == parent:  # after the name, which may hold anything
-                found.append(int(entry))
+                found.append(int(entry.name))
     return found
 
 
@@ -285,7 +295,8 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints while it is loaded
     parent = int(sys.argv[1])
     before_torch()
-    import magis.ranks.rank  # noqa: F401 (with torch: once, for all ranks)
+    for name in _PRELOADED:
+        import_module(name)
 
     gc.collect()
     gc.freeze()  # pages that the collector does not write to stay shared

@@ -12,41 +12,64 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 
-from magis.backend.measure import allocations, device_identity, tensor_peak
+from magis.backend.measure import allocations, device_identity
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models import registry
+from magis.predict.rank import WARM_STEPS, rank_peak
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
 from magis.strategies.base import RankStep, Technique, World, batch_size
+from magis.strategies.common import without_dropout
+from magis.strategies.names import check_world, technique
 
-__all__ = ["measured", "peak_within", "without_dropout"]
+__all__ = ["measured", "peak_within"]
 
-_WARM_UPS = 2
-"""Steps before the measured one: the first makes the optimizer's state, some techniques settle in the second."""
 _COMPARED = 3
+"""Steps whose losses are reported."""
 _MARK = "magis: the measured step"
 
 
 def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
     """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
-    technique = _technique(job.technique)
     where = _Where(world, enter)
-    samples, memory, times = _peak_and_times(job, technique, where)
+    chosen = _technique(job.technique)
+    check_world(chosen, world.size)
+    told = _Told(chosen, where)
     gc.collect()
-    losses = _losses(job, technique, where) if job.losses else ()
+    gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
+    sample = _workload(job, where)
+    samples, drops = batch_size(sample), _has_dropout(sample.module)
+    del sample
+    torch.manual_seed(job.seed)
+    tensors = rank_peak(told, partial(_workload, job, where), world)
     gc.collect()
-    enter("end of the job")
+    peak, reserved, times = _peak_and_times(job, told, where)
+    gc.collect()
+    losses = tensors.losses[:_COMPARED]
+    if job.losses and drops:
+        losses = _losses(job, told, where)
+        gc.collect()
+    enter("the end of the job")
     where.meet()
-    return RankReport(world.rank, memory, times, losses, samples, device_identity(world.device))
+    return RankReport(
+        rank=world.rank,
+        memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
+        times_ms=times,
+        losses=losses if job.losses else (),
+        samples=samples,
+        terms=tensors.terms,
+        identity=device_identity(world.device),
+    )
 
 
 @dataclass(frozen=True)
@@ -70,33 +93,72 @@ class _Where:
             torch.cuda.synchronize()
 
 
-def _peak_and_times(job: RankJob, technique: Technique, where: _Where) -> tuple[int, Memory, tuple[float, ...]]:
-    with _collections_asked_for(), profile(enabled=where.world.device == "cpu", profile_memory=True) as log:
-        samples, step = _prepared(job, technique, where, dropout=True)
-        for _ in range(_WARM_UPS):
-            where.enter("the warm-up")
+@dataclass(frozen=True)
+class _Told:
+    """A technique whose steps tell when they begin."""
+
+    technique: Technique
+    where: _Where
+
+    @property
+    def name(self) -> str:
+        return self.technique.name
+
+    @property
+    def group(self) -> int:
+        return self.technique.group
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The technique's step."""
+        self.where.enter("the preparation of the step")
+        return _ToldStep(self.technique.prepare(work, world), self.where)
+
+
+@dataclass
+class _ToldStep:
+    step: RankStep
+    where: _Where
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.module = self.step.module
+
+    def prepare(self) -> None:
+        self.count += 1
+        self.where.enter(f"step {self.count}")
+        self.step.prepare()
+
+    def run(self) -> Tensor | None:
+        return self.step.run()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What the step says that it holds, by kind, if it says so."""
+        own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
+        return iter(()) if own is None else own()
+
+
+def _peak_and_times(job: RankJob, technique: Technique, where: _Where) -> tuple[int, int | None, tuple[float, ...]]:
+    """Peak bytes of the measured step, what a GPU's allocator held, and the times of steps after it."""
+    on_gpu = where.world.device == "cuda"
+    with _collections_asked_for(), profile(enabled=not on_gpu, profile_memory=True) as log:
+        step = _prepared(job, technique, where, dropout=True)
+        for _ in range(WARM_STEPS):
             step.prepare()
             step.run()
             gc.collect()
-        where.enter("the measured step")
         step.prepare()
         where.meet()
-        if where.world.device == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with record_function(_MARK):
             step.run()
             where.finish()
-    if where.world.device == "cuda":
-        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    else:
-        peak, reserved = peak_within(log, _MARK), None
-    where.enter("the measured step, tensors alone")
-    step.prepare()
-    where.meet()
-    tensors = _alive(where.world.device) + tensor_peak(step.run)
-    where.meet()
-    return samples, Memory(tensors, peak, reserved), _times(job, step, where)
+    if on_gpu:
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), _times(job, step, where)
+    peak = peak_within(log, _MARK)
+    del log
+    return peak, None, _times(job, step, where)
 
 
 def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
@@ -116,10 +178,9 @@ def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
 
 def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | None, ...]:
     """Of the first steps from fresh weights, without dropout."""
-    _, step = _prepared(job, technique, where, dropout=False)
+    step = _prepared(job, technique, where, dropout=False)
     found: list[float | None] = []
-    for number in range(_COMPARED):
-        where.enter(f"step {number + 1} of those whose losses are compared")
+    for _ in range(_COMPARED):
         step.prepare()
         loss = step.run()
         found.append(None if loss is None else float(loss))
@@ -127,40 +188,49 @@ def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | 
     return tuple(found)
 
 
-def _prepared(job: RankJob, technique: Technique, where: _Where, *, dropout: bool) -> tuple[int, RankStep]:
-    """Samples in the batch, and this rank's step of it."""
-    where.enter("building the model")
-    work = _workload(job)
-    samples = batch_size(work)
+def _prepared(job: RankJob, technique: Technique, where: _Where, *, dropout: bool) -> RankStep:
+    """This rank's step, from fresh weights."""
+    work = _workload(job, where)
     if not dropout:
         without_dropout(work.module)
     torch.manual_seed(job.seed)
-    where.enter("preparing the step")
-    return samples, technique.prepare(work, where.world)
+    return technique.prepare(work, where.world)
 
 
-def _workload(job: RankJob) -> Workload:
+def _workload(job: RankJob, where: _Where) -> Workload:
+    where.enter("the build of the model")
     spec = registry.get(job.model)
     dtype = job.dtype or (spec.paper_dtype if job.preset == "paper" else spec.dtype)
     work = spec.build(job.preset, job.seed)
-    return work.to(dtype) if dtype else work
+    work = work.to(dtype) if dtype else work
+    if where.world.device == "cpu":
+        return work
+    device = torch.device(where.world.device, torch.cuda.current_device())
+    work.module.to(device)
+    inputs, targets = (tuple(each.to(device) for each in given) for given in (work.inputs, work.targets))
+    return replace(work, inputs=inputs, targets=targets)
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    """Whether any module's random numbers would make ranks differ from one that runs alone."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name in ("p", "dropout", "dropout_p", "attention_dropout")
+    )
 
 
 def _technique(name: str) -> Technique:
     """The technique of that name, or what the callable at "package.module:factory" returns."""
-    if ":" in name:
-        module, _, attribute = name.partition(":")
+    if ":" not in name:
+        return technique(name)
+    module, _, attribute = name.partition(":")
+    try:
         made: Technique = getattr(import_module(module), attribute)()
-        return made
-    raise UsageError(f"unknown technique {name!r}")
-
-
-def without_dropout(module: nn.Module) -> None:
-    """Make every dropout of a network let everything through: of modules named so, and attributes of attention."""
-    for part in module.modules():
-        for name in ("p",) if "Dropout" in type(part).__name__ else ("dropout", "attention_dropout", "dropout_p"):
-            if isinstance(getattr(part, name, None), float):
-                setattr(part, name, 0.0)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"technique {name}: {error}") from error
+    return made
 
 
 def peak_within(log: profile, mark: str) -> int:
@@ -193,16 +263,6 @@ def _window(log: profile, mark: str) -> tuple[int, int]:
             return node.start_time_ns, node.end_time_ns
         pending.extend(node.children)
     raise LookupError(mark)
-
-
-def _alive(device: str) -> int:
-    """Bytes of all storages on a device that Python knows of."""
-    storages: dict[int, int] = {}
-    for each in gc.get_objects():
-        if isinstance(each, torch.Tensor) and each.device.type == device and each.layout == torch.strided:
-            storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()  # noqa: SLF001
-    return sum(storages.values())
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class RankPool:
     def _start(self) -> None:
         if not self._hosts:
             self._hosts = self._made_hosts()
-        self._generation += 1
+        self._generation = time.monotonic_ns()  # no other pool's, of the same agents
         self._ranks = [Rank(number) for number in range(self.size)]
         for host in self._each_host():
             there = [number for number, its in self._hosts.items() if its is host]
@@ -130,7 +130,6 @@ class RankPool:
             "do": "start",
             "size": self.size,
             "ranks": list(there),
-            "local": 0,
             "device": self.device,
             "threads": max(1, cores() // together),
             "env": env,
@@ -153,13 +152,21 @@ class RankPool:
                 if event["generation"] == self._generation:
                     yield event
 
+    def _hear(self) -> int:
+        """Take in what ranks have said, or died of; the number of events."""
+        count = 0
+        for event in self._events(_SLICE_SECONDS):
+            if "rank" in event:
+                self._ranks[event["rank"]].hear(event)
+                count += 1
+        return count
+
     def _gather(self, wanted: str, timeout_s: float, ranks: Sequence[Rank] | None = None) -> list[Any]:
         """The answer of each rank to what it was told."""
         asked = self._ranks if ranks is None else ranks
         last = time.monotonic()
         while any(wanted not in rank.answers for rank in asked):
-            for event in self._events(_SLICE_SECONDS):
-                self._ranks[event["rank"]].hear(event) if "rank" in event else None
+            if self._hear():
                 last = time.monotonic()
             if any(rank.failed for rank in self._ranks):
                 self._settle()
@@ -173,8 +180,7 @@ class RankPool:
         """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job, and so are fit for more."""
         until = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
-            for event in self._events(_SLICE_SECONDS):
-                self._ranks[event["rank"]].hear(event) if "rank" in event else None
+            self._hear()
         if all(rank.refused for rank in self._ranks):
             raise _Refused(self._ranks[0].said)
 
@@ -184,8 +190,7 @@ class RankPool:
             self._send(host, {"do": "where"})
         until = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < until and any(rank.frames is None for rank in self._ranks):
-            for event in self._events(_SLICE_SECONDS):
-                self._ranks[event["rank"]].hear(event) if "rank" in event else None
+            self._hear()
 
     def _kill(self) -> None:
         """Kill the ranks, keep their keepers; where that does not work, end these, too."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore
 
 from magis.backend.exhausted import is_out_of_memory
 from magis.errors import MagisError, UsageError
@@ -41,7 +43,7 @@ class _Place:
     device: str
     say: Callable[[dict[str, Any]], None]
     phase: str = "start"
-    store: dist.Store | None = None
+    store: Store | None = None
 
     def enter(self, phase: str) -> None:
         """Say what is done next."""
@@ -76,7 +78,7 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 place.enter("start")
                 if place.store is None:
                     timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
-                    place.store = dist.TCPStore(
+                    place.store = TCPStore(
                         message["address"], message["port"], place.size, False, timeout, wait_for_workers=False
                     )
                 _take_device(place)
@@ -85,7 +87,7 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 sys.path.extend(path for path in message["path"] if path not in sys.path)
                 report = _run(place, RankJob.from_json(message["job"]), message["number"])
                 place.say({"report": report.to_json()})
-    except (Exception, SystemExit) as error:  # a user's network may raise anything, and call exit
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
         # before anything else: the others may be waiting for this rank, and so would leaving their process group
         place.say({"error": _described(error), "phase": place.phase, **_facts(error)})
         refused = isinstance(error, UsageError)
@@ -102,7 +104,7 @@ def _run(place: _Place, job: RankJob, number: int) -> RankReport:
         raise MagisError("the rank has not joined the others")
     dist.init_process_group(
         "nccl" if place.device == "cuda" else "gloo",
-        store=dist.PrefixStore(f"job {number}", place.store),
+        store=PrefixStore(f"job {number}", place.store),
         rank=place.rank,
         world_size=place.size,
         timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
@@ -122,18 +124,16 @@ def _leave() -> None:
         torch.cuda.empty_cache()
 
 
-def _hosted_store(address: str, size: int) -> tuple[dist.Store, int]:
+def _hosted_store(address: str, size: int) -> tuple[Store, int]:
     """The ranks' store at a free port; on this machine alone where that is all that it needs."""
     timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
     if address != _LOOPBACK:
-        store = dist.TCPStore(address, 0, size, True, timeout, wait_for_workers=False)
+        store = TCPStore(address, 0, size, True, timeout, wait_for_workers=False)
         return store, store.port
     with socket.create_server((_LOOPBACK, 0)) as server:
         port = int(server.getsockname()[1])
         listening = os.dup(server.fileno())  # the store closes its own
-    return dist.TCPStore(
-        address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listening
-    ), port
+    return TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listening), port
 
 
 def _take_device(place: _Place) -> None:

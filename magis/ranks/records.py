@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from magis.errors import MagisError
-from magis.results import Memory
+from magis.results import Memory, Term
 
 __all__ = ["RankError", "RankJob", "RankReport", "mean_losses", "slowest_ms"]
 
@@ -63,14 +63,23 @@ class RankReport:
     the rank sees none. Empty where they were not asked for."""
     samples: int = 0
     """In the global batch of one step."""
+    terms: tuple[Term, ...] = ()
+    """What the tensors at the peak are for; they sum up to ``memory.tensor_bytes``."""
     identity: dict[str, str] = field(default_factory=dict)
     """The device's, as this rank ran on it (threads: its share of the cores)."""
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> RankReport:
         """The report whose fields are ``data``, as `asdict` and JSON made them."""
-        fields = {**data, "memory": Memory(**data["memory"])}
-        return RankReport(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+        return RankReport(
+            **{
+                **data,
+                "memory": Memory(**data["memory"]),
+                "times_ms": tuple(data["times_ms"]),
+                "losses": tuple(data["losses"]),
+                "terms": tuple(Term(**term) for term in data["terms"]),
+            }
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The fields, as JSON has them."""

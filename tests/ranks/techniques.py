@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ class DataParallelStep:
 
     def prepare(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("parameters", each.data) for each in self.module.parameters())
 
     def run(self) -> Tensor:
         self.steps += 1
