@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from magis.api.subject import ROUNDS_ALONE, Subject
+from magis.backend.exhausted import is_out_of_memory
 from magis.backend.measure import others_memory
 from magis.backend.steps import Step, whole_step
 from magis.backend.timing import alone
@@ -21,9 +22,6 @@ NOT_COMPARED = "not run: the original does not fit"
 NOT_BOTH = "not run: original and optimized step do not fit together"
 NOTABLE_BYTES = GIB
 """Of a GPU in others' hands: CUDA itself takes about half of that in every process."""
-
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What errors say that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
 
 T = TypeVar("T")
 
@@ -41,17 +39,12 @@ def attempt(run: Callable[[], T]) -> T | None:
     try:
         return run()
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     gc.collect()  # the error is gone by now, and with it the frames that held the step's tensors
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return None
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """A GPU's allocator says so by the error's type; CUDA, its libraries and the CPU's allocator in words."""
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def fits_alone(subject: Subject, peak_bytes: int) -> bool:

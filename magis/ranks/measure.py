@@ -1,0 +1,278 @@
+"""What one rank measures of a job: peak memory, times, losses.
+
+Peaks include everything that the job keeps. On a CPU all allocations from before the workload is built until the
+measured step has ended are logged, so that nothing in the measured step is older than the log; what earlier jobs left
+in the process does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import profile, record_function
+
+from magis.backend.measure import allocations, device_identity
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.models import registry
+from magis.predict.rank import WARM_STEPS, rank_peak
+from magis.ranks.records import RankJob, RankReport
+from magis.results import Memory
+from magis.strategies.base import RankStep, Technique, World, batch_size
+from magis.strategies.common import without_dropout
+from magis.strategies.names import check_world, technique
+
+__all__ = ["measured", "peak_within"]
+
+_COMPARED = 3
+"""Steps whose losses are reported."""
+_MARK = "magis: the measured step"
+
+
+def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
+    """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
+    where = _Where(world, enter)
+    chosen = _technique(job.technique)
+    check_world(chosen, world.size)
+    told = _Told(chosen, where)
+    gc.collect()
+    gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
+    sample = _workload(job, where)
+    samples, drops = batch_size(sample), _has_dropout(sample.module)
+    del sample
+    torch.manual_seed(job.seed)
+    tensors = rank_peak(told, partial(_workload, job, where), world)
+    gc.collect()
+    peak, reserved, times = _peak_and_times(job, told, where)
+    gc.collect()
+    losses = tensors.losses[:_COMPARED]
+    if job.losses and drops:
+        losses = _losses(job, told, where)
+        gc.collect()
+    enter("the end of the job")
+    where.meet()
+    return RankReport(
+        rank=world.rank,
+        memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
+        times_ms=times,
+        losses=losses if job.losses else (),
+        samples=samples,
+        terms=tensors.terms,
+        identity=device_identity(world.device),
+    )
+
+
+@dataclass(frozen=True)
+class _Where:
+    """A world, and who is told how far a rank is."""
+
+    world: World
+    enter: Callable[[str], None]
+
+    def meet(self) -> None:
+        """Wait for all ranks, and for the GPU."""
+        if self.world.device == "cuda":
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+        else:
+            dist.barrier()
+
+    def finish(self) -> None:
+        """Wait for this rank's GPU."""
+        if self.world.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A technique whose steps tell when they begin."""
+
+    technique: Technique
+    where: _Where
+
+    @property
+    def name(self) -> str:
+        return self.technique.name
+
+    @property
+    def group(self) -> int:
+        return self.technique.group
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The technique's step."""
+        self.where.enter("the preparation of the step")
+        return _ToldStep(self.technique.prepare(work, world), self.where)
+
+
+@dataclass
+class _ToldStep:
+    step: RankStep
+    where: _Where
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.module = self.step.module
+
+    def prepare(self) -> None:
+        self.count += 1
+        self.where.enter(f"step {self.count}")
+        self.step.prepare()
+
+    def run(self) -> Tensor | None:
+        return self.step.run()
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What the step says that it holds, by kind, if it says so."""
+        own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
+        return iter(()) if own is None else own()
+
+
+def _peak_and_times(job: RankJob, technique: Technique, where: _Where) -> tuple[int, int | None, tuple[float, ...]]:
+    """Peak bytes of the measured step, what a GPU's allocator held, and the times of steps after it."""
+    on_gpu = where.world.device == "cuda"
+    with _collections_asked_for(), profile(enabled=not on_gpu, profile_memory=True) as log:
+        step = _prepared(job, technique, where, dropout=True)
+        for _ in range(WARM_STEPS):
+            step.prepare()
+            step.run()
+            gc.collect()
+        step.prepare()
+        where.meet()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with record_function(_MARK):
+            step.run()
+            where.finish()
+    if on_gpu:
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), _times(job, step, where)
+    peak = peak_within(log, _MARK)
+    del log
+    return peak, None, _times(job, step, where)
+
+
+def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
+    """Milliseconds of each timed step, from a barrier before it."""
+    times = []
+    with _collections_asked_for():
+        for number in range(job.rounds):
+            where.enter(f"timed step {number + 1}")
+            step.prepare()
+            where.meet()
+            start = time.perf_counter_ns()
+            step.run()
+            where.finish()
+            times.append((time.perf_counter_ns() - start) / 1e6)
+    return tuple(times)
+
+
+def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | None, ...]:
+    """Of the first steps from fresh weights, without dropout."""
+    step = _prepared(job, technique, where, dropout=False)
+    found: list[float | None] = []
+    for _ in range(_COMPARED):
+        step.prepare()
+        loss = step.run()
+        found.append(None if loss is None else float(loss))
+    where.meet()
+    return tuple(found)
+
+
+def _prepared(job: RankJob, technique: Technique, where: _Where, *, dropout: bool) -> RankStep:
+    """This rank's step, from fresh weights."""
+    work = _workload(job, where)
+    if not dropout:
+        without_dropout(work.module)
+    torch.manual_seed(job.seed)
+    return technique.prepare(work, where.world)
+
+
+def _workload(job: RankJob, where: _Where) -> Workload:
+    where.enter("the build of the model")
+    spec = registry.get(job.model)
+    dtype = job.dtype or (spec.paper_dtype if job.preset == "paper" else spec.dtype)
+    work = spec.build(job.preset, job.seed)
+    work = work.to(dtype) if dtype else work
+    if where.world.device == "cpu":
+        return work
+    device = torch.device(where.world.device, torch.cuda.current_device())
+    work.module.to(device)
+    inputs, targets = (tuple(each.to(device) for each in given) for given in (work.inputs, work.targets))
+    return replace(work, inputs=inputs, targets=targets)
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    """Whether any module's random numbers would make ranks differ from one that runs alone."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name in ("p", "dropout", "dropout_p", "attention_dropout")
+    )
+
+
+def _technique(name: str) -> Technique:
+    """The technique of that name, or what the callable at "package.module:factory" returns."""
+    if ":" not in name:
+        return technique(name)
+    module, _, attribute = name.partition(":")
+    try:
+        made: Technique = getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"technique {name}: {error}") from error
+    return made
+
+
+def peak_within(log: profile, mark: str) -> int:
+    """The most bytes alive during the event called ``mark``, of those allocated since the log began."""
+    window = _window(log, mark)
+    live: dict[int, int] = {}
+    now = peak = 0
+    for event in allocations(log):
+        if event.time_ns > window[1]:
+            break
+        if event.time_ns >= window[0]:
+            peak = max(peak, now)  # what the window begins with
+        if event.nbytes < 0:
+            now -= live.pop(event.address, 0)
+        else:
+            # an address that comes twice was freed in between by a thread that is not logged
+            now += event.nbytes - live.get(event.address, 0)
+            live[event.address] = event.nbytes
+        if event.time_ns >= window[0]:
+            peak = max(peak, now)
+    return max(peak, now)
+
+
+def _window(log: profile, mark: str) -> tuple[int, int]:
+    results: Any = log.kineto_results
+    pending = list(results.experimental_event_tree())
+    while pending:
+        node = pending.pop()
+        if node.name == mark:
+            return node.start_time_ns, node.end_time_ns
+        pending.extend(node.children)
+    raise LookupError(mark)
+
+
+@contextmanager
+def _collections_asked_for() -> Iterator[None]:
+    """Cycles die where `gc.collect` is called and nowhere else."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

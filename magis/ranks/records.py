@@ -1,0 +1,97 @@
+"""What ranks are asked for and what they answer: plain records that travel as lines of JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from magis.errors import MagisError
+from magis.results import Memory, Term
+
+__all__ = ["RankError", "RankJob", "RankReport", "mean_losses", "slowest_ms"]
+
+
+class RankError(MagisError):
+    """A rank died, raised or hung: one line says which one, during what, and what it said.
+
+    The ranks of that job are gone by the time this is raised; the pool starts new ones for the next job.
+    """
+
+    def __init__(self, message: str, *, rank: int, out_of_memory: bool = False, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.rank = rank
+        self.out_of_memory = out_of_memory
+        """Whether it said that memory ran out (a process that the system killed says nothing)."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One model under one technique, to be run by all ranks of a pool together."""
+
+    model: str
+    """A registered model's name or "package.module:factory"; every rank builds it from the same seed."""
+    technique: str
+    """A technique's name, or "package.module:factory" for a callable that returns a Technique."""
+    preset: str = "small"
+    dtype: str | None = None
+    """What floating-point tensors are converted to; None: the model's own at this preset."""
+    seed: int = 0
+    rounds: int = 10
+    """Timed steps."""
+    losses: bool = True
+    """Whether to run three more steps from fresh weights, dropout off, for their losses."""
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> RankJob:
+        """The job whose fields are ``data``, as `asdict` gave them."""
+        return RankJob(**data)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured in a job."""
+
+    rank: int
+    memory: Memory
+    """Peak of the measured step (the third), everything that the job keeps included."""
+    times_ms: tuple[float, ...]
+    """Of each timed step, from a barrier before it to this rank's end of it."""
+    losses: tuple[float | None, ...] = ()
+    """Mean loss of this rank's share of the batch in the first three steps from fresh weights, dropout off; None where
+    the rank sees none. Empty where they were not asked for."""
+    samples: int = 0
+    """In the global batch of one step."""
+    terms: tuple[Term, ...] = ()
+    """What the tensors at the peak are for; they sum up to ``memory.tensor_bytes``."""
+    identity: dict[str, str] = field(default_factory=dict)
+    """The device's, as this rank ran on it (threads: its share of the cores)."""
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> RankReport:
+        """The report whose fields are ``data``, as `asdict` and JSON made them."""
+        return RankReport(
+            **{
+                **data,
+                "memory": Memory(**data["memory"]),
+                "times_ms": tuple(data["times_ms"]),
+                "losses": tuple(data["losses"]),
+                "terms": tuple(Term(**term) for term in data["terms"]),
+            }
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, as JSON has them."""
+        return asdict(self)
+
+
+def slowest_ms(reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """Milliseconds of each timed step of the whole world: of the slowest rank in it."""
+    return tuple(max(times) for times in zip(*(report.times_ms for report in reports), strict=True))
+
+
+def mean_losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
+    """The global batch's mean loss in each of the first steps: the shares are equal, so are the ranks' votes."""
+    seen = [report.losses for report in reports if report.losses and None not in report.losses]
+    return tuple(statistics.fmean(each) for each in zip(*seen, strict=True))  # type: ignore[type-var]
