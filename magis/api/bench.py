@@ -20,6 +20,7 @@ from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.models.names import is_factory
 from magis.models.registry import PRESETS, ModelSpec, get
+from magis.ranks import Agents, RankPool
 from magis.report.kept import Kept
 from magis.results import Case
 
@@ -34,7 +35,8 @@ class Bench:
     ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
     ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. In the folder
     ``kept`` plans are kept from run to run and, with ``keep_results``, whole results: one of an unchanged step is then
-    handed back without running anything, and its note says so.
+    handed back without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies, which
+    else are processes of this machine; ``close`` ends them.
     """
 
     def __init__(
@@ -45,10 +47,13 @@ class Bench:
         profiles: Profiles | None = None,
         kept: Path | None = None,
         keep_results: bool = False,
+        agents: Agents | None = None,
     ) -> None:
         self.kept = None if kept is None else Kept(kept)
         self.keeps_results = keep_results
         self._results: dict[Case, str] = {}
+        self._agents = agents
+        self._pool: RankPool | None = None
         self._sharing = Sharing(processes, resume)
         self._profiles = profiles or Profiles()
         self._pricings: dict[tuple[str, str], Pricing] = {}
@@ -79,6 +84,25 @@ class Bench:
         while len(self._subjects) > KEPT:
             self._subjects.popitem(last=False)
         return subject
+
+    def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], RankPool] | None:
+        """Hands out the ranks that can measure a subject, started when they are first asked for; None where it can only
+        be predicted: there is no such device, or not enough of it, or its network is a function of this process."""
+        if make is not None or subject.simulated_only or not subject.runs:
+            return None
+        return self._pool_of
+
+    def _pool_of(self, size: int, device: str) -> RankPool:
+        if self._pool is None or (self._pool.size, self._pool.device) != (size, device):
+            self.close()
+            self._pool = RankPool(size, device, agents=self._agents)
+        return self._pool
+
+    def close(self) -> None:
+        """End the ranks, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def forget(self) -> None:
         """Let go of all subjects, and of their tensors."""

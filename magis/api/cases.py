@@ -23,7 +23,9 @@ from magis.api.insight import Replayed
 from magis.api.kept_results import KeptResults
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
+from magis.api.ranked import ranked_result
 from magis.api.subject import Subject
+from magis.api.values import median
 from magis.api.variants import Candidate, numbers_of, of_technique, technique_of
 from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import Step, whole_step
@@ -35,7 +37,7 @@ from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.simulate.tables import changes
 from magis.strategies.base import samples_of
-from magis.strategies.parts import PLANS
+from magis.strategies.parts import PLANS, family
 from magis.units import share_of
 
 TIMING_ROUNDS = 12
@@ -69,6 +71,8 @@ def run_case(
     """
     bench = cache if cache is not None else Bench()
     subject = bench.subject(case, make)
+    if family(case.strategy) == "distributed":
+        return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
     run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
     keeps = bench.kept if bench.keeps_results and not timelines else None
     with collector_spared():
@@ -291,7 +295,7 @@ class CaseRun:
             subject.original,
             expected_ns / 1e6,
             outcome.original,
-            *_median(outcome.original_ms),
+            *median(outcome.original_ms),
             eager,
             ori_step.at_peak(),
         )
@@ -301,7 +305,7 @@ class CaseRun:
             if opt_step is None
             else subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
             outcome.optimized,
-            *_median(outcome.optimized_ms),
+            *median(outcome.optimized_ms),
             candidate.reserved,
             None if opt_step is None else opt_step.at_peak(),
         )
@@ -373,13 +377,3 @@ def once_in_turns(step: Step) -> TurningStep:
         return step.run_in_turns(turn)
 
     return once
-
-
-def _median(times: tuple[float, ...] | None) -> tuple[float | None, float | None]:
-    """Median and half the interquartile range."""
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    count = len(ordered)
-    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2

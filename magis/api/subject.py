@@ -20,7 +20,7 @@ from magis.backend.timing import alone
 from magis.backend.workspaces import measure_workspaces
 from magis.capture import Captured, Workload, capture
 from magis.capture.fakes import fake_tensors
-from magis.cost.devices import find_device
+from magis.cost.devices import DeviceModel, find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.prices import Prices
 from magis.cost.shares import shares
@@ -75,7 +75,7 @@ class Subject:
     @cached_property
     def workload(self) -> Workload:
         """The real workload, on the CPU."""
-        return self._make()
+        return self.make()
 
     @cached_property
     def fake(self) -> Workload:
@@ -83,13 +83,14 @@ class Subject:
         tensors what fake ones cannot: it reads their data, or converts what was made before it was called."""
         try:
             with fake_tensors():
-                return self._make()
+                return self.make()
         except Exception:
             if not self._asked.of_user:
                 raise
         return self.workload
 
-    def _make(self) -> Workload:
+    def make(self) -> Workload:
+        """The workload anew, on whatever kind of tensors is in force."""
         made = self._asked.make(self._asked.seed)
         if not self._asked.dtype:
             return made
@@ -198,6 +199,11 @@ class Subject:
         gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
         device = find_device(self.source.device, gpu)
         return (UNPRICED if self.kind == "cpu" else self.pricing).prices(device)
+
+    @property
+    def device_model(self) -> DeviceModel:
+        """The device's constants."""
+        return self._prices.device
 
     @cached_property
     def predicting(self) -> RooflineCosts:

@@ -308,7 +308,9 @@ def _tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
         return ranks.get_group("pp")
     own: dist.ProcessGroup | None = None
     with _disable_current_modes(), quiet():
-        ends: Mapping[int, list[int]] = dict(enumerate(ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist()))
+        ends: Mapping[int, list[int]] = dict(
+            enumerate(ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist())
+        )
         for members in ends.values():
             group = dist.new_group(members)
             if dist.get_rank() in members:

@@ -1,0 +1,166 @@
+"""One case of a distributed strategy: predicted on fake tensors, and measured where its ranks can be had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from magis.api.alone import NOT_RUN, attempt
+from magis.api.insight import Replayed
+from magis.api.subject import Subject
+from magis.api.values import median
+from magis.backend.measure import device_identity
+from magis.predict import predict_rank
+from magis.predict.pace import predicted_ms
+from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
+from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
+from magis.strategies.base import Technique, samples_of
+from magis.strategies.common import without_dropout
+from magis.strategies.names import check_world, technique
+
+__all__ = ["OFF_BY", "ranked_result"]
+
+OFF_BY = 0.02
+"""Share by which a rank's measured tensor bytes may be off the predicted ones."""
+NOISE = 0.05
+"""Share by which a rank's peak with scratch differs from run to run: communication has threads of its own."""
+ROUNDING = 1e-4
+"""Share by which sums in another order may change a loss in three steps; in lower precision it is the latter's."""
+PRECISION = 0.05
+STEPS_COMPARED = 3
+
+Pool = Callable[[int, str], RankPool]
+"""Makes the pool of so many ranks on a device, or hands out the one that there is."""
+
+
+def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Callable[[str], None]) -> CaseResult:
+    """Run a case on ranks, or predict it (``pool`` None: a simulated device, or a network that ranks cannot import).
+
+    Raises UsageError for a world or a network that the technique is not for, RankError for ranks that fail.
+    """
+    chosen = technique(case.strategy)
+    check_world(chosen, case.ranks)
+    run = _RankedCase(case, subject, chosen)
+    progress("predicting")
+    if pool is None:
+        return run.predicted()
+    progress(f"measuring on {case.ranks} ranks")
+    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or 10)
+    try:
+        reports = pool(case.ranks, case.device).run(job)
+    except RankError as error:
+        if not error.out_of_memory:
+            raise
+        return run.predicted(note=f"{NOT_RUN}: {error}")
+    return run.measured(reports)
+
+
+@dataclass(frozen=True)
+class _RankedCase:
+    case: Case
+    subject: Subject
+    technique: Technique
+
+    def predicted(self, note: str = "") -> CaseResult:
+        """With every rank predicted that is not like another one."""
+        ranks = [self._predict(rank) for rank in _distinct(self.technique, self.case.ranks)]
+        worst = max(ranks, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
+        figures = StepFigures(worst.predicted or Memory(0, 0), self._ms(worst.rank))
+        original = self._original(attempt(lambda: self.subject.original_measured) if self.subject.runs else None)
+        return replace(self._result(original, figures), ranks=tuple(ranks), note=note)
+
+    def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
+        """With the rank predicted that measured the highest peak."""
+        worst = max(reports, key=lambda report: report.memory.tensor_bytes)
+        foretold = self._predict(worst.rank)
+        ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
+        ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold.predicted)
+        figures = StepFigures(
+            foretold.predicted or Memory(0, 0),
+            self._ms(worst.rank),
+            worst.memory,
+            *median(slowest_ms(reports)),
+        )
+        original = self._original(self.subject.original_measured)
+        threads = worst.identity.get("threads", "")
+        identity = {**device_identity(self.case.device), "ranks": f"{self.case.ranks} with {threads} threads"}
+        return replace(
+            self._result(original, figures),
+            ranks=tuple(ranks),
+            identity=identity,
+            numbers=self._numbers(mean_losses(reports)),
+        )
+
+    def _predict(self, rank: int) -> RankMemory:
+        subject, case = self.subject, self.case
+        return predict_rank(self.technique, subject.make, case.ranks, rank, device=subject.kind)
+
+    def _ms(self, rank: int) -> float:
+        return predicted_ms(
+            self.technique, self.subject.make, self.case.ranks, rank, self.subject.device_model, self.subject.kind
+        )
+
+    def _original(self, measured: Memory | None) -> StepFigures:
+        subject = self.subject
+        captured = subject.captured
+        times = subject.original_times_ms if measured is not None else None
+        return StepFigures(
+            subject.original,
+            subject.latency_ns(captured.graph) / 1e6,
+            measured,
+            *median(times),
+            subject.reserved_bytes(captured.graph, captured.deaths),
+            Replayed(subject, captured.graph, captured).at_peak(),
+        )
+
+    def _result(self, original: StepFigures, optimized: StepFigures) -> CaseResult:
+        subject = self.subject
+        return CaseResult(
+            case=self.case,
+            dtype=subject.source.dtype,
+            identity=device_identity(self.case.device),
+            original=original,
+            optimized=optimized,
+            ratio=None,
+            weight_bytes=subject.weight_bytes,
+            persistent_bytes=subject.captured.graph.persistent_bytes(),
+            memory_limit_bytes=None,
+            latency_limit_ms=None,
+            device_memory_bytes=subject.roofline.memory_bytes,
+            lower_bound_bytes=0,
+            numbers=NOT_RUN,
+            graph_digest=subject.digest,
+            provenance=subject.provenance(subject.captured.graph),
+            samples=samples_of(subject.fake),
+            off_by=OFF_BY,
+            noise=NOISE,
+        )
+
+    def _numbers(self, losses: tuple[float, ...]) -> str:
+        """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
+        expected = self._losses_alone()
+        if not losses or len(losses) != len(expected):
+            return f"{NOT_RUN}: no rank saw a loss"
+        off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
+        lower = self.case.strategy.startswith("amp")
+        if not off <= (PRECISION if lower else ROUNDING):
+            return f"differs: loss by {100 * off:.2g}% of that of one rank"
+        return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
+
+    def _losses_alone(self) -> tuple[float, ...]:
+        step = self.subject.eager()
+        without_dropout(step.module)
+        losses = []
+        torch.manual_seed(self.case.seed)
+        for _ in range(STEPS_COMPARED):
+            step.prepare()
+            losses.append(float(step.run()))
+        return tuple(losses if all(map(math.isfinite, losses)) else ())
+
+
+def _distinct(chosen: Technique, size: int) -> tuple[int, ...]:
+    """Ranks of which none is like another: the first replica's."""
+    return tuple(range(min(size, chosen.group))) if chosen.group > 1 else tuple(range(size))

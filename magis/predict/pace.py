@@ -1,0 +1,198 @@
+"""How long one rank's step should take: its operators at a device's prices, and its messages over the links.
+
+An estimate to compare techniques with, not to gate: it knows nothing of contention or of the host's work between
+kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is `Links`, which reports print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves, tree_map
+
+from magis.capture import Workload
+from magis.capture.autocast import as_on_cuda
+from magis.capture.device_table import device_forms
+from magis.capture.fakes import fake_tensors
+from magis.cost.devices import DeviceModel
+from magis.cost.roofline import roofline_ns
+from magis.ir import Const, Op, Ref, Value
+from magis.predict.rank import fake_world
+from magis.strategies.base import Technique, World
+from magis.strategies.names import check_world
+
+__all__ = ["LINKS", "Links", "Pace", "predicted_ms"]
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between the ranks of one machine."""
+
+    bytes_per_s: float
+    """Of one rank to the next, in one direction, in long messages."""
+    message_ns: int = 20_000
+    """To begin a message."""
+    hidden: float = 0.5
+    """Part of the operators' time behind which messages that need not be waited for can hide: the backward."""
+
+
+LINKS: Mapping[str, Links] = {
+    "cpu": Links(2e9, 100_000),
+    "rtx3090": Links(12e9),
+    "v100": Links(100e9),
+    "a100": Links(230e9),
+    "h100": Links(350e9),
+    "h200": Links(350e9),
+}
+"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it."""
+
+_ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
+_SHARED = frozenset(
+    {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
+    | {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor"}
+    | {"alltoall_base_", "alltoall_", "all_to_all_single", "all_gather_into_tensor_out"}
+)
+_TWICE = frozenset({"allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_"})
+
+
+class Pace(TorchDispatchMode):
+    """Adds up what the operators under it would take."""
+
+    def __init__(self, device: DeviceModel, links: Links) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._links = links
+        self.compute_ns: int = 0
+        self.exposed_ns: float = 0.0
+        """Messages that are waited for."""
+        self.hidden_ns: float = 0.0
+        """Messages beside other work."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its parts' operators come by
+        result = func(*args, **(kwargs or {}))
+        space, _, name = str(func._schema.name).partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            self._message(name, args, result)
+        elif space == "aten":
+            self.compute_ns += _ns(self._device, func, args, kwargs or {}, result)
+        return result
+
+    def ms(self, *, stages: int = 1, chunks: int = 1) -> float:
+        """Of the whole step; a pipeline of ``stages`` stands idle while ``chunks`` micro-batches come and go."""
+        compute = self.compute_ns * (chunks + stages - 1) / chunks
+        beside = max(0.0, self.hidden_ns - self._links.hidden * compute)
+        return (compute + self.exposed_ns + beside) / 1e6
+
+    def add_hidden(self, nbytes: int, ranks: int) -> None:
+        """An all-reduce that no operator tells of: of DistributedDataParallel."""
+        self.hidden_ns += 2 * (ranks - 1) / ranks * nbytes / self._links.bytes_per_s * 1e9
+
+    def _message(self, name: str, args: tuple[Any, ...], result: object) -> None:
+        ranks = _group_size(args)
+        if ranks < 2:
+            return
+        factor = 2 * (ranks - 1) / ranks if name in _TWICE else (ranks - 1) / ranks if name in _SHARED else 0.0
+        if name in _ONCE:
+            factor = 1.0
+        if not factor:  # waits, barriers; what is received is somebody's send
+            return
+        sizes = [_nbytes(args[:2]), _nbytes(result) if name in _SHARED else 0]
+        took = self._links.message_ns + factor * max(sizes) / self._links.bytes_per_s * 1e9
+        if any(arg is True for arg in args):  # asynchronous, as it says itself
+            self.hidden_ns += took
+        else:
+            self.exposed_ns += took
+
+
+def predicted_ms(
+    technique: Technique,
+    make_work: Callable[[], Workload],
+    world_size: int,
+    rank: int,
+    device: DeviceModel,
+    kind: str = "cpu",
+) -> float:
+    """Milliseconds of a step of rank ``rank``, on fake tensors; ``kind`` ("cpu", "cuda"): whose operators it runs."""
+    check_world(technique, world_size)
+    world = World(world_size, rank, kind, fake=True)
+    pace = Pace(device, LINKS.get(device.name, LINKS["cpu"]))
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(world_size, rank))
+        stack.enter_context(fake_tensors())
+        if kind == "cuda":
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(device_forms(kind))
+        step = technique.prepare(make_work(), world)
+        step.prepare()
+        step.run()  # makes the optimizer's state
+        step.prepare()
+        with pace:
+            step.run()
+        if technique.name.removeprefix("amp+") in ("ddp", "oss"):
+            nbytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
+            pace.add_hidden(nbytes, world_size)
+    stages = int(getattr(technique, "stages", 1))
+    return pace.ms(stages=stages, chunks=2 * stages if stages > 1 else 1)
+
+
+def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Of one call, as of an operator of a graph."""
+    values: dict[int, Value] = {}
+
+    def known(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            number = len(values)
+            storage = item.untyped_storage()._cdata
+            looks = (tuple(map(int, item.shape)), tuple(map(int, item.stride())))
+            values[number] = Value(number, *looks, str(item.dtype).removeprefix("torch."), storage)
+            return Ref(number)
+        if isinstance(item, torch.dtype | torch.device | torch.layout | torch.memory_format):
+            kind = {"dtype": "dtype", "device": "device", "layout": "layout"}.get(type(item).__name__, "memory_format")
+            return Const(kind, str(item).removeprefix("torch."))
+        return item
+
+    def taken(item: Any) -> Any:
+        return tuple(map(taken, item)) if isinstance(item, (list, tuple)) else known(item)
+
+    given = tuple(map(taken, args)), tuple((key, taken(value)) for key, value in kwargs.items())
+    inputs = {value.storage for value in values.values()}
+    outputs = tuple(
+        known(leaf).value for leaf in tree_leaves(tree_map(lambda x: x, result)) if isinstance(leaf, Tensor)
+    )
+    if func.is_view:
+        return device.view_ns
+    writes = tuple((values[v].storage, 1) for v in outputs if values[v].storage in inputs and func._schema.is_mutable)
+    target = f"aten.{func._schema.name.partition('::')[2]}.{func._schema.overload_name or 'default'}"
+    op = Op(0, target, given[0], given[1], outputs, writes=writes)
+    return roofline_ns(device, op, values)
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Ranks of the group that a call is for."""
+    for arg in args:
+        if isinstance(arg, str):
+            try:
+                return int(dist.distributed_c10d._resolve_process_group(arg).size())
+            except (RuntimeError, ValueError, LookupError):
+                continue
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(arg).size())
+            except (RuntimeError, TypeError):
+                continue
+    return 1
