@@ -122,3 +122,15 @@ def refuses() -> DataParallel:
 
 def out_of_memory() -> DataParallel:
     return _on(1, 1, lambda: torch.empty(2**60, dtype=torch.uint8))
+
+
+def aborts_on_rank_1() -> DataParallel:
+    def act() -> None:
+        print("these are my last words", file=sys.stderr, flush=True)
+        os.abort()
+
+    return _on(1, 1, act)
+
+
+def groups_of_four() -> DataParallel:
+    return DataParallel(name="tp4", group=4)
