@@ -178,7 +178,8 @@ class RankPool:
 
     def _settle(self) -> None:
         """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job: they are fit for more."""
-        until = time.monotonic() + _GRACE_SECONDS
+        clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
+        until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
         while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
             self._hear()
         if all(rank.refused for rank in self._ranks):
