@@ -1,0 +1,316 @@
+"""Tensor and pipeline parallelism, alone and together, with replicas of the group on the ranks that are left.
+
+Ranks are numbered with the tensor-parallel ones next to each other, then the stages, then the replicas. Gradients are
+averaged over the replicas after the backward, in buckets.
+
+Stages are cut between blocks and run by torch's `Schedule1F1B`, on twice as many micro-batches as there are stages
+where the share of the batch allows it. The loss is part of the last stage: its output is one number for each
+micro-batch, so that no logits are kept. Embeddings that are tied to the last projection are on both ends, which add
+up their gradients (Megatron-LM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.strategies.base import World, batch_size, share_of_batch
+from magis.strategies.common import (
+    LossScaler,
+    PlainStep,
+    average_gradients,
+    cast,
+    gradients,
+    held_by,
+    make_optimizer,
+    mesh,
+    place,
+    quiet,
+    trained,
+)
+from magis.strategies.cuts import Cut, cut_of, keep_stage, stage_blocks
+from magis.strategies.names import check_world
+from magis.strategies.tensor_parallel import share_blocks
+
+__all__ = ["ModelParallel"]
+
+
+@dataclass(frozen=True)
+class ModelParallel:
+    """`tpN`, `ppN` and `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold one copy of the weights together.
+
+    Bytes per parameter with Adam: 16, of the parameters that this rank holds; weights are float32, ``amp`` is autocast.
+    """
+
+    tensor: int = 1
+    stages: int = 1
+    amp: bool = False
+    micro_batches: int | None = None
+    """None: twice the stages, or the most that divide the share of the batch."""
+
+    @property
+    def name(self) -> str:
+        sizes = [("tp", self.tensor), ("pp", self.stages)]
+        plain = "+".join(f"{kind}{size}" for kind, size in sizes if size > 1)
+        return f"amp+{plain}" if self.amp else plain
+
+    @property
+    def group(self) -> int:
+        return self.tensor * self.stages
+
+    def prepare(self, work: Workload, world: World) -> PlainStep | PipelineStep:
+        """The step on this rank: its stage, and its part of each block there."""
+        check_world(self, world.size)
+        count = world.size // self.group
+        ranks = mesh(world, {"dp": count, "pp": self.stages, "tp": self.tensor})
+        replica, stage, _ = (ranks.get_local_rank(kind) for kind in ("dp", "pp", "tp"))
+        work = share_of_batch(work, replica, count)
+        replicas = ranks.get_group("dp")
+        if self.stages > 1:
+            return self._pipeline(work, world, ranks, stage, replicas)
+        share_blocks(work, ranks["tp"])
+        params = trained(work.module)
+        optimizer = make_optimizer(work, params, self.name)
+
+        def average() -> None:
+            average_gradients(params.values(), replicas)
+
+        return PlainStep(work.module, work, optimizer, world, self.amp, work.module, after_backward=average)
+
+    def _pipeline(
+        self, work: Workload, world: World, ranks: DeviceMesh, index: int, replicas: dist.ProcessGroup
+    ) -> PipelineStep:
+        cut = cut_of(work, self.stages)
+        count = _micro_batches(self, work)
+        hidden = _hidden(work, cut, count, cast(world, amp=self.amp))
+        keep_stage(work, cut, self.stages, index)
+        if self.tensor > 1:
+            share_blocks(work, ranks["tp"])
+        blocks = stage_blocks(len(work.blocks), self.stages, index)
+        ends = (index == 0, index == self.stages - 1)
+        # each end of the pipeline keeps what it reads of the batch
+        work = replace(work, inputs=work.inputs if ends[0] else (), targets=work.targets if ends[1] else ())
+        params = trained(work.module)
+        part = _Part(work, cut, blocks, ends, cast(world, amp=self.amp), count)
+        group = ranks.get_group("pp")
+        stage = (_SettledStage if world.fake else PipelineStage)(
+            part,
+            index,
+            self.stages,
+            torch.device(place(world)),
+            input_args=_first(work.inputs, count) if ends[0] else _like(hidden),
+            output_args=torch.empty(1, requires_grad=True) if ends[1] else _like(hidden),
+            group=group,
+        )
+        scaler = LossScaler(world, enabled=self.amp and world.device == "cuda")
+        part.scaler = scaler
+        schedule = Schedule1F1B(stage, count, loss_fn=_own_loss)
+        tied = _tied_group(ranks, self.stages) if cut.tied else None
+        return PipelineStep(
+            module=work.module,
+            work=work,
+            optimizer=make_optimizer(work, params, self.name),
+            part=part,
+            schedule=schedule,
+            count=count,
+            scaler=scaler,
+            replicas=replicas,
+            tied=(params[cut.tied], tied) if tied is not None and any(ends) else None,
+        )
+
+
+def _own_loss(output: Tensor, _target: Tensor) -> Tensor:
+    """The last stage returns its loss."""
+    return output.sum()
+
+
+class _SettledStage(PipelineStage):
+    """A stage among fake ranks, which agree without a message: metadata is given, not found out.
+
+    It also holds a sent activation for as long as the schedule keeps the handle of a real message, which does.
+    """
+
+    _sent: Sequence[Tensor] = ()
+
+    @property
+    def _warm(self) -> int:
+        return min(self.chunks or 1, self.num_stages - self.stage_index)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's."""
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        if fwd_chunk_id < self._warm - 1:  # the last one of the warm-up goes out with a receive, and is waited for
+            self._sent = [op.tensor for op in ops]
+        return ops
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The parent's."""
+        if bwd_chunk_id == (self.chunks or 0) - self._warm + 1:
+            self._sent = ()
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _warmup_forward_vote(self, *_args: Any, **_kwargs: Any) -> Any:
+        return _Agreed()
+
+    def _warmup_backward_result(self, *_args: Any, **_kwargs: Any) -> Any:
+        return _Agreed()
+
+
+class _Agreed:
+    """All stages know their metadata."""
+
+    def item(self) -> int:
+        """As a tensor's."""
+        return 1
+
+
+class _Part(nn.Module):
+    """One stage: a range of blocks, with the network's start before the first and its finish and loss after the last."""
+
+    def __init__(
+        self,
+        work: Workload,
+        cut: Cut,
+        blocks: range,
+        ends: tuple[bool, bool],
+        casting: AbstractContextManager[Any],
+        count: int,
+    ) -> None:
+        super().__init__()
+        self.net = work.module
+        self.scaler: LossScaler | None = None
+        self._cut, self._blocks, self._ends, self._casting = cut, blocks, ends, casting
+        self._loss_fn: Callable[..., Tensor] = work.loss_fn
+        self._targets = _split(work, work.targets, count) if ends[1] else []
+        self._next: Iterator[tuple[Tensor, ...]] = iter(())
+        self.losses: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Before each step."""
+        self._next = iter(self._targets)
+        self.losses = []
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The next micro-batch: of the first stage its inputs, else the hidden state; the loss from the last one."""
+        with self._casting:
+            x = self._cut.start(self.net, inputs) if self._ends[0] else inputs[0]
+            del inputs
+            for index in self._blocks:
+                x = self._cut.block(self.net, index, x)
+            if not self._ends[1]:
+                return x
+            loss = self._loss_fn(self._cut.finish(self.net, x), *next(self._next))
+        self.losses.append(loss.detach())
+        scaled = loss if self.scaler is None else self.scaler.scaled(loss)
+        return scaled.reshape(1)
+
+
+@dataclass
+class PipelineStep:
+    """One rank's stage in a step."""
+
+    module: nn.Module
+    work: Workload
+    """With what this stage reads of the batch."""
+    optimizer: Optimizer
+    part: _Part
+    schedule: Schedule1F1B
+    count: int
+    """Micro-batches."""
+    scaler: LossScaler
+    replicas: dist.ProcessGroup
+    tied: tuple[nn.Parameter, dist.ProcessGroup] | None
+    """A parameter that both ends of the pipeline hold, on these."""
+
+    def prepare(self) -> None:
+        """Gradients to None."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run(self) -> Tensor | None:
+        """One whole step; the mean loss of the share on the last stage, None on the others."""
+        self.part.begin()
+        # the loss is in the last stage, the schedule insists on something to compare its output with
+        target = torch.zeros(self.count) if self.work.targets else None
+        with quiet():
+            self.schedule.step(*self.work.inputs, target=target, losses=[] if self.work.targets else None)
+        if self.tied is not None:
+            parameter, group = self.tied
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
+        average_gradients(trained(self.module).values(), self.replicas)
+        self.scaler.step(self.optimizer, gradients(self.optimizer))
+        losses = self.part.losses
+        return torch.stack(losses).mean() if losses else None
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """What this rank holds for longer than an operator, each with its kind."""
+        yield from held_by(self.module, self.optimizer, self.work)
+
+
+def _micro_batches(technique: ModelParallel, work: Workload) -> int:
+    """The number of micro-batches; UsageError where the share of the batch has no room for as many as stages."""
+    samples, stages = batch_size(work), technique.stages
+    wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
+    if wrong:
+        raise UsageError(
+            f"{work.name}: {technique.name} cuts a batch of {samples} samples into micro-batches, and an input has "
+            f"shape {wrong[0]}"
+        )
+    if technique.micro_batches is not None:
+        count = technique.micro_batches
+    else:
+        count = max(n for n in range(1, min(samples, 2 * stages) + 1) if samples % n == 0)
+    if count < stages or samples % count:
+        raise UsageError(
+            f"{work.name}: {technique.name} needs at least {stages} equal micro-batches, and a group's share of the "
+            f"batch has {samples} samples",
+            hint=f"use a batch of which that is a multiple of {stages}, or fewer ranks",
+        )
+    return count
+
+
+def _split(work: Workload, tensors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
+    """The micro-batches of these tensors, as views; what is no batch goes to each."""
+    samples = next((t.shape[0] for t in tensors if t.dim()), 0)
+    parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
+    return list(zip(*parts, strict=True)) if parts else [()] * count
+
+
+def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    return tuple(t.tensor_split(count)[0] for t in tensors)
+
+
+def _hidden(work: Workload, cut: Cut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
+    """The hidden state of a micro-batch as it goes from stage to stage."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
+        return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))
+
+
+def _like(hidden: Tensor) -> Tensor:
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
+
+
+def _tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
+    """The first and last stage of this rank's pipeline; every rank takes part in making all such groups."""
+    if stages == 2:
+        return ranks.get_group("pp")
+    own: dist.ProcessGroup | None = None
+    with _disable_current_modes(), quiet():
+        ends: Mapping[int, list[int]] = dict(enumerate(ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist()))
+        for members in ends.values():
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                own = group
+    return own
