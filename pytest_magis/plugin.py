@@ -27,6 +27,16 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     pluginmanager.add_hookspecs(hookspecs)
 
 
+@pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
+def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
+    """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
+    if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
+        return None
+    from pytest_magis.attached import take_place
+
+    return take_place(config)
+
+
 @pytest.hookimpl(trylast=True)  # after other plugins had the chance to register theirs
 def pytest_configure(config: pytest.Config) -> None:
     """Check everything that can be checked before a case runs; without models, wait for a test that is gated."""

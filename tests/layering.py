@@ -44,7 +44,7 @@ PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
     {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.names"}
-    | {"magis.quiet", "magis.report", "magis.results", "magis.strategies.parts", "magis.units"}
+    | {"magis.quiet", "magis.ranks", "magis.report", "magis.results", "magis.strategies.parts", "magis.units"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420

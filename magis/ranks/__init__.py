@@ -1,6 +1,20 @@
-"""Processes that run a technique together, and what they measured."""
+"""Processes that run a technique together, and what they measured. Loads no torch: the processes do."""
 
+from magis.ranks.agents import Agents, lead, serve
+from magis.ranks.attached import Attachment, attached
 from magis.ranks.pool import RankPool
 from magis.ranks.records import RankError, RankJob, RankReport, mean_losses, slowest_ms
 
-__all__ = ["RankError", "RankJob", "RankPool", "RankReport", "mean_losses", "slowest_ms"]
+__all__ = [
+    "Agents",
+    "Attachment",
+    "RankError",
+    "RankJob",
+    "RankPool",
+    "RankReport",
+    "attached",
+    "lead",
+    "mean_losses",
+    "serve",
+    "slowest_ms",
+]

@@ -1,8 +1,8 @@
 """Processes of one job that lend their ranks to the one with rank 0.
 
-Every process starts its own keeper (magis/ranks/keeper.py), so that a crash of a rank harms none of them. Rank 0 keeps a
-store, through which commands and events travel as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When rank 0 is
-gone, so is its store, which ends the others.
+Every process starts its own keeper (magis/ranks/keeper.py), so that a crash of a rank harms none of them. Rank 0 keeps
+a store, through which commands and events travel as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When rank 0
+is gone, so is its store, which ends the others.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class _RemoteHost:
 
 def lead(attachment: Attachment) -> Agents:
     """Lead the other processes of the job, as its rank 0."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import TCPStore
 
     forever = timedelta(seconds=_MEET_SECONDS)
     if attachment.kept_elsewhere:  # by torchrun, which outlives this process: that would not end the others
@@ -178,8 +178,8 @@ def serve(attachment: Attachment) -> int:
 
 
 def _met(attachment: Attachment) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import TCPStore
 
     wait = timedelta(seconds=_MEET_SECONDS)
     try:

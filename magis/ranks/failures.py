@@ -14,8 +14,10 @@ __all__ = ["Rank", "failure", "silence"]
 
 _OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "socket", "recvvalue", "store")
 """In what ranks say when another one is gone."""
-_WAITING = ("torch/distributed/", "torch/autograd/graph.py")
+_WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
 """Where ranks are that wait for others: in a collective, or in a backward pass that has some."""
+_WATCHER = "magis/predict/ledger.py"
+"""Stands between an operator and whoever called it."""
 _OWN = str(Path(__file__).resolve().parent)
 
 
@@ -116,9 +118,12 @@ def silence(ranks: Sequence[Rank], wanted: str, timeout_s: float) -> RankError:
     )
 
 
-def _waits(frames: Sequence[str]) -> bool:
-    """Whether a rank waits for others, by the innermost part of its stack."""
-    return any(text in frame.replace("\\", "/") for frame in frames[:3] for text in _WAITING)
+def _waits(frames: Sequence[str]) -> int:
+    """How likely a rank merely waits for others, by the innermost part of its stack: 0 (its own code) to 2."""
+    inner = [frame for frame in frames if _WATCHER not in frame][:3]
+    if any(text in frame for frame in inner for text in _WAITING):
+        return 2
+    return int(any("/torch/" in frame for frame in inner[:1]))
 
 
 def _place(frames: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
 from magis.ranks.failures import Rank, failure, silence
@@ -61,7 +61,7 @@ class RankPool:
         self._generation = 0
         self._jobs = 0
 
-    def __enter__(self) -> RankPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -177,8 +177,9 @@ class RankPool:
         return [rank.answers.pop(wanted) for rank in asked]
 
     def _settle(self) -> None:
-        """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job, and so are fit for more."""
-        until = time.monotonic() + _GRACE_SECONDS
+        """Hear what else comes of a failure. Raises _Refused where all ranks refuse the job: they are fit for more."""
+        clear = any(rank.failed and not rank.refused and not rank.hit_by_another for rank in self._ranks)
+        until = time.monotonic() + (_GRACE_SECONDS / 5 if clear else _GRACE_SECONDS)
         while time.monotonic() < until and not all(rank.failed for rank in self._ranks):
             self._hear()
         if all(rank.refused for rank in self._ranks):

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore
 
 from magis.backend.exhausted import is_out_of_memory
 from magis.errors import MagisError, UsageError

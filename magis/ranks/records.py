@@ -94,4 +94,4 @@ def slowest_ms(reports: Sequence[RankReport]) -> tuple[float, ...]:
 def mean_losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
     """The global batch's mean loss in each of the first steps: the shares are equal, so are the ranks' votes."""
     seen = [report.losses for report in reports if report.losses and None not in report.losses]
-    return tuple(statistics.fmean(each) for each in zip(*seen, strict=True))  # type: ignore[type-var]
+    return tuple(statistics.fmean(each) for each in zip(*seen, strict=True))

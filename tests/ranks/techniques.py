@@ -104,11 +104,12 @@ def starts_processes() -> DataParallel:
     """Rank 0 starts a child that leaves the process group and has one in it, writes their ids and hangs."""
 
     def act() -> None:
-        code = "import subprocess, sys, time; subprocess.Popen(['sleep', '3600']); time.sleep(3600)"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        subprocess.Popen(["sleep", "3600"])
-        Path(os.environ["MAGIS_TEST_SIGN"]).write_text("started", encoding="ascii")
-        time.sleep(3600)
+        nested = ["sh", "-c", "sleep 3600 & echo started; wait"]
+        with subprocess.Popen(nested, start_new_session=True, stdout=subprocess.PIPE) as leader:
+            leader.stdout.readline() if leader.stdout is not None else None
+            subprocess.Popen(["sleep", "3600"])
+            Path(os.environ["MAGIS_TEST_SIGN"]).write_text("started", encoding="ascii")
+            time.sleep(3600)
 
     return _on(0, 1, act)
 
@@ -122,3 +123,15 @@ def refuses() -> DataParallel:
 
 def out_of_memory() -> DataParallel:
     return _on(1, 1, lambda: torch.empty(2**60, dtype=torch.uint8))
+
+
+def aborts_on_rank_1() -> DataParallel:
+    def act() -> None:
+        print("these are my last words", file=sys.stderr, flush=True)
+        os.abort()
+
+    return _on(1, 1, act)
+
+
+def groups_of_four() -> DataParallel:
+    return DataParallel(name="tp4", group=4)

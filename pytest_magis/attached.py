@@ -1,0 +1,41 @@
+"""Sessions in a job with one process per rank (torchrun, srun): rank 0 is the harness, the others lend it their ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from magis.errors import MagisError, UsageError
+from magis.ranks import Agents, attached, lead, serve
+
+__all__ = ["AGENTS", "take_place"]
+
+AGENTS: pytest.StashKey[Agents] = pytest.StashKey()
+"""In the stash of the session's config, where it leads a job of several processes: for its pools of ranks."""
+
+
+def take_place(config: pytest.Config) -> pytest.ExitCode | None:
+    """Do this process's part of the job that it belongs to, if there is one; for `pytest_cmdline_main`.
+
+    With rank 0 the session runs (None), leading the others until its end. With another rank it collects nothing: it
+    serves until rank 0 is done, says so in one line and ends well; where rank 0 disappears, as an interrupted session.
+    Raises pytest.UsageError for half an environment.
+    """
+    try:
+        found = attached()
+        if found is None:
+            return None
+        if found.rank == 0:
+            agents = lead(found)
+            config.add_cleanup(agents.close)
+            config.stash[AGENTS] = agents
+            return None
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from error
+    write = config.get_terminal_writer().line
+    try:
+        served = serve(found)
+    except MagisError as error:
+        write(f"magis: rank {found.rank} of {found.size} ends: {error}")
+        return pytest.ExitCode.INTERRUPTED
+    write(f"magis: rank {found.rank} of {found.size} served rank 0, which ran the tests ({served} commands)")
+    return pytest.ExitCode.OK

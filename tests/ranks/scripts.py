@@ -1,0 +1,59 @@
+"""What the tests run in processes of their own: `python -m tests.ranks.scripts <name>`."""
+
+from __future__ import annotations
+
+import sys
+
+from magis.errors import MagisError
+from magis.ranks import RankJob, RankPool, attached, lead, serve
+
+HERE = "tests.ranks.techniques"
+
+
+def hang() -> None:
+    """Two ranks that start processes and then hang for an hour."""
+    with RankPool(2, timeout_s=3600) as pool:
+        pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+
+
+def together() -> None:
+    """One process of a job: rank 0 runs a job that does well and one that fails, in a pool over all of them."""
+    place = attached()
+    if place is None:
+        raise SystemExit("not attached")
+    if place.rank > 0:
+        print(f"rank {place.rank} served {serve(place) > 0}", flush=True)
+        return
+    with lead(place) as agents:
+        with RankPool(place.size, timeout_s=60, agents=agents) as pool:
+            reports = pool.run(RankJob(f"{HERE}:small_net", "ddp", rounds=2))
+            print(f"reports of {[report.rank for report in reports]}", flush=True)
+            try:
+                pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:killed_on_rank_1"))
+            except MagisError as error:
+                print(error, flush=True)
+            reports = pool.run(RankJob(f"{HERE}:small_net", "zero1", rounds=2, losses=False))
+            print(f"again {[report.rank for report in reports]}", flush=True)
+        try:
+            RankPool(place.size + 1, agents=agents)
+        except MagisError as error:
+            print(error, flush=True)
+
+
+def hang_together() -> None:
+    """The same with ranks that hang, for rank 0 to be killed meanwhile."""
+    place = attached()
+    if place is None:
+        raise SystemExit("not attached")
+    if place.rank > 0:
+        try:
+            serve(place)
+        except MagisError as error:
+            print(f"rank {place.rank}: {error}", flush=True)
+        return
+    with lead(place) as agents, RankPool(place.size, timeout_s=3600, agents=agents) as pool:
+        pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+
+
+if __name__ == "__main__":
+    {"hang": hang, "together": together, "hang_together": hang_together}[sys.argv[1]]()
