@@ -167,9 +167,7 @@ def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], re
 
     given = tuple(map(taken, args)), tuple((key, taken(value)) for key, value in kwargs.items())
     inputs = {value.storage for value in values.values()}
-    outputs = tuple(
-        known(leaf).value for leaf in tree_leaves(result) if isinstance(leaf, Tensor)
-    )
+    outputs = tuple(known(leaf).value for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
     if func.is_view:
         return device.view_ns
     writes = tuple((values[v].storage, 1) for v in outputs if values[v].storage in inputs and func._schema.is_mutable)
