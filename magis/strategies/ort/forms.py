@@ -42,6 +42,7 @@ def _batch_norm(
     """Output, saved mean and 1 / deviation, and both new statistics; ONNX keeps the variance of the sample instead."""
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
+    dtype, x = x.dtype, x.to(running_mean.dtype)  # statistics stay in float32 under autocast
 
     def wide(vector: Tensor) -> Tensor:
         return vector.view([1, -1, *[1] * (x.dim() - 2)])
@@ -59,7 +60,7 @@ def _batch_norm(
     if bias is not None:
         out = out + wide(bias)
     empty = x.new_zeros(0)
-    return out, (mean if training else empty), (scale if training else empty), running_mean, running_var
+    return out.to(dtype), (mean if training else empty), (scale if training else empty), running_mean, running_var
 
 
 def _convolution_backward(
