@@ -24,6 +24,7 @@ GATE_NAMES = ("resnet50", "bert", "vit", "unet", "unetpp", "gpt_neo", "btlm")
 
 REAL_NAMES = (
     *GATE_NAMES,
+    "gpt",
     "mlp",
     "resnet34",
     "resnet101",

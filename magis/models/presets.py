@@ -14,6 +14,7 @@ from functools import partial
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import BtlmConfig, btlm
 from magis.models.densenet import DENSENETS, DenseNetConfig, densenet
+from magis.models.gpt import GptConfig, gpt
 from magis.models.gpt_neo import GptNeoConfig, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
 from magis.models.resnet import RESNETS, ResNetConfig, resnet
@@ -74,6 +75,7 @@ def _others() -> dict[str, tuple[Make, Make]]:
     small_neo = GptNeoConfig(
         batch_size=32, seq_len=64, layers=6, width=96, heads=3, window=16, vocab_size=512, max_positions=64
     )
+    small_gpt = GptConfig(batch_size=16, seq_len=64, layers=6, width=96, heads=3, vocab_size=512, max_positions=64)
     small_btlm = BtlmConfig(
         batch_size=32, seq_len=64, layers=8, width=96, inner=256, heads=3, vocab_size=512, mup_base_width=96
     )
@@ -84,6 +86,7 @@ def _others() -> dict[str, tuple[Make, Make]]:
         "bert": (partial(bert, BertConfig()), partial(bert, small_bert)),
         "vit": (partial(vit, VitConfig()), partial(vit, small_vit)),
         "gpt_neo": (partial(gpt_neo, GptNeoConfig()), partial(gpt_neo, small_neo)),
+        "gpt": (partial(gpt, GptConfig()), partial(gpt, small_gpt)),
         "btlm": (partial(btlm, BtlmConfig()), partial(btlm, small_btlm)),
         "unet": (partial(unet, UNetConfig()), partial(unet, small_unet)),
         "unetpp": (partial(unetpp, UNetPlusPlusConfig()), partial(unetpp, small_unetpp)),

@@ -19,6 +19,8 @@ from magis.models.btlm import BtlmConfig
 from magis.models.btlm import btlm as make_btlm
 from magis.models.densenet import DENSENETS, DenseNetConfig
 from magis.models.densenet import densenet as make_densenet
+from magis.models.gpt import GptConfig
+from magis.models.gpt import gpt as make_gpt
 from magis.models.gpt_neo import GptNeoConfig
 from magis.models.gpt_neo import gpt_neo as make_gpt_neo
 from magis.models.mlp import MlpConfig
@@ -45,6 +47,7 @@ __all__ = [
     "densenet121",
     "densenet169",
     "densenet201",
+    "gpt",
     "gpt_neo",
     "mlp",
     "resnet34",
@@ -197,6 +200,27 @@ def vit(size: str = "base-16", batch_size: int = 64, image_size: int = 224, clas
         classes=classes,
     )
     return _describe(f"vit-{size}", make_vit, config, "class logits")
+
+
+def gpt(
+    batch_size: int = 4,
+    seq_len: int = 1024,
+    layers: int = 24,
+    width: int = 2048,
+    heads: int = 32,
+    vocab_size: int = 50304,
+) -> Built:
+    """GPT-2-like decoder over [batch_size, seq_len] tokens; the defaults have 1.3 billion parameters."""
+    config = GptConfig(
+        batch_size=batch_size,
+        seq_len=seq_len,
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocab_size=vocab_size,
+        max_positions=seq_len,
+    )
+    return _describe("gpt", make_gpt, config, "token logits")
 
 
 def gpt_neo(

@@ -20,7 +20,7 @@ from magis.models.style import REAL, SEED
 from magis.models.vit import VIT_SIZES, VitConfig, vit
 
 # Published: torchvision's model tables; Hugging Face BertForPreTraining and GPT-Neo-1.3B; milesial's U-Net (two
-# classes, transposed convolutions) and the usual U-Net++ (three channels in, one out).
+# classes, transposed convolutions) and the usual U-Net++ (three channels in, one out). GPT: the vendor's 1.3B.
 PUBLISHED = {
     "resnet34": 21_797_672,
     "resnet50": 25_557_032,
@@ -37,6 +37,7 @@ PUBLISHED = {
     "densenet201": 20_013_928,
     "bert": 110_106_428,
     "vit": 86_567_656,
+    "gpt": 1_313_722_368,
     "gpt_neo": 1_315_575_808,
     "unet": 31_037_698,
     "unetpp": 9_163_329,

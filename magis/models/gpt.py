@@ -1,0 +1,110 @@
+"""GPT-2-like decoder (Radford et al. 2019): pre-norm layers with learned positions, tied decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.models.attention import FeedForward, SelfAttention, causal_mask
+from magis.models.batches import init_transformer, seeded, token_loss, tokens
+from magis.models.sizes import SizeError, check_divides, check_sizes, choose
+from magis.models.style import Style
+from magis.models.workload import OptimizerSpec, Workload
+
+__all__ = ["Gpt", "GptConfig", "gpt"]
+
+_GELUS = {"tanh": "tanh", "erf": "none"}
+"""GPT-2's own approximation, and the exact function that other implementations take; torch's names for them."""
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """Sizes of one GPT and its (global) batch; the defaults are those of the 1.3B row in docs/strategies.md."""
+
+    batch_size: int = 4
+    seq_len: int = 1024
+    layers: int = 24
+    width: int = 2048
+    heads: int = 32
+    vocab_size: int = 50304
+    """GPT-2's 50257 tokens, padded to a multiple of 128."""
+    max_positions: int = 1024
+    dropout: float = 0.1
+    gelu: str = "tanh"
+    """ "tanh" or "erf"."""
+
+    def __post_init__(self) -> None:
+        check_sizes("gpt", self)
+        check_divides("gpt", "width", self.width, "heads", self.heads)
+        if self.seq_len > self.max_positions:
+            raise SizeError(f"gpt: seq_len {self.seq_len} exceeds max_positions {self.max_positions}")
+        choose("gpt", "gelu", _GELUS, self.gelu)
+
+
+class GptLayer(nn.Module):
+    """Pre-norm decoder layer, [batch, length, width] -> the same."""
+
+    def __init__(self, config: GptConfig, style: Style) -> None:
+        super().__init__()
+        self.attention_norm = style.layer_norm(config.width)
+        self.attention = SelfAttention(
+            style, config.width, config.heads, packed=True, dropout=config.dropout, causal=True
+        )
+        self.dropout = style.dropout(config.dropout)
+        self.norm = style.layer_norm(config.width)
+        activation = style.gelu(_GELUS[config.gelu])
+        self.feed_forward = FeedForward(
+            style, config.width, 4 * config.width, activation=activation, dropout=config.dropout
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: Tensor = x + self.feed_forward(self.norm(x))
+        return out
+
+
+class Gpt(nn.Module):
+    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
+
+    mask: Tensor | None
+
+    def __init__(self, config: GptConfig, style: Style) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.max_positions, config.width) if style.positions else None
+        self.dropout = style.dropout(config.dropout)
+        self.layers = nn.ModuleList(GptLayer(config, style) for _ in range(config.layers))
+        self.norm = style.layer_norm(config.width)
+        # the fused kernel masks by itself; written out, attention needs the mask
+        mask = causal_mask(config.seq_len) if style.explicit_attention else None
+        self.register_buffer("mask", mask, persistent=False)
+        init_transformer(self)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x = self.word(token_ids)
+        if self.position is not None:
+            x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x, self.mask)
+        return functional.linear(self.norm(x), self.word.weight)
+
+
+def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
+    """GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: as all of those)."""
+    with seeded(seed):
+        module = Gpt(config, style)
+        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=(text,),
+        targets=(following,),
+        loss_fn=token_loss,
+        optimizer=style.optimizer if style.seed else OptimizerSpec("adam", lr=1e-4),
+        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
+        explicit_attention=style.explicit_attention,
+    )

@@ -1,0 +1,155 @@
+"""ONNX forms of the operators behind layers: products, convolutions, pooling, norms, interpolation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+
+from magis.errors import UsageError
+from magis.strategies.ort.operators import Operator
+from magis.strategies.ort.writer import Made, Writer, value_of
+
+__all__ = ["LAYERS"]
+
+
+def _product(writer: Writer, node: Node) -> Made:
+    dtype = value_of(node).dtype
+    return writer.emit("MatMul", *(writer.tensor(arg, dtype) for arg in node.args))  # type: ignore[no-any-return]
+
+
+def _addmm(writer: Writer, node: Node) -> Made:
+    bias, first, second = node.args[:3]
+    alpha, beta = (float(node.kwargs.get(key, 1)) for key in ("alpha", "beta"))  # type: ignore[arg-type]
+    dtype = value_of(node).dtype
+    names = [writer.tensor(arg, dtype) for arg in (first, second, bias)]
+    return writer.emit("Gemm", *names, alpha=alpha, beta=beta)  # type: ignore[no-any-return]
+
+
+def _convolution(writer: Writer, node: Node) -> Made:
+    x, weight, bias, stride, padding, dilation, transposed, extra, groups = node.args
+    dims = value_of(node).dim() - 2
+    names = [writer.tensor(arg) for arg in (x, weight, bias) if arg is not None]
+    return writer.emit(  # type: ignore[no-any-return]
+        "ConvTranspose" if transposed else "Conv",
+        *names,
+        strides=_each(stride, dims),
+        pads=_each(padding, dims) * 2,
+        dilations=_each(dilation, dims),
+        group=groups,
+        output_padding=_each(extra, dims) if transposed else None,
+    )
+
+
+def _each(numbers: Any, dims: int) -> list[int]:
+    """One number for every dimension."""
+    found = list(numbers) if isinstance(numbers, Sequence) else [numbers]
+    return found * dims if len(found) == 1 else found
+
+
+def _max_pool(writer: Writer, node: Node) -> Made:
+    """Values, and their positions counted through the whole tensor, where torch counts within each plane."""
+    kernel, stride, padding, dilation, ceil = (*node.args[1:], *([], 0, 1, False)[len(node.args) - 2 :])
+    made: tuple[str, str] = writer.emit(
+        "MaxPool",
+        writer.tensor(node.args[0]),
+        kernel_shape=_each(kernel, 2),
+        strides=_each(stride or kernel, 2),
+        pads=_each(padding, 2) * 2,
+        dilations=_each(dilation, 2),
+        ceil_mode=int(bool(ceil)),
+        outputs=2,
+    )
+    return made
+
+
+def _max_pool_backward(writer: Writer, node: Node) -> Made:
+    """Sums of the gradients over the positions that `_max_pool` found."""
+    out = value_of(node)
+    gradient, positions = (
+        writer.emit("Reshape", writer.tensor(arg), writer.ints([-1])) for arg in (node.args[0], node.args[-1])
+    )
+    zeros = writer.emit("Expand", writer.number(0, out.dtype), writer.ints([out.numel()]))
+    sums = writer.emit("ScatterElements", zeros, positions, gradient, axis=0, reduction="add")
+    return writer.emit("Reshape", sums, writer.ints(out.shape))  # type: ignore[no-any-return]
+
+
+def _average_pool(writer: Writer, node: Node) -> Made:
+    x, kernel, stride, padding, ceil, count_padding, divisor = (
+        *node.args, *((), [], 0, False, True, None)[len(node.args) - 1 :],
+    )  # fmt: skip
+    if divisor is not None:
+        raise UsageError("ONNX Runtime cannot run avg_pool2d with a divisor of its own", hint="leave out ort")
+    return writer.emit(  # type: ignore[no-any-return]
+        "AveragePool",
+        writer.tensor(x),
+        kernel_shape=_each(kernel, 2),
+        strides=_each(stride or kernel, 2),
+        pads=_each(padding, 2) * 2,
+        ceil_mode=int(bool(ceil)),
+        count_include_pad=int(bool(count_padding)),
+    )
+
+
+def _layer_norm(writer: Writer, node: Node) -> Made:
+    """Output, mean and 1 / deviation."""
+    x, shape, weight, bias, eps = node.args
+    out = node.meta["val"][0]
+    axis = out.dim() - len(shape)  # type: ignore[arg-type]
+    kind = str(out.dtype).removeprefix("torch.")
+    scale = writer.array(np.ones(shape, dtype=kind)) if weight is None else writer.tensor(weight, out.dtype)  # type: ignore[arg-type]
+    names = [writer.tensor(x), scale] + ([] if bias is None else [writer.tensor(bias, out.dtype)])
+    made: tuple[str, str, str] = writer.emit(
+        "LayerNormalization", *names, axis=axis, epsilon=float(eps), outputs=3  # type: ignore[arg-type]
+    )  # fmt: skip
+    return made
+
+
+def _bilinear(writer: Writer, node: Node) -> Made:
+    """Interpolation is linear along each dimension: a matrix from the left, another one from the right."""
+    out, x = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
+    return _between(writer, writer.tensor(node.args[0]), x.shape, out.shape, bool(node.args[2]), transposed=False)
+
+
+def _bilinear_backward(writer: Writer, node: Node) -> Made:
+    out, gradient = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
+    corners = bool(node.args[3])
+    return _between(writer, writer.tensor(node.args[0]), out.shape, gradient.shape, corners, transposed=True)
+
+
+def _between(
+    writer: Writer, name: str, small: Sequence[int], large: Sequence[int], corners: bool, *, transposed: bool
+) -> str:
+    rows, columns = (_weights(small[i], large[i], corners) for i in (2, 3))
+    left, right = (rows.T, columns) if transposed else (rows, columns.T)
+    made: str = writer.emit("MatMul", writer.array(np.ascontiguousarray(left)), name)
+    return writer.emit("MatMul", made, writer.array(np.ascontiguousarray(right)))  # type: ignore[no-any-return]
+
+
+def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:
+    """[outputs, inputs]: how much of each input is in each output, by torch's own interpolation of unit vectors."""
+    unit = torch.eye(inputs).view(1, inputs, inputs, 1)
+    with torch.no_grad():
+        found = torch.nn.functional.interpolate(unit, (outputs, 1), mode="bilinear", align_corners=corners)
+    columns: np.ndarray[Any, Any] = found[0, :, :, 0].T.contiguous().numpy()
+    return columns
+
+
+_aten: Any = torch.ops.aten
+
+LAYERS: Mapping[Any, Operator] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _addmm,
+    _aten.convolution.default: _convolution,
+    _aten.max_pool2d_with_indices.default: _max_pool,
+    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    _aten.avg_pool2d.default: _average_pool,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.upsample_bilinear2d.default: _bilinear,
+    _aten.upsample_bilinear2d_backward.default: _bilinear_backward,
+}
+"""Operator -> what writes it."""

@@ -1,0 +1,148 @@
+"""What writes an ONNX graph: nodes, constants and casts, names and shapes kept in step with the FX graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from torch.fx import Node
+
+from magis.errors import UsageError
+
+__all__ = ["ELEMENT", "Fill", "Made", "Writer"]
+
+ELEMENT: Mapping[torch.dtype, int] = {
+    torch.float32: onnx.TensorProto.FLOAT,
+    torch.float64: onnx.TensorProto.DOUBLE,
+    torch.float16: onnx.TensorProto.FLOAT16,
+    torch.bfloat16: onnx.TensorProto.BFLOAT16,
+    torch.int64: onnx.TensorProto.INT64,
+    torch.int32: onnx.TensorProto.INT32,
+    torch.int16: onnx.TensorProto.INT16,
+    torch.int8: onnx.TensorProto.INT8,
+    torch.uint8: onnx.TensorProto.UINT8,
+    torch.bool: onnx.TensorProto.BOOL,
+}
+"""ONNX's element type of each data type that the step may use."""
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A tensor that holds one number everywhere: nothing is written for it until somebody needs it whole."""
+
+    value: float | int | bool
+
+
+Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"
+"""What an FX node became: the name of an ONNX value, a fill, or several of them."""
+
+
+class Writer:
+    """Nodes and initializers of an ONNX graph. Names of values are what its methods take and return."""
+
+    def __init__(self, scalars: Mapping[float, str]) -> None:
+        """``scalars``: numbers that stand for an input of that name, a float32 tensor without dimensions."""
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.used_scalars: set[str] = set()
+        self._scalars = scalars
+        self._made: dict[Node, Made] = {}
+        self._constants: dict[tuple[Any, ...], str] = {}
+        self._casts: dict[tuple[str, int], str] = {}
+        self._numbers = itertools.count()
+
+    def emit(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
+        """One ONNX operator; the name of its output, a tuple of names where there are several."""
+        names = tuple(f"v{next(self._numbers)}" for _ in range(outputs))
+        given = {key: value for key, value in attributes.items() if value is not None}
+        self.nodes.append(helper.make_node(kind, inputs, names, **given))
+        return names[0] if outputs == 1 else names
+
+    def keep(self, node: Node, made: Made) -> None:
+        """What an FX node became."""
+        self._made[node] = made
+
+    def found(self, node: Node) -> Made:
+        """What an FX node became."""
+        return self._made[node]
+
+    def ints(self, numbers: Iterable[int]) -> str:
+        """A constant of int64 numbers in one dimension, as ONNX takes shapes, axes and the like."""
+        return self.array(np.array(list(numbers), dtype=np.int64))
+
+    def array(self, array: np.ndarray[Any, Any]) -> str:
+        """A constant tensor; equal ones are one."""
+        return self._constant((array.dtype.str, array.shape, array.tobytes()), numpy_helper.from_array(array))
+
+    def _constant(self, key: tuple[Any, ...], tensor: onnx.TensorProto) -> str:
+        name = self._constants.setdefault(key, f"c{len(self._constants)}")
+        if name not in self.initializers:
+            tensor.name = name
+            self.initializers[name] = tensor
+        return name
+
+    def number(self, value: float | int | bool, dtype: torch.dtype) -> str:
+        """A constant without dimensions, or the input that it stands for."""
+        if isinstance(value, float) and value in self._scalars:
+            name = self._scalars[value]
+            self.used_scalars.add(name)
+            return self.cast(name, torch.float32, dtype)
+        element = ELEMENT[dtype]
+        return self._constant(("number", element, repr(value)), helper.make_tensor("", element, [], [value]))
+
+    def cast(self, name: str, dtype: torch.dtype, wanted: torch.dtype) -> str:
+        """A tensor of another data type; cast once."""
+        if dtype == wanted:
+            return name
+        key = (name, ELEMENT[wanted])
+        if key not in self._casts:
+            self._casts[key] = self.emit("Cast", name, to=ELEMENT[wanted])
+        return self._casts[key]
+
+    def tensor(self, arg: Any, wanted: torch.dtype | None = None) -> str:
+        """An argument as a whole tensor, of another data type if that is wanted."""
+        if not isinstance(arg, Node):
+            return self.number(arg, wanted or torch.float32)
+        made, like = self._made[arg], value_of(arg)
+        dtype = wanted or like.dtype
+        if isinstance(made, Fill):
+            number = self.number(made.value, dtype)
+            return self.emit("Expand", number, self.ints(like.shape)) if like.dim() else number
+        return self.cast(_single(arg, made), like.dtype, dtype)
+
+    def operands(self, args: Sequence[Any], wanted: Sequence[torch.dtype], shape: Sequence[int]) -> list[str]:
+        """Arguments of an operator that works element by element: fills stay numbers as long as ``shape`` results."""
+        whole = [a for a in args if isinstance(a, Node) and not isinstance(self._made[a], Fill)]
+        shapes = [tuple(value_of(a).shape) for a in whole]
+        enough = torch.broadcast_shapes(*shapes) == tuple(shape) if shapes else not shape
+        names = []
+        for arg, dtype in zip(args, wanted, strict=True):
+            made = self._made[arg] if isinstance(arg, Node) else Fill(arg)
+            if enough and isinstance(made, Fill):
+                names.append(self.number(made.value, dtype))
+            else:
+                names.append(self.tensor(arg, dtype))
+        return names
+
+
+def value_of(node: Node) -> torch.Tensor:
+    """The fake tensor that an FX node makes."""
+    found = node.meta["val"]
+    if not isinstance(found, torch.Tensor) or found.dtype not in ELEMENT:
+        what = found.dtype if isinstance(found, torch.Tensor) else type(found).__name__
+        raise UsageError(
+            f"ONNX Runtime cannot run {node.target}: it makes a {what}", hint="leave out the strategy ort"
+        )
+    return found
+
+
+def _single(node: Node, made: Made) -> str:
+    if isinstance(made, str):
+        return made
+    raise UsageError(f"ONNX Runtime cannot run {node.target}: several tensors where one is meant")
