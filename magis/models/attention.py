@@ -76,8 +76,11 @@ class SelfAttention(nn.Module):
         # the narrow operand is scaled, not the scores, which are length / head width times as large
         scores = torch.matmul(q * self.scale, k.transpose(-2, -1))
         if mask is not None:
-            scores = scores + mask
-        return torch.matmul(torch.softmax(scores, dim=-1), v)
+            scores = scores + mask.to(scores.dtype)
+        weights = torch.softmax(scores, dim=-1)
+        if self.dropout:
+            weights = functional.dropout(weights, self.dropout, self.training)
+        return torch.matmul(weights, v)
 
 
 class FeedForward(nn.Module):

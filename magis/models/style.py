@@ -16,14 +16,18 @@ from torch import nn
 
 from magis.models.workload import OptimizerSpec
 
-__all__ = ["REAL", "SEED", "Style"]
+__all__ = ["REAL", "SEED", "WRITTEN_OUT", "Style"]
 
 
 @dataclass(frozen=True)
 class Style:
-    """Makes the layers of one variant; `seed` chooses the column of the table above."""
+    """Makes the layers of one variant; `seed` chooses the column of the table above.
+
+    `written_out`: attention as the seed's has it, the rest as it is: as networks were written before fused kernels.
+    """
 
     seed: bool
+    written_out: bool = False
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -36,7 +40,7 @@ class Style:
 
     @property
     def explicit_attention(self) -> bool:
-        return self.seed
+        return self.seed or self.written_out
 
     def bias(self, wanted: bool = True) -> bool:
         """Whether a layer has a bias, given whether the original one has."""
@@ -69,3 +73,4 @@ class Style:
 
 REAL = Style(seed=False)
 SEED = Style(seed=True)
+WRITTEN_OUT = Style(seed=False, written_out=True)

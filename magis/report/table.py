@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
 from magis.report.files import write_text_atomically
-from magis.results import CaseResult, StepFigures
+from magis.results import CaseResult, RankMemory, StepFigures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,6 +60,10 @@ OWN_COLUMNS = (
     "preset",
     "dtype",
     "strategy",
+    "ranks",
+    "figures",
+    "samples per second",
+    "samples per second spread",
     "memory ratio reached (opt/ori)",
     "latency ratio reached (opt/ori)",
     "latency ratio low (opt/ori)",
@@ -98,6 +102,8 @@ OWN_COLUMNS = (
     "estimated latency share",
     "interpolation off by % (typical)",
     "priced by",
+    "peak bytes of each rank",
+    "predicted peak of the worst rank, by terms",
     "numbers",
     "verdict",
     "note",
@@ -136,6 +142,10 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
         "preset": case.preset,
         "dtype": result.dtype,
         "strategy": case.strategy,
+        "ranks": case.ranks,
+        "figures": "predicted" if result.is_predicted else "measured",
+        "samples per second": result.samples_per_s,
+        "samples per second spread": result.samples_per_s_spread,
         "memory ratio reached (opt/ori)": _ratio(result.memory.peak_bytes, result.original_memory.peak_bytes),
         "latency ratio reached (opt/ori)": latency_ratio,
         "latency ratio low (opt/ori)": interval.low if interval else None,
@@ -170,6 +180,8 @@ def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None =
         "estimated latency share": result.provenance.estimated,
         "interpolation off by % (typical)": 100 * result.provenance.error if result.provenance.interpolated else None,
         "priced by": result.provenance.source,
+        "peak bytes of each rank": "; ".join(f"{rank.rank}: {_rank_bytes(rank)}" for rank in result.ranks),
+        "predicted peak of the worst rank, by terms": _terms(result.ranks),
         "numbers": result.numbers,
         "verdict": verdict,
         "note": result.note if note is None else note,
@@ -211,6 +223,20 @@ def read_csv(path: Path) -> pd.DataFrame:
         return pd.read_csv(path, dtype_backend="numpy_nullable")
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _rank_bytes(rank: RankMemory) -> int | str:
+    memory = rank.measured or rank.predicted
+    return "" if memory is None else memory.peak_bytes
+
+
+def _terms(ranks: Sequence[RankMemory]) -> str:
+    """ "parameters 4096 + gradients 4096", of the rank with the highest predicted peak."""
+    known = [rank for rank in ranks if rank.predicted is not None and rank.terms]
+    if not known:
+        return ""
+    worst = max(known, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
+    return " + ".join(f"{term.name} {term.nbytes}" for term in worst.terms)
 
 
 def _seed_step(prefix: str, step: StepFigures, item_size: int) -> dict[str, Cell]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from magis.units import format_bytes
 from pytest_magis.commands import accept_all
 from pytest_magis.outcome import Outcome
+from pytest_magis.outputs.techniques import comparison
 from pytest_magis.verdict import NEW, PERMISSIONS
 
 __all__ = ["HEADER", "LEFT", "cells", "summary", "table"]
@@ -21,6 +22,7 @@ def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines
     """The table, what it leaves unsaid about cases that passed, how to accept the rest, and what was written."""
     if outcomes:
         yield from table(outcomes)
+        yield from comparison(outcomes)
     for outcome in outcomes:
         if outcome.verdict.passed:  # red cases have said all of it themselves
             accepted = "accepted, " if outcome.verdict.store else ""
