@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
-from magis.ranks.attached import Attachment
+from magis.ranks.environment import Attachment
 from magis.ranks.hosts import Host, LocalHost, cores
 
 if TYPE_CHECKING:

@@ -10,6 +10,11 @@ from magis.ranks import RankJob, RankPool, attached, lead, serve
 HERE = "tests.ranks.techniques"
 
 
+def say(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 def hang() -> None:
     """Two ranks that start processes and then hang for an hour."""
     with RankPool(2, timeout_s=3600) as pool:
@@ -22,22 +27,22 @@ def together() -> None:
     if place is None:
         raise SystemExit("not attached")
     if place.rank > 0:
-        print(f"rank {place.rank} served {serve(place) > 0}", flush=True)
+        say(f"rank {place.rank} served {serve(place) > 0}")
         return
     with lead(place) as agents:
         with RankPool(place.size, timeout_s=60, agents=agents) as pool:
             reports = pool.run(RankJob(f"{HERE}:small_net", "ddp", rounds=2))
-            print(f"reports of {[report.rank for report in reports]}", flush=True)
+            say(f"reports of {[report.rank for report in reports]}")
             try:
                 pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:killed_on_rank_1"))
             except MagisError as error:
-                print(error, flush=True)
+                say(error)
             reports = pool.run(RankJob(f"{HERE}:small_net", "zero1", rounds=2, losses=False))
-            print(f"again {[report.rank for report in reports]}", flush=True)
+            say(f"again {[report.rank for report in reports]}")
         try:
             RankPool(place.size + 1, agents=agents)
         except MagisError as error:
-            print(error, flush=True)
+            say(error)
 
 
 def hang_together() -> None:
@@ -49,7 +54,7 @@ def hang_together() -> None:
         try:
             serve(place)
         except MagisError as error:
-            print(f"rank {place.rank}: {error}", flush=True)
+            say(f"rank {place.rank}: {error}")
         return
     with lead(place) as agents, RankPool(place.size, timeout_s=3600, agents=agents) as pool:
         pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))

@@ -127,7 +127,8 @@ def out_of_memory() -> DataParallel:
 
 def aborts_on_rank_1() -> DataParallel:
     def act() -> None:
-        print("these are my last words", file=sys.stderr, flush=True)
+        sys.stderr.write("these are my last words\n")
+        sys.stderr.flush()
         os.abort()
 
     return _on(1, 1, act)
