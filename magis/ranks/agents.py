@@ -57,6 +57,10 @@ class Agents:
         """Of this machine, as the others reach it."""
         return "127.0.0.1" if self.one_machine else self._attachment.address
 
+    def are_there(self) -> bool:
+        """Whether all processes of the job serve by now."""
+        return all(host.is_there() for host in self._hosts.values())
+
     def hosts(self, size: int) -> dict[int, Host]:
         """Where the first ``size`` ranks live: this process's in a keeper of its own, made here."""
         threads = max(1, cores() // min(size, self.local_size))
@@ -108,6 +112,10 @@ class _RemoteHost:
 
     def close(self) -> None:
         self.send({"do": "close"})
+
+    def is_there(self) -> bool:
+        """Whether the process has given a sign of life."""
+        return self._store.check([f"beat/{self._rank}"])
 
     def dismiss(self) -> None:
         """Let the process go."""

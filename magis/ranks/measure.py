@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -56,13 +56,13 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     del sample
     torch.manual_seed(job.seed)
     tensors = rank_peak(told, partial(_workload, job, where), world)
-    gc.collect()
+    told.release()
     peak, reserved, times = _peak_and_times(job, told, where)
-    gc.collect()
+    told.release()
     losses = tensors.losses[:_COMPARED]
     if job.losses and drops:
         losses = _losses(job, told, where)
-        gc.collect()
+        told.release()
     enter("the end of the job")
     where.meet()
     return RankReport(
@@ -103,6 +103,8 @@ class _Told:
 
     technique: Technique
     where: _Where
+    modules: list[nn.Module] = field(default_factory=list)
+    """Of steps that may still be there."""
 
     @property
     def name(self) -> str:
@@ -115,7 +117,19 @@ class _Told:
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""
         self.where.enter("the preparation of the step")
-        return _ToldStep(self.technique.prepare(work, world), self.where)
+        step = self.technique.prepare(work, world)
+        self.modules.append(step.module)
+        return _ToldStep(step, self.where)
+
+    def release(self) -> None:
+        """Free the steps, nobody else having them: a hook on a parameter that knows the parameter keeps it for ever."""
+        for module in self.modules:
+            for parameter in module.parameters():
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+                if hooks is not None:
+                    hooks.clear()
+        self.modules.clear()
+        gc.collect()
 
 
 @dataclass

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 
 from magis.errors import MagisError
-from magis.ranks import RankJob, RankPool, attached, lead, serve
+from magis.ranks import Agents, RankJob, RankPool, attached, lead, serve
+from tests.ranks.processes import SIGN
 
 HERE = "tests.ranks.techniques"
 
@@ -46,19 +50,36 @@ def together() -> None:
 
 
 def hang_together() -> None:
-    """The same with ranks that hang, for rank 0 to be killed meanwhile."""
+    """The same with ranks that hang, for a process to be killed meanwhile."""
+    if (agents := _led()) is not None:
+        with agents, RankPool(agents.size, timeout_s=3600, agents=agents) as pool:
+            pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+
+
+def wait_together() -> None:
+    """Rank 0 leads, and does nothing with the others."""
+    if (agents := _led()) is not None:
+        with agents:
+            while not agents.are_there():
+                time.sleep(0.05)
+            Path(os.environ[SIGN]).write_text("started", encoding="ascii")
+            time.sleep(3600)
+
+
+def _led() -> Agents | None:
+    """The other processes, for rank 0; they say how it ends."""
     place = attached()
     if place is None:
         raise SystemExit("not attached")
-    if place.rank > 0:
-        try:
-            serve(place)
-        except MagisError as error:
-            say(f"rank {place.rank}: {error}")
-        return
-    with lead(place) as agents, RankPool(place.size, timeout_s=3600, agents=agents) as pool:
-        pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+    if place.rank == 0:
+        return lead(place)
+    try:
+        serve(place)
+    except MagisError as error:
+        say(f"rank {place.rank}: {error}")
+    return None
 
 
 if __name__ == "__main__":
-    {"hang": hang, "together": together, "hang_together": hang_together}[sys.argv[1]]()
+    scripts = {"hang": hang, "together": together, "hang_together": hang_together, "wait_together": wait_together}
+    scripts[sys.argv[1]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -136,3 +137,17 @@ def aborts_on_rank_1() -> DataParallel:
 
 def groups_of_four() -> DataParallel:
     return DataParallel(name="tp4", group=4)
+
+
+def finds_nothing_left() -> DataParallel:
+    """Refuses the job where tensors of an earlier one are still there."""
+
+    def refusal(world: World) -> None:
+        gc.unfreeze()
+        gc.collect()
+        found = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.nbytes > 64]
+        gc.freeze()
+        if len(found) > 4 + 2:  # the parameters and the batch of this job itself
+            raise UsageError(f"{len(found)} tensors are there: {[tuple(each.shape) for each in found]}")
+
+    return DataParallel(refusal=refusal)
