@@ -51,16 +51,13 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     told = _Told(chosen, where)
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
-    sample = _workload(job, where)
-    samples, drops = batch_size(sample), _has_dropout(sample.module)
-    del sample
     torch.manual_seed(job.seed)
     tensors = rank_peak(told, partial(_workload, job, where), world)
     told.release()
     peak, reserved, times = _peak_and_times(job, told, where)
     told.release()
     losses = tensors.losses[:_COMPARED]
-    if job.losses and drops:
+    if job.losses and told.drops:
         losses = _losses(job, told, where)
         told.release()
     enter("the end of the job")
@@ -70,7 +67,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
         memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
         times_ms=times,
         losses=losses if job.losses else (),
-        samples=samples,
+        samples=told.samples,
         terms=tensors.terms,
         identity=device_identity(world.device),
     )
@@ -97,14 +94,18 @@ class _Where:
             torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Told:
-    """A technique whose steps tell when they begin."""
+    """A technique whose steps tell when they begin; notes what the workload is like."""
 
     technique: Technique
     where: _Where
     modules: list[nn.Module] = field(default_factory=list)
     """Of steps that may still be there."""
+    samples: int = 0
+    """In the global batch."""
+    drops: bool = False
+    """Whether the network has dropout."""
 
     @property
     def name(self) -> str:
@@ -116,6 +117,8 @@ class _Told:
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""
+        self.samples = batch_size(work)
+        self.drops = self.drops or _has_dropout(work.module)
         self.where.enter("the preparation of the step")
         step = self.technique.prepare(work, world)
         self.modules.append(step.module)
@@ -185,8 +188,7 @@ def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
     """Milliseconds of each timed step, from a barrier before it."""
     times = []
     with _collections_asked_for():
-        for number in range(job.rounds):
-            where.enter(f"timed step {number + 1}")
+        for _ in range(job.rounds):
             step.prepare()
             where.meet()
             start = time.perf_counter_ns()
