@@ -140,9 +140,9 @@ class _RemoteHost:
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
-        elif now - self._beat_at > _LOST_SECONDS:
+        elif now - self._beat_at > (limit := _LOST_SECONDS if self._beat else _MEET_SECONDS):
             raise MagisError(
-                f"the process of rank {self._rank} has given no sign of life for {_LOST_SECONDS:g} s",
+                f"the process of rank {self._rank} has given no sign of life for {limit:g} s",
                 hint="every process of the job has to run until rank 0 ends",
             )
 
