@@ -1,6 +1,8 @@
-"""Sessions in a job with one process per rank (torchrun, srun): rank 0 is the harness, the others lend it their ranks."""
+"""Sessions in a job with one process per rank (torchrun, srun): rank 0 is the harness, others lend it their ranks."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -31,11 +33,11 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
             return None
     except UsageError as error:
         raise pytest.UsageError(str(error)) from error
-    write = config.get_terminal_writer().line
+    who = f"magis: rank {found.rank} of {found.size}"
     try:
         served = serve(found)
     except MagisError as error:
-        write(f"magis: rank {found.rank} of {found.size} ends: {error}")
+        sys.stdout.write(f"{who} ends: {error}\n")
         return pytest.ExitCode.INTERRUPTED
-    write(f"magis: rank {found.rank} of {found.size} served rank 0, which ran the tests ({served} commands)")
+    sys.stdout.write(f"{who} served rank 0, which ran the tests ({served} commands)\n")
     return pytest.ExitCode.OK

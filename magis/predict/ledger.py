@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,6 +63,10 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = 0
         self._note()
 
+    def close_window(self) -> None:
+        """What comes from now on does not count."""
+        self._watching = False
+
     @property
     def held_bytes(self) -> int:
         """The bytes alive now."""
@@ -89,7 +93,7 @@ class Ledger(TorchDispatchMode):
             found[self._kinds.get(key, TEMPORARY)] += nbytes
         return {kind: nbytes for kind, nbytes in found.most_common() if nbytes}
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         self._stack.enter_context(_resizes(self._resized))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -61,6 +61,7 @@ def rank_peak(
                     ledger.name_rest("communication buckets")
                     ledger.open_window()
                 losses.append(_number(step.run(), world))
+            ledger.close_window()
             _name(step, ledger)
     finally:
         if was_enabled:
@@ -99,6 +100,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
             "a rank cannot be predicted while torch.distributed is set up",
             hint="predict before init_process_group, or in another process",
         )
+    _forget_meshes()
     with quiet():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -106,6 +108,15 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
     finally:
         with quiet():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Distributed tensors remember how operators go on a mesh, with the names of its groups, which are gone by then."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def _number(loss: Tensor | None, world: World) -> float | None:

@@ -1,7 +1,8 @@
 """Processes that run a technique together, and what they measured. Loads no torch: the processes do."""
 
 from magis.ranks.agents import Agents, lead, serve
-from magis.ranks.attached import Attachment, attached
+from magis.ranks.checks import check_ranks
+from magis.ranks.environment import Attachment, attached
 from magis.ranks.pool import RankPool
 from magis.ranks.records import RankError, RankJob, RankReport, mean_losses, slowest_ms
 
@@ -13,6 +14,7 @@ __all__ = [
     "RankPool",
     "RankReport",
     "attached",
+    "check_ranks",
     "lead",
     "mean_losses",
     "serve",

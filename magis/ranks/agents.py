@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
-from magis.ranks.attached import Attachment
+from magis.ranks.environment import Attachment
 from magis.ranks.hosts import Host, LocalHost, cores
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class Agents:
     def address(self) -> str:
         """Of this machine, as the others reach it."""
         return "127.0.0.1" if self.one_machine else self._attachment.address
+
+    def are_there(self) -> bool:
+        """Whether all processes of the job serve by now."""
+        return all(host.is_there() for host in self._hosts.values())
 
     def hosts(self, size: int) -> dict[int, Host]:
         """Where the first ``size`` ranks live: this process's in a keeper of its own, made here."""
@@ -109,6 +113,10 @@ class _RemoteHost:
     def close(self) -> None:
         self.send({"do": "close"})
 
+    def is_there(self) -> bool:
+        """Whether the process has given a sign of life."""
+        return self._store.check([f"beat/{self._rank}"])
+
     def dismiss(self) -> None:
         """Let the process go."""
         self.send({"do": "over"})
@@ -132,9 +140,9 @@ class _RemoteHost:
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != self._beat:
             self._beat, self._beat_at = beat, now
-        elif now - self._beat_at > _LOST_SECONDS:
+        elif now - self._beat_at > (limit := _LOST_SECONDS if self._beat else _MEET_SECONDS):
             raise MagisError(
-                f"the process of rank {self._rank} has given no sign of life for {_LOST_SECONDS:g} s",
+                f"the process of rank {self._rank} has given no sign of life for {limit:g} s",
                 hint="every process of the job has to run until rank 0 ends",
             )
 

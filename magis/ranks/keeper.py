@@ -237,7 +237,7 @@ class _Keeper:
 
             from magis.ranks.rank import serve
 
-            serve(rank, message["size"], message["device"], message["threads"], commands, events)
+            serve(rank, message, commands, events)
             status = 0
         except BaseException:  # noqa: BLE001 (the last frame of a process)
             traceback.print_exc()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -51,18 +51,15 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     told = _Told(chosen, where)
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
-    sample = _workload(job, where)
-    samples, drops = batch_size(sample), _has_dropout(sample.module)
-    del sample
     torch.manual_seed(job.seed)
     tensors = rank_peak(told, partial(_workload, job, where), world)
-    gc.collect()
+    told.release()
     peak, reserved, times = _peak_and_times(job, told, where)
-    gc.collect()
+    told.release()
     losses = tensors.losses[:_COMPARED]
-    if job.losses and drops:
+    if job.losses and told.drops:
         losses = _losses(job, told, where)
-        gc.collect()
+        told.release()
     enter("the end of the job")
     where.meet()
     return RankReport(
@@ -70,7 +67,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
         memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
         times_ms=times,
         losses=losses if job.losses else (),
-        samples=samples,
+        samples=told.samples,
         terms=tensors.terms,
         identity=device_identity(world.device),
     )
@@ -97,12 +94,18 @@ class _Where:
             torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Told:
-    """A technique whose steps tell when they begin."""
+    """A technique whose steps tell when they begin; notes what the workload is like."""
 
     technique: Technique
     where: _Where
+    modules: list[nn.Module] = field(default_factory=list)
+    """Of steps that may still be there."""
+    samples: int = 0
+    """In the global batch."""
+    drops: bool = False
+    """Whether the network has dropout."""
 
     @property
     def name(self) -> str:
@@ -114,8 +117,22 @@ class _Told:
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""
+        self.samples = batch_size(work)
+        self.drops = self.drops or _has_dropout(work.module)
         self.where.enter("the preparation of the step")
-        return _ToldStep(self.technique.prepare(work, world), self.where)
+        step = self.technique.prepare(work, world)
+        self.modules.append(step.module)
+        return _ToldStep(step, self.where)
+
+    def release(self) -> None:
+        """Free the steps, nobody else having them: a hook on a parameter that knows the parameter keeps it for ever."""
+        for module in self.modules:
+            for parameter in module.parameters():
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+                if hooks is not None:
+                    hooks.clear()
+        self.modules.clear()
+        gc.collect()
 
 
 @dataclass
@@ -171,8 +188,7 @@ def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
     """Milliseconds of each timed step, from a barrier before it."""
     times = []
     with _collections_asked_for():
-        for number in range(job.rounds):
-            where.enter(f"timed step {number + 1}")
+        for _ in range(job.rounds):
             step.prepare()
             where.meet()
             start = time.perf_counter_ns()

@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,8 @@ class _Place:
     rank: int
     size: int
     device: str
+    alone: bool
+    """Whether its keeper has no other rank: each process of a Slurm job may see a GPU of its own."""
     say: Callable[[dict[str, Any]], None]
     phase: str = "start"
     store: Store | None = None
@@ -51,17 +53,17 @@ class _Place:
         self.say({"phase": phase})
 
 
-def serve(rank: int, size: int, device: str, threads: int, commands: int, events: int) -> None:
-    """Obey the commands that come until they end."""
+def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> None:
+    """Obey the commands that come until they end; ``start`` is the command that this rank was started by."""
 
     def say(message: dict[str, Any]) -> None:
         data = (json.dumps(message) + "\n").encode()
         while data:
             data = data[os.write(events, data) :]
 
-    place = _Place(rank, size, device, say)
+    place = _Place(rank, start["size"], start["device"], len(start["ranks"]) == 1, say)
     say({"hello": os.getpid()})
-    torch.set_num_threads(threads)
+    torch.set_num_threads(start["threads"])
     with os.fdopen(commands, encoding="utf-8") as lines:
         for line in lines:
             _obey(place, json.loads(line))
@@ -140,6 +142,8 @@ def _take_device(place: _Place) -> None:
     if place.device != "cuda":
         return
     local, there = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if place.alone and there == 1:
+        local = 0
     if local >= there:
         raise UsageError(
             f"rank {place.rank} of {place.size} needs GPU {local} of its machine, which has {there}",

@@ -249,7 +249,7 @@ class PlainStep:
         with cast(self.world, amp=self.amp and self.autocast), quiet():
             loss = work.loss_fn(self.call(*work.inputs), *work.targets)
         with quiet():
-            self._scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
+            self._scaler.scaled(loss).backward()
         if self.after_backward is not None:
             self.after_backward()
         self._scaler.step(self.optimizer, gradients(self.optimizer))
@@ -270,7 +270,7 @@ def gradients(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator[tuple[str, Tensor]]:
     """Parameters, buffers, batch, optimizer state and gradients, each with its kind."""
-    yield from (("parameters", local(p.data)) for p in module.parameters())
+    yield from (("parameters", local(p)) for p in module.parameters())
     yield from (("buffers", b) for b in module.buffers())
     yield from (("batch", t) for t in (*work.inputs, *work.targets))
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps its part's state in there

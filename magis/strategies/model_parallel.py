@@ -41,7 +41,6 @@ from magis.strategies.common import (
     trained,
 )
 from magis.strategies.cuts import Cut, cut_of, keep_stage, stage_blocks
-from magis.strategies.names import check_world
 from magis.strategies.tensor_parallel import share_blocks
 
 __all__ = ["ModelParallel"]
@@ -72,7 +71,6 @@ class ModelParallel:
 
     def prepare(self, work: Workload, world: World) -> PlainStep | PipelineStep:
         """The step on this rank: its stage, and its part of each block there."""
-        check_world(self, world.size)
         count = world.size // self.group
         ranks = mesh(world, {"dp": count, "pp": self.stages, "tp": self.tensor})
         replica, stage, _ = (ranks.get_local_rank(kind) for kind in ("dp", "pp", "tp"))
@@ -94,6 +92,7 @@ class ModelParallel:
     ) -> PipelineStep:
         cut = cut_of(work, self.stages)
         count = _micro_batches(self, work)
+        targets = _split(work.targets, batch_size(work), count)
         hidden = _hidden(work, cut, count, cast(world, amp=self.amp))
         keep_stage(work, cut, self.stages, index)
         if self.tensor > 1:
@@ -103,7 +102,7 @@ class ModelParallel:
         # each end of the pipeline keeps what it reads of the batch
         work = replace(work, inputs=work.inputs if ends[0] else (), targets=work.targets if ends[1] else ())
         params = trained(work.module)
-        part = _Part(work, cut, blocks, ends, cast(world, amp=self.amp), count)
+        part = _Part(work, cut, blocks, ends, cast(world, amp=self.amp), targets)
         group = ranks.get_group("pp")
         stage = (_SettledStage if world.fake else PipelineStage)(
             part,
@@ -177,7 +176,7 @@ class _Agreed:
 
 
 class _Part(nn.Module):
-    """One stage: a range of blocks, with the network's start before the first and its finish and loss after the last."""
+    """One stage: a range of blocks, behind the network's start in the first, with finish and loss in the last."""
 
     def __init__(
         self,
@@ -186,14 +185,14 @@ class _Part(nn.Module):
         blocks: range,
         ends: tuple[bool, bool],
         casting: AbstractContextManager[Any],
-        count: int,
+        targets: Sequence[tuple[Tensor, ...]],
     ) -> None:
         super().__init__()
         self.net = work.module
         self.scaler: LossScaler | None = None
         self._cut, self._blocks, self._ends, self._casting = cut, blocks, ends, casting
         self._loss_fn: Callable[..., Tensor] = work.loss_fn
-        self._targets = _split(work, work.targets, count) if ends[1] else []
+        self._targets = targets
         self._next: Iterator[tuple[Tensor, ...]] = iter(())
         self.losses: list[Tensor] = []
 
@@ -281,9 +280,8 @@ def _micro_batches(technique: ModelParallel, work: Workload) -> int:
     return count
 
 
-def _split(work: Workload, tensors: tuple[Tensor, ...], count: int) -> list[tuple[Tensor, ...]]:
+def _split(tensors: tuple[Tensor, ...], samples: int, count: int) -> list[tuple[Tensor, ...]]:
     """The micro-batches of these tensors, as views; what is no batch goes to each."""
-    samples = next((t.shape[0] for t in tensors if t.dim()), 0)
     parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
     return list(zip(*parts, strict=True)) if parts else [()] * count
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketedReplica", "Replicated"]
 
+FIRST_BUCKET_BYTES = 2**20
+"""Of the bucket that is ready first: torch's default."""
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -84,7 +87,7 @@ def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
 
 def _reduce_to_owners(optimizer: ZeroRedundancyOptimizer, world: World) -> Callable[[], None]:
     """Reduce each gradient, once it is there, to the rank that owns its parameter, and free it on all others."""
-    owners: dict[Tensor, int] = optimizer._param_to_rank
+    owners: dict[Tensor, int] = cast("Any", optimizer)._param_to_rank
     pending: list[tuple[Tensor, Any]] = []
 
     def reduce(parameter: Tensor) -> None:
@@ -118,11 +121,11 @@ class BucketedReplica(nn.Module):
     def __init__(self, module: nn.Module, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         super().__init__()
         self.module = module
-        self._limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, bucket_bytes]
+        self._limits = [FIRST_BUCKET_BYTES, bucket_bytes]
         self._arrived: list[Tensor] = []
         self._rebuilt = False
-        parameters = list(trained(module).values())
-        cut = dist._compute_bucket_assignment_by_size(parameters, self._limits, [False] * len(parameters))[0]
+        parameters: list[Tensor] = list(trained(module).values())
+        cut = self._cut(parameters, [])
         self._buckets = [self._bucket([parameters[index] for index in bucket]) for bucket in reversed(cut)]
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._arrived.append)
@@ -131,11 +134,16 @@ class BucketedReplica(nn.Module):
         """The module's own."""
         if self._arrived and not self._rebuilt:
             order, self._rebuilt = self._arrived, True
-            indices = list(range(len(order)))
-            cut = dist._compute_bucket_assignment_by_size(order, self._limits, [False] * len(order), indices)[0]
+            cut = self._cut(order, list(range(len(order))))
             self._buckets = [self._bucket([order[index] for index in bucket]) for bucket in cut]
         self._arrived.clear()
         return self.module(*inputs)
+
+    def _cut(self, parameters: list[Tensor], order: list[int]) -> list[list[int]]:
+        """Which of the parameters share a bucket, by torch's own rule."""
+        compute: Any = vars(dist)["_compute_bucket_assignment_by_size"]
+        buckets: list[list[int]] = compute(parameters, self._limits, [False] * len(parameters), order)[0]
+        return buckets
 
     def _bucket(self, parameters: list[Tensor]) -> Tensor:
         with of_kind("communication buckets"), torch.no_grad():

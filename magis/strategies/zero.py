@@ -22,7 +22,7 @@ optimizer on the piece of each parameter in the part, and a bucket is reduced be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -70,8 +70,21 @@ class Zero:
         dtype = half(world) if self.amp else next(work.module.parameters()).dtype
         flats = _cut(self, work, dtype)  # the masters, of the weights as they are
         if self.amp:
-            share = share.to(str(dtype).removeprefix("torch."))
+            share = _lowered(share, dtype)
         return _Partitioned(self, share, flats).step(world)
+
+
+def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
+    """With buffers and batch in the lower type; the parameters are in their flat buffers already."""
+
+    def lower(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    for module in work.module.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = lower(buffer)
+    return replace(work, inputs=tuple(map(lower, work.inputs)), targets=tuple(map(lower, work.targets)))
 
 
 def _cut(technique: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
@@ -184,7 +197,7 @@ class _Partitioned:
 
     def _end_backward(self) -> None:
         """Units of which some parameter had no gradient. Every rank runs the same network, so all find the same."""
-        for number, flat in enumerate(self._flats):
+        for number in range(len(self._flats)):
             if number not in self._parts:
                 self._reduce(number)
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 
 from magis.errors import MagisError
-from magis.ranks import RankJob, RankPool, attached, lead, serve
+from magis.ranks import Agents, RankJob, RankPool, attached, lead, serve
+from tests.ranks.processes import SIGN
 
 HERE = "tests.ranks.techniques"
+
+
+def say(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 def hang() -> None:
@@ -22,38 +31,55 @@ def together() -> None:
     if place is None:
         raise SystemExit("not attached")
     if place.rank > 0:
-        print(f"rank {place.rank} served {serve(place) > 0}", flush=True)
+        say(f"rank {place.rank} served {serve(place) > 0}")
         return
     with lead(place) as agents:
         with RankPool(place.size, timeout_s=60, agents=agents) as pool:
             reports = pool.run(RankJob(f"{HERE}:small_net", "ddp", rounds=2))
-            print(f"reports of {[report.rank for report in reports]}", flush=True)
+            say(f"reports of {[report.rank for report in reports]}")
             try:
                 pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:killed_on_rank_1"))
             except MagisError as error:
-                print(error, flush=True)
+                say(error)
             reports = pool.run(RankJob(f"{HERE}:small_net", "zero1", rounds=2, losses=False))
-            print(f"again {[report.rank for report in reports]}", flush=True)
+            say(f"again {[report.rank for report in reports]}")
         try:
             RankPool(place.size + 1, agents=agents)
         except MagisError as error:
-            print(error, flush=True)
+            say(error)
 
 
 def hang_together() -> None:
-    """The same with ranks that hang, for rank 0 to be killed meanwhile."""
+    """The same with ranks that hang, for a process to be killed meanwhile."""
+    if (agents := _led()) is not None:
+        with agents, RankPool(agents.size, timeout_s=3600, agents=agents) as pool:
+            pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+
+
+def wait_together() -> None:
+    """Rank 0 leads, and does nothing with the others."""
+    if (agents := _led()) is not None:
+        with agents:
+            while not agents.are_there():
+                time.sleep(0.05)
+            Path(os.environ[SIGN]).write_text("started", encoding="ascii")
+            time.sleep(3600)
+
+
+def _led() -> Agents | None:
+    """The other processes, for rank 0; they say how it ends."""
     place = attached()
     if place is None:
         raise SystemExit("not attached")
-    if place.rank > 0:
-        try:
-            serve(place)
-        except MagisError as error:
-            print(f"rank {place.rank}: {error}", flush=True)
-        return
-    with lead(place) as agents, RankPool(place.size, timeout_s=3600, agents=agents) as pool:
-        pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
+    if place.rank == 0:
+        return lead(place)
+    try:
+        serve(place)
+    except MagisError as error:
+        say(f"rank {place.rank}: {error}")
+    return None
 
 
 if __name__ == "__main__":
-    {"hang": hang, "together": together, "hang_together": hang_together}[sys.argv[1]]()
+    scripts = {"hang": hang, "together": together, "hang_together": hang_together, "wait_together": wait_together}
+    scripts[sys.argv[1]]()

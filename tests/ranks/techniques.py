@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -127,7 +128,8 @@ def out_of_memory() -> DataParallel:
 
 def aborts_on_rank_1() -> DataParallel:
     def act() -> None:
-        print("these are my last words", file=sys.stderr, flush=True)
+        sys.stderr.write("these are my last words\n")
+        sys.stderr.flush()
         os.abort()
 
     return _on(1, 1, act)
@@ -135,3 +137,17 @@ def aborts_on_rank_1() -> DataParallel:
 
 def groups_of_four() -> DataParallel:
     return DataParallel(name="tp4", group=4)
+
+
+def finds_nothing_left() -> DataParallel:
+    """Refuses the job where tensors of an earlier one are still there."""
+
+    def refusal(world: World) -> None:
+        gc.unfreeze()
+        gc.collect()
+        found = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.nbytes > 64]
+        gc.freeze()
+        if len(found) > 4 + 2:  # the parameters and the batch of this job itself
+            raise UsageError(f"{len(found)} tensors are there: {[tuple(each.shape) for each in found]}")
+
+    return DataParallel(refusal=refusal)

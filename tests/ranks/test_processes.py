@@ -45,7 +45,7 @@ def started(command: list[str], repository: Path, variables: Mapping[str, str]) 
     )
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_nothing_outlives_the_harness(repository: Path, sign: Path, kind: signal.Signals) -> None:
     harness = started(["-m", "tests.ranks.scripts", "hang"], repository, environment(repository, sign))
     wait_for(sign)
@@ -94,20 +94,44 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_job_of_slurm_whose_rank_0_is_killed(repository: Path, sign: Path) -> None:
+def tasks_of_slurm(script: str, repository: Path, sign: Path) -> list[subprocess.Popen[str]]:
     port = free_port()
-    tasks = [
-        started(
-            ["-m", "tests.ranks.scripts", "hang_together"],
-            repository,
-            environment(repository, sign, **slurm(rank, port)),
-        )
+    return [
+        started(["-m", "tests.ranks.scripts", script], repository, environment(repository, sign, **slurm(rank, port)))
         for rank in range(2)
     ]
+
+
+@pytest.mark.parametrize("script", ["wait_together", pytest.param("hang_together", marks=pytest.mark.soak)])
+def test_a_job_of_slurm_whose_rank_0_is_killed(repository: Path, sign: Path, script: str) -> None:
+    """Between cases, and in the middle of one."""
+    tasks = tasks_of_slurm(script, repository, sign)
     wait_for(sign)
     tasks[0].kill()
     printed, _ = tasks[1].communicate(timeout=SECONDS)
     assert "rank 1: rank 0 of the job has disappeared" in printed  # after torch's own, longer words
     assert tasks[1].returncode == 0
     tasks[0].communicate(timeout=SECONDS)
+    assert gone_within(sign, 10.0) == {}
+
+
+@pytest.mark.soak
+def test_a_job_of_slurm(repository: Path, sign: Path) -> None:
+    tasks = tasks_of_slurm("together", repository, sign)
+    printed = "".join(task.communicate(timeout=SECONDS)[0] for task in tasks)
+    assert [task.returncode for task in tasks] == [0, 0]
+    for line in TOGETHER:
+        assert line in printed.splitlines()
+    assert alive(sign) == {}
+
+
+@pytest.mark.soak
+def test_a_process_of_the_job_that_is_killed(repository: Path, sign: Path) -> None:
+    """Rank 0 says so after a while, and ends the job."""
+    tasks = tasks_of_slurm("hang_together", repository, sign)
+    wait_for(sign)
+    tasks[1].kill()
+    printed, _ = tasks[0].communicate(timeout=SECONDS)
+    assert "the process of rank 1 has given no sign of life for 30 s" in printed
+    tasks[1].communicate(timeout=SECONDS)
     assert gone_within(sign, 10.0) == {}

@@ -1,0 +1,182 @@
+"""Peaks per rank and losses of the distributed techniques: predicted on fake tensors beside real ranks (gloo, CPU).
+
+    python benchmarks/ranks.py [--models bert,gpt_neo] [--sizes 2,4] [--techniques all] [--output FILE]
+
+For every network and number of ranks, processes on this machine run each technique for three steps; the third one's
+tensors are counted, and each process predicts its own rank beforehand. "error" is the worst rank's, "loss" the largest
+relative difference of the mean loss to that of one process with the whole batch. Dropout is off, so that all compute
+the same. zero3 keeps only parameters below 1000 elements whole here: at DeepSpeed's 100000, small networks would not be
+sharded at all. Technique "all": those that the number of ranks allows, in float32; names may be given, "amp+..." too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PERSISTENT = 1000
+SECONDS = 600  # for all techniques of one network and number of ranks
+TINY = "tiny-bert"
+
+
+def main() -> int:
+    """Print the table; 1 where a prediction is off by more than 2% or a float32 loss by more than rounding."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="bert,gpt_neo")
+    parser.add_argument("--sizes", default="2,4")
+    parser.add_argument("--techniques", default="all")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rank", help=argparse.SUPPRESS)  # model:size:rank:port of one process
+    asked = parser.parse_args()
+    if asked.rank:
+        model, size, rank, port = asked.rank.split(":")
+        work_as_rank(model, int(size), int(rank), int(port), asked.techniques.split(","))
+        return 0
+    lines = [head(), "model     technique     ranks  predicted B   measured B    error     loss"]
+    print(*lines, sep="\n", flush=True)
+    good = True
+    for model in asked.models.split(","):
+        for size in map(int, asked.sizes.split(",")):
+            for row in rows(model, size, asked.techniques):
+                fine = abs(row["error"]) <= 0.02 and (row["amp"] or row["loss"] <= 1e-5)
+                good = good and fine
+                lines.append(
+                    f"{model:9} {row['name']:13} {size:5} {row['predicted']:12} {row['measured']:12} {row['error']:+8.3%} "
+                    f"{row['loss']:8.1e}{'' if fine else '  OUT OF BOUNDS'}"
+                )
+                print(lines[-1], flush=True)
+    if asked.output:
+        asked.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if good else 1
+
+
+def head() -> str:
+    """When, on what, by which command."""
+    import torch
+
+    given = " ".join(["python benchmarks/ranks.py", *sys.argv[1:]])
+    return f"# {datetime.date.today()}, torch {torch.__version__}, gloo on {os.cpu_count()} cores: {given}"  # noqa: DTZ011
+
+
+def rows(model: str, size: int, techniques: str) -> list[dict[str, Any]]:
+    """What all ranks together found, a row for each technique. RuntimeError with their output where one fails."""
+    from magis.strategies.names import DISTRIBUTED, technique
+
+    names = [n for n in DISTRIBUTED if size % technique(n).group == 0] if techniques == "all" else techniques.split(",")
+    reports = [json.loads(text.splitlines()[-1]) for text in started(model, size, names)]
+    found = []
+    for name in names:
+        ranks = [report[name] for report in reports]
+        worst = max(ranks, key=lambda rank: abs(rank["predicted"] - rank["measured"]) / rank["measured"])
+        losses = [rank["losses"] for rank in ranks if None not in rank["losses"]]
+        means = [sum(step) / len(step) for step in zip(*losses, strict=True)]
+        alone = reports[0]["alone"]
+        found.append(
+            {
+                "name": name,
+                "amp": name.startswith("amp+"),
+                "predicted": max(rank["predicted"] for rank in ranks),
+                "measured": max(rank["measured"] for rank in ranks),
+                "error": worst["predicted"] / worst["measured"] - 1,
+                "loss": max(abs(mean / one - 1) for mean, one in zip(means, alone, strict=True)),
+            }
+        )
+    return found
+
+
+def started(model: str, size: int, names: Sequence[str]) -> list[str]:
+    """The ranks' outputs. None of them outlives this call."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--techniques", ",".join(names), "--rank"]
+    ranks = [
+        subprocess.Popen(
+            [*command, f"{model}:{size}:{rank}:{port}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(size)
+    ]
+    end = time.monotonic() + SECONDS
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if time.monotonic() > end or any(rank.poll() for rank in ranks):
+                break
+            time.sleep(0.2)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    outputs = [rank.communicate()[0] for rank in ranks]
+    failed = [number for number, rank in enumerate(ranks) if rank.returncode]
+    if failed:
+        raise RuntimeError(f"ranks {failed} of {model} failed:\n{outputs[failed[0]]}")
+    return outputs
+
+
+def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[str]) -> None:
+    """Predict and run this rank of every technique; the last line printed is JSON."""
+    import torch
+    import torch.distributed as dist
+
+    from magis.aten.optimizers import torch_optimizer
+    from magis.capture import OptimizerSpec, Workload
+    from magis.models import get
+    from magis.models.bert import BertConfig, bert
+    from magis.models.style import REAL
+    from magis.predict import predict_rank, rank_peak
+    from magis.strategies import World
+    from magis.strategies.base import Technique
+    from magis.strategies.common import without_dropout
+    from magis.strategies.names import technique
+    from magis.strategies.zero import Zero
+
+    torch.set_num_threads(1)
+
+    def make() -> Workload:
+        tiny = BertConfig(8, seq_len=16, layers=2, width=32, heads=4, vocab_size=64, max_positions=16)
+        work = bert(tiny, REAL, model, 0) if model == TINY else get(model).build("small", 0)
+        without_dropout(work.module)
+        return replace(work, optimizer=OptimizerSpec("adam", lr=1e-3))
+
+    def named(name: str) -> Technique:
+        made = technique(name)
+        return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made
+
+    report: dict[str, Any] = {
+        name: {"predicted": predict_rank(named(name), make, size, rank).predicted.tensor_bytes}  # type: ignore[union-attr]
+        for name in names
+    }
+    if rank == 0:
+        work = make()
+        optimizer = torch_optimizer(work.optimizer, dict(work.module.named_parameters()))
+        report["alone"] = []
+        for _ in range(3):
+            loss = work.loss_fn(work.module(*work.inputs), *work.targets)
+            loss.backward()
+            optimizer.step()  # type: ignore[union-attr]
+            work.module.zero_grad()
+            report["alone"].append(loss.item())
+    place = f"tcp://127.0.0.1:{port}"
+    limit = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
+    for name in names:
+        found = rank_peak(named(name), make, World(size, rank))
+        report[name].update(measured=found.peak_bytes, losses=found.losses)
+        if sum(term.nbytes for term in found.terms) != found.peak_bytes:
+            raise RuntimeError(f"{name}: the terms do not sum up to the peak")
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

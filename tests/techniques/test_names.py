@@ -1,0 +1,66 @@
+"""Names of distributed techniques: what they stand for, and that listing them costs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from magis.errors import UsageError
+from magis.strategies.names import DISTRIBUTED, check_world, is_distributed, technique
+
+
+@pytest.mark.parametrize(
+    ("name", "full", "group"),
+    [
+        ("ddp", "ddp", 1),
+        ("amp+oss+sdp", "amp+oss+sdp", 1),
+        ("amp+zero2", "amp+zero2", 1),
+        ("fsdp", "fsdp", 1),
+        ("tp", "tp2", 2),
+        ("amp+pp4", "amp+pp4", 4),
+        ("tp+pp", "tp2+pp2", 4),
+        ("tp4+pp4", "tp4+pp4", 16),
+        ("amp+tp3+pp", "amp+tp3+pp2", 6),
+    ],
+)
+def test_a_name_says_precision_kind_and_group(name: str, full: str, group: int) -> None:
+    found = technique(name)
+    assert (found.name, found.group) == (full, group)
+    assert technique(found.name) == found
+
+
+def test_every_listed_name_is_a_technique_of_its_own() -> None:
+    made = [technique(f"{amp}{name}") for name in DISTRIBUTED for amp in ("", "amp+")]
+    assert len({(type(each), each) for each in made}) == 2 * len(DISTRIBUTED)
+
+
+@pytest.mark.parametrize("name", ["dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2"])
+def test_an_unknown_name_is_one_clear_line(name: str) -> None:
+    assert not is_distributed(name)
+    with pytest.raises(UsageError, match=r"is no distributed technique") as caught:
+        technique(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_nearest_name_is_proposed() -> None:
+    with pytest.raises(UsageError) as caught:
+        technique("amp+zero22")
+    assert "amp+zero2" in (caught.value.hint or "")
+
+
+def test_a_world_holds_whole_groups() -> None:
+    check_world(technique("tp2+pp2"), 8)
+    check_world(technique("ddp"), 3)
+    with pytest.raises(UsageError, match=r"tp4\+pp4 needs a multiple of 16 ranks, there are 4"):
+        check_world(technique("tp4+pp4"), 4)
+
+
+def test_names_are_told_without_torch() -> None:
+    code = (
+        "import sys; from magis.strategies import DISTRIBUTED, check_world; "
+        "from magis.strategies.names import is_distributed; assert is_distributed('zero1'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
