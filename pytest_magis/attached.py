@@ -8,6 +8,8 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from magis.ranks import Agents, attached, lead, serve
+from magis.strategies.parts import LISTED, family
+from pytest_magis.options import anywhere
 
 __all__ = ["AGENTS", "take_place"]
 
@@ -20,10 +22,10 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
 
     With rank 0 the session runs (None), leading the others until its end. With another rank it collects nothing: it
     serves until rank 0 is done, says so in one line and ends well; where rank 0 disappears, as an interrupted session.
-    Raises pytest.UsageError for half an environment.
+    A run without distributed strategies is no part of any job. Raises pytest.UsageError for half an environment.
     """
     try:
-        found = attached()
+        found = attached() if _wants_ranks(config) else None
         if found is None:
             return None
         if found.rank == 0:
@@ -41,3 +43,10 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
         return pytest.ExitCode.INTERRUPTED
     sys.stdout.write(f"{who} served rank 0, which ran the tests ({served} commands)\n")
     return pytest.ExitCode.OK
+
+
+def _wants_ranks(config: pytest.Config) -> bool:
+    """Whether a distributed strategy is asked for, by its name or by a pattern."""
+    asked = anywhere(config).strategies
+    names = [name for text in asked for name in ((text,) if family(text) else LISTED)]
+    return any(family(name) == "distributed" for name in names)

@@ -12,6 +12,7 @@ import pytest
 
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
+from pytest_magis.attached import AGENTS
 from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
 
 if TYPE_CHECKING:
@@ -172,7 +173,9 @@ def _bench(config: pytest.Config) -> Bench:
             profiles=Profiles(file, folder),
             kept=_cache(config),
             keep_results=read_cache(config) == "results",
+            agents=config.stash.get(AGENTS, None),
         )
+        config.add_cleanup(config.stash[_BENCH].close)  # ranks, if any were started
     return config.stash[_BENCH]
 
 

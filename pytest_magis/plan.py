@@ -96,7 +96,7 @@ def plan_cases(
     taken = {f"{model.name}[{FRONT}]" for model in models}
     for model in models:
         for name, (strategy, optional) in chosen.items():
-            for label, case in strategy.cases(model.target, settings.grid):
+            for label, case in _cases(strategy, model, settings, optional=optional):
                 planned = PlannedCase(model.name, label, case, optional)
                 if planned.name in taken:
                     raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
@@ -108,6 +108,16 @@ def plan_cases(
             "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
         )
     return tuple(cases.values())
+
+
+def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bool) -> list[tuple[str, Case]]:
+    """A strategy's cases; none of one that only a pattern asks for where it is not for this run."""
+    try:
+        return list(strategy.cases(model.target, settings.grid))
+    except UsageError:
+        if not optional:
+            raise
+        return []
 
 
 def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:

@@ -16,7 +16,7 @@ from magis.errors import UsageError
 if TYPE_CHECKING:
     from magis.strategies.base import Technique
 
-__all__ = ["DISTRIBUTED", "check_world", "is_distributed", "technique"]
+__all__ = ["DISTRIBUTED", "check_world", "group_of", "is_distributed", "technique"]
 
 DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
 """The plain names, in the order in which reports list them."""
@@ -73,6 +73,12 @@ def technique(name: str) -> Technique:
 def is_distributed(name: str) -> bool:
     """Whether ``technique`` knows the name."""
     return _parsed(name) is not None
+
+
+def group_of(name: str) -> int:
+    """Ranks of one group of the technique called ``name``: its worlds are multiples of that. 1 for other names."""
+    parsed = _parsed(name)
+    return 1 if parsed is None else parsed.tensor * parsed.stages
 
 
 def check_world(technique: _Grouped, size: int) -> None:

@@ -5,9 +5,9 @@ Techniques of one rank have names made of parts joined by "+", at most one of ea
 
 from __future__ import annotations
 
-from magis.strategies.names import DISTRIBUTED, is_distributed
+from magis.strategies.names import DISTRIBUTED, group_of, is_distributed
 
-__all__ = ["KINDS", "LISTED", "ORIGINAL", "PLANS", "family", "is_local"]
+__all__ = ["KINDS", "LISTED", "ORIGINAL", "PLANS", "family", "group_of", "is_local"]
 
 ORIGINAL = "eager"
 PLANS = ("magis", "magis+amp")

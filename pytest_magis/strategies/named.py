@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from magis.errors import UsageError
 from magis.results import Case
+from magis.strategies.parts import group_of
 from pytest_magis.strategies.base import Grid
 
 __all__ = ["Named", "Ranked"]
@@ -28,5 +30,11 @@ class Ranked:
     name: str
 
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        group = group_of(self.name)
+        if grid.ranks % group:
+            raise UsageError(
+                f"strategy {self.name!r} needs a multiple of {group} ranks, there are {grid.ranks}",
+                hint=f"give --magis-ranks={-(-grid.ranks // group) * group}, or make its groups smaller",
+            )
         case = Case(model, self.name, grid.device, grid.preset, grid.dtype, seed=grid.seed, ranks=grid.ranks)
         yield f"{self.name}-x{grid.ranks}", case

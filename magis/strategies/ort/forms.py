@@ -111,8 +111,8 @@ def _convolution_backward(
 
 FORMS: Mapping[Any, Callable[..., Any]] = {
     _aten.lerp.Scalar: _lerp,
-    _aten._safe_softmax.default: _safe_softmax,  # noqa: SLF001  (no public name)
-    _aten._native_batch_norm_legit_functional.default: _batch_norm,  # noqa: SLF001
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten.convolution_backward.default: _convolution_backward,
 }
 """Operator -> what it is made of; they come before torch's core decompositions."""
