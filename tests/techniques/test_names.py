@@ -36,7 +36,9 @@ def test_every_listed_name_is_a_technique_of_its_own() -> None:
     assert len({(type(each), each) for each in made}) == 2 * len(DISTRIBUTED)
 
 
-@pytest.mark.parametrize("name", ["dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2"])
+@pytest.mark.parametrize(
+    "name", ["dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2"]
+)
 def test_an_unknown_name_is_one_clear_line(name: str) -> None:
     assert not is_distributed(name)
     with pytest.raises(UsageError, match=r"is no distributed technique") as caught:
@@ -45,9 +47,8 @@ def test_an_unknown_name_is_one_clear_line(name: str) -> None:
 
 
 def test_the_nearest_name_is_proposed() -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"did you mean amp\+zero2 or"):
         technique("amp+zero22")
-    assert "amp+zero2" in (caught.value.hint or "")
 
 
 def test_a_world_holds_whole_groups() -> None:
