@@ -6,7 +6,7 @@ For every network and number of ranks, processes on this machine run each techni
 tensors are counted, and each process predicts its own rank beforehand. "error" is the worst rank's, "loss" the largest
 relative difference of the mean loss to that of one process with the whole batch. Dropout is off, so that all compute
 the same. zero3 keeps only parameters below 1000 elements whole here: at DeepSpeed's 100000, small networks would not be
-sharded at all. Technique "all": those that the number of ranks allows, in float32; names may be given, "amp+..." too.
+sharded at all; and gpt_neo has 4 heads, as its 3 at "small" cannot be shared by 2 ranks. Technique "all": those that the number of ranks allows, in float32; names may be given, "amp+..." too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -131,6 +132,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
     from magis.models.bert import BertConfig, bert
+    from magis.models.gpt_neo import GptNeoConfig, gpt_neo
     from magis.models.style import REAL
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
@@ -140,10 +142,15 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.strategies.zero import Zero
 
     torch.set_num_threads(1)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
     def make() -> Workload:
         tiny = BertConfig(8, seq_len=16, layers=2, width=32, heads=4, vocab_size=64, max_positions=16)
-        work = bert(tiny, REAL, model, 0) if model == TINY else get(model).build("small", 0)
+        heads = GptNeoConfig(32, seq_len=64, layers=6, width=96, heads=4, window=16, vocab_size=512, max_positions=64)
+        if model == TINY:
+            work = bert(tiny, REAL, model, 0)
+        else:
+            work = gpt_neo(heads, REAL, model, 0) if model == "gpt_neo" else get(model).build("small", 0)
         without_dropout(work.module)
         return replace(work, optimizer=OptimizerSpec("adam", lr=1e-3))
 
@@ -176,6 +183,13 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     dist.barrier()
     dist.destroy_process_group()
     print(json.dumps(report))
+
+
+def end_with(parent: int) -> None:
+    """No rank outlives the process that started it, however that ends."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from magis.aten.mixed import as_mixed
 from magis.aten.watched import unwatched
 from magis.strategies.common import KIND
 
@@ -115,7 +116,7 @@ class Ledger(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its parts' operators come by
         func = self._unwatched.form(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
         given = _storages((args, kwargs))
         # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
         # which makes its storage out of sight and announces it by this operator.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magis.backend.measure import collector_spared
 from magis.capture import Workload
 from magis.capture.autocast import as_on_cuda
 from magis.capture.device_table import device_forms
@@ -47,10 +49,9 @@ def rank_peak(
     """
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
     try:
-        with Ledger() as ledger:
+        with collector_spared(), Ledger() as ledger:
+            gc.disable()
             step = technique.prepare(make_work(), world)
             _name_gradients(step, ledger)
             for index in range(warm_steps + 1):
@@ -101,6 +102,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
             hint="predict before init_process_group, or in another process",
         )
     _forget_meshes()
+    hook = sys.excepthook  # which torch wraps anew for every world
     with quiet():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -108,6 +110,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
     finally:
         with quiet():
             dist.destroy_process_group()
+        sys.excepthook = hook
         _forget_meshes()
 
 

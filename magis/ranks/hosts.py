@@ -64,16 +64,14 @@ class LocalHost:
             },
         )
         self._pids: dict[int, int] = {}
-
-    @property
-    def pid(self) -> int:
-        """Of the keeper."""
-        return self._process.pid
+        self._is_ready = False
 
     def send(self, message: Mapping[str, object]) -> None:
         stdin = self._process.stdin
         if stdin is None or stdin.closed:
             raise MagisError("the process that keeps the ranks has ended")
+        if message["do"] == "kill" and not self._is_ready:  # it still loads torch, and has no ranks
+            self._process.kill()
         try:
             stdin.write((json.dumps({"local": self._local_rank, **message}) + "\n").encode())
             stdin.flush()
@@ -91,6 +89,7 @@ class LocalHost:
         if not data:
             raise self._gone()
         found = self._lines.feed(data)
+        self._is_ready = self._is_ready or bool(found)
         for event in found:
             if event["event"] == "says" and "hello" in event["line"]:
                 self._pids[event["rank"]] = event["line"]["hello"]
@@ -101,6 +100,8 @@ class LocalHost:
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+        if not self._is_ready:
+            self._process.kill()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

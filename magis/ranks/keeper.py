@@ -296,6 +296,8 @@ def main() -> None:
     parent = int(sys.argv[1])
     before_torch()
     for name in _PRELOADED:
+        if os.getppid() != parent:
+            return
         import_module(name)
 
     gc.collect()

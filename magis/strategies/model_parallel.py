@@ -11,7 +11,7 @@ up their gradients (Megatron-LM).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,7 +110,7 @@ class ModelParallel:
             self.stages,
             torch.device(place(world)),
             input_args=_first(work.inputs, count) if ends[0] else _like(hidden),
-            output_args=torch.empty(1, requires_grad=True) if ends[1] else _like(hidden),
+            output_args=torch.empty(1, device=place(world), requires_grad=True) if ends[1] else _like(hidden),
             group=group,
         )
         scaler = LossScaler(world, enabled=self.amp and world.device == "cuda")
@@ -241,7 +241,7 @@ class PipelineStep:
         """One whole step; the mean loss of the share on the last stage, None on the others."""
         self.part.begin()
         # the loss is in the last stage, the schedule insists on something to compare its output with
-        target = torch.zeros(self.count) if self.work.targets else None
+        target = self.work.targets[0].new_zeros(self.count) if self.work.targets else None
         with quiet():
             self.schedule.step(*self.work.inputs, target=target, losses=[] if self.work.targets else None)
         if self.tied is not None:
@@ -306,10 +306,8 @@ def _tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
         return ranks.get_group("pp")
     own: dist.ProcessGroup | None = None
     with _disable_current_modes(), quiet():
-        ends: Mapping[int, list[int]] = dict(
-            enumerate(ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist())
-        )
-        for members in ends.values():
+        ends: list[list[int]] = ranks.mesh[:, [0, -1], :].transpose(1, 2).flatten(0, 1).tolist()
+        for members in ends:
             group = dist.new_group(members)
             if dist.get_rank() in members:
                 own = group

@@ -47,9 +47,8 @@ def test_an_unknown_name_is_one_clear_line(name: str) -> None:
 
 
 def test_the_nearest_name_is_proposed() -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"did you mean amp\+zero2 or"):
         technique("amp+zero22")
-    assert "amp+zero2" in (caught.value.hint or "")
 
 
 def test_a_world_holds_whole_groups() -> None:
