@@ -67,12 +67,12 @@ def _convolution_backward(
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias_sizes: Sequence[int] | None,
+    bias_sizes: Sequence[int] | None,  # noqa: ARG001  (torch's signature)
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Sequence[int],  # noqa: ARG001
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -111,8 +111,8 @@ def _convolution_backward(
 
 FORMS: Mapping[Any, Callable[..., Any]] = {
     _aten.lerp.Scalar: _lerp,
-    _aten._safe_softmax.default: _safe_softmax,  # noqa: SLF001  (no public name)
-    _aten._native_batch_norm_legit_functional.default: _batch_norm,  # noqa: SLF001
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten.convolution_backward.default: _convolution_backward,
 }
 """Operator -> what it is made of; they come before torch's core decompositions."""

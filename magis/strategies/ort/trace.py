@@ -89,7 +89,7 @@ def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]
 
 def _run(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
     """The operators of the graph, one after another."""
-    tensors = dict(zip(graph.inputs, inputs, strict=True))
+    tensors: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     for op in graph.ops:
         if op.target == "aten.native_batch_norm.default" and op.args[3] is not None:
             op = replace(op, target=_LEGIT)  # noqa: PLW2901  (the same call; this one says what it writes)

@@ -36,7 +36,7 @@ ELEMENT: Mapping[torch.dtype, int] = {
 class Fill:
     """A tensor that holds one number everywhere: nothing is written for it until somebody needs it whole."""
 
-    value: float | int | bool
+    value: float | bool
 
 
 Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"
@@ -87,7 +87,7 @@ class Writer:
             self.initializers[name] = tensor
         return name
 
-    def number(self, value: float | int | bool, dtype: torch.dtype) -> str:
+    def number(self, value: float | bool, dtype: torch.dtype) -> str:
         """A constant without dimensions, or the input that it stands for."""
         if isinstance(value, float) and value in self._scalars:
             name = self._scalars[value]
@@ -136,9 +136,7 @@ def value_of(node: Node) -> torch.Tensor:
     found = node.meta["val"]
     if not isinstance(found, torch.Tensor) or found.dtype not in ELEMENT:
         what = found.dtype if isinstance(found, torch.Tensor) else type(found).__name__
-        raise UsageError(
-            f"ONNX Runtime cannot run {node.target}: it makes a {what}", hint="leave out the strategy ort"
-        )
+        raise UsageError(f"ONNX Runtime cannot run {node.target}: it makes a {what}", hint="leave out the strategy ort")
     return found
 
 
