@@ -23,8 +23,10 @@ __all__ = ["constant_bytes", "in_order", "planned_peak"]
 _VIEWS = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Their output is their first input, whoever else reads that."""
 _IN_PLACE = frozenset(
-    ("Abs", "Cast", "Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "LeakyRelu", "Log", "Neg", "Reciprocal", "Relu")
-    + ("Sigmoid", "Softplus", "Sqrt", "Tanh")
+    (
+        *("Abs", "Cast", "Ceil", "Clip", "Elu", "Erf", "Exp", "Floor", "LeakyRelu", "Log", "Neg", "Reciprocal"),
+        *("Relu", "Sigmoid", "Softplus", "Sqrt", "Tanh"),
+    )
 )
 """May overwrite their input where that has the same shape and element size and dies with them. (Operators with two
 inputs might, too, and never do in ONNX Runtime 1.32: with them in this list no peak agrees, without them all do.)"""
