@@ -126,9 +126,16 @@ def test_dropout_is_drawn_anew_and_used_again_in_the_backward() -> None:
     assert 0.35 < float(torch.stack(masks).mean()) / 2 < 0.65
 
 
-def test_half_precision_stays_close_to_float32() -> None:
-    half, whole = (make_ort_step(NETWORKS["unet"](), precision=kind) for kind in ("amp-float16", "float32"))
-    torch.testing.assert_close(half.run(), whole.run(), rtol=2e-3, atol=0)
+@pytest.mark.parametrize("name", ["bert", "unet"])
+def test_half_precision_has_the_gradients_of_float32(name: str) -> None:
+    """Within 10% of the norm where a gradient counts at all: nothing is scaled, small numbers lose digits."""
+    exact = gradients(NETWORKS[name]())
+    work = replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients"))
+    step = make_ort_step(work, precision="amp-float16")
+    step.run()
+    largest = max(float(each.norm()) for each in exact.values())
+    for (key, wanted), gradient in zip(exact.items(), step.results()[1:], strict=True):
+        assert (gradient - wanted).norm() <= 0.1 * wanted.norm() + 0.01 * largest, key
 
 
 def test_inference_is_the_forward_in_evaluation_mode() -> None:

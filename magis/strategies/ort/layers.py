@@ -95,17 +95,17 @@ def _average_pool(writer: Writer, node: Node) -> Made:
 
 
 def _layer_norm(writer: Writer, node: Node) -> Made:
-    """Output, mean and 1 / deviation."""
+    """Output, mean and 1 / deviation; computed in float32, as torch's kernels do."""
     x, shape, weight, bias, eps = node.args
-    out = node.meta["val"][0]
-    axis = out.dim() - len(shape)  # type: ignore[arg-type]
-    kind = str(out.dtype).removeprefix("torch.")
-    scale = writer.array(np.ones(shape, dtype=kind)) if weight is None else writer.tensor(weight, out.dtype)
-    names = [writer.tensor(x), scale] + ([] if bias is None else [writer.tensor(bias, out.dtype)])
-    made: tuple[str, str, str] = writer.emit(
-        "LayerNormalization", *names, axis=axis, epsilon=float(eps), outputs=3  # type: ignore[arg-type]
-    )  # fmt: skip
-    return made
+    outs: Any = node.meta["val"]
+    sizes: Any = shape
+    dtype = in_float(outs[0].dtype)
+    kind = str(dtype).removeprefix("torch.")
+    scale = writer.array(np.ones(sizes, dtype=kind)) if weight is None else writer.tensor(weight, dtype)
+    names = [writer.tensor(x, dtype), scale] + ([] if bias is None else [writer.tensor(bias, dtype)])
+    axis = outs[0].dim() - len(sizes)
+    made = writer.emit("LayerNormalization", *names, axis=axis, epsilon=eps, outputs=3)
+    return tuple(writer.cast(each, dtype, out.dtype) for each, out in zip(made, outs, strict=True))
 
 
 def _bilinear(writer: Writer, node: Node) -> Made:
