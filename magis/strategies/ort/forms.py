@@ -67,12 +67,12 @@ def _convolution_backward(
     gradient: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias_sizes: Sequence[int] | None,
+    bias_sizes: Sequence[int] | None,  # noqa: ARG001  (torch's signature)
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
     transposed: bool,
-    output_padding: Sequence[int],
+    output_padding: Sequence[int],  # noqa: ARG001
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from magis.errors import UsageError
-from magis.strategies.ort.operators import Operator
+from magis.strategies.ort.operators import Operator, in_float
 from magis.strategies.ort.writer import Made, Writer, value_of
 
 __all__ = ["LAYERS"]
@@ -52,7 +52,8 @@ def _each(numbers: Any, dims: int) -> list[int]:
 
 def _max_pool(writer: Writer, node: Node) -> Made:
     """Values, and their positions counted through the whole tensor, where torch counts within each plane."""
-    kernel, stride, padding, dilation, ceil = (*node.args[1:], *([], 0, 1, False)[len(node.args) - 2 :])
+    given: list[Any] = [*node.args[1:], *([], 0, 1, False)[len(node.args) - 2 :]]
+    kernel, stride, padding, dilation, ceil = given
     made: tuple[str, str] = writer.emit(
         "MaxPool",
         writer.tensor(node.args[0]),
@@ -69,18 +70,17 @@ def _max_pool(writer: Writer, node: Node) -> Made:
 def _max_pool_backward(writer: Writer, node: Node) -> Made:
     """Sums of the gradients over the positions that `_max_pool` found."""
     out = value_of(node)
-    gradient, positions = (
-        writer.emit("Reshape", writer.tensor(arg), writer.ints([-1])) for arg in (node.args[0], node.args[-1])
-    )
-    zeros = writer.emit("Expand", writer.number(0, out.dtype), writer.ints([out.numel()]))
+    summed = in_float(out.dtype)
+    whole = writer.tensor(node.args[0], summed), writer.tensor(node.args[-1])
+    gradient, positions = (writer.emit("Reshape", name, writer.ints([-1])) for name in whole)
+    zeros = writer.emit("Expand", writer.number(0, summed), writer.ints([out.numel()]))
     sums = writer.emit("ScatterElements", zeros, positions, gradient, axis=0, reduction="add")
-    return writer.emit("Reshape", sums, writer.ints(out.shape))  # type: ignore[no-any-return]
+    return writer.cast(writer.emit("Reshape", sums, writer.ints(out.shape)), summed, out.dtype)
 
 
 def _average_pool(writer: Writer, node: Node) -> Made:
-    x, kernel, stride, padding, ceil, count_padding, divisor = (
-        *node.args, *((), [], 0, False, True, None)[len(node.args) - 1 :],
-    )  # fmt: skip
+    given: list[Any] = [*node.args, *([], [], 0, False, True, None)[len(node.args) - 1 :]]
+    x, kernel, stride, padding, ceil, count_padding, divisor = given
     if divisor is not None:
         raise UsageError("ONNX Runtime cannot run avg_pool2d with a divisor of its own", hint="leave out ort")
     return writer.emit(  # type: ignore[no-any-return]
@@ -95,38 +95,42 @@ def _average_pool(writer: Writer, node: Node) -> Made:
 
 
 def _layer_norm(writer: Writer, node: Node) -> Made:
-    """Output, mean and 1 / deviation."""
+    """Output, mean and 1 / deviation; computed in float32, as torch's kernels do."""
     x, shape, weight, bias, eps = node.args
-    out = node.meta["val"][0]
-    axis = out.dim() - len(shape)  # type: ignore[arg-type]
-    kind = str(out.dtype).removeprefix("torch.")
-    scale = writer.array(np.ones(shape, dtype=kind)) if weight is None else writer.tensor(weight, out.dtype)  # type: ignore[arg-type]
-    names = [writer.tensor(x), scale] + ([] if bias is None else [writer.tensor(bias, out.dtype)])
-    made: tuple[str, str, str] = writer.emit(
-        "LayerNormalization", *names, axis=axis, epsilon=float(eps), outputs=3  # type: ignore[arg-type]
-    )  # fmt: skip
-    return made
+    outs: Any = node.meta["val"]
+    sizes: Any = shape
+    dtype = in_float(outs[0].dtype)
+    kind = str(dtype).removeprefix("torch.")
+    scale = writer.array(np.ones(sizes, dtype=kind)) if weight is None else writer.tensor(weight, dtype)
+    names = [writer.tensor(x, dtype), scale] + ([] if bias is None else [writer.tensor(bias, dtype)])
+    axis = outs[0].dim() - len(sizes)
+    made = writer.emit("LayerNormalization", *names, axis=axis, epsilon=eps, outputs=3)
+    return tuple(writer.cast(each, dtype, out.dtype) for each, out in zip(made, outs, strict=True))
 
 
 def _bilinear(writer: Writer, node: Node) -> Made:
     """Interpolation is linear along each dimension: a matrix from the left, another one from the right."""
     out, x = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
-    return _between(writer, writer.tensor(node.args[0]), x.shape, out.shape, bool(node.args[2]), transposed=False)
+    return _between(writer, node, x.shape, out.shape, bool(node.args[2]), transposed=False)
 
 
 def _bilinear_backward(writer: Writer, node: Node) -> Made:
     out, gradient = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
     corners = bool(node.args[3])
-    return _between(writer, writer.tensor(node.args[0]), out.shape, gradient.shape, corners, transposed=True)
+    return _between(writer, node, out.shape, gradient.shape, corners, transposed=True)
 
 
 def _between(
-    writer: Writer, name: str, small: Sequence[int], large: Sequence[int], corners: bool, *, transposed: bool
+    writer: Writer, node: Node, small: Sequence[int], large: Sequence[int], corners: bool, *, transposed: bool
 ) -> str:
     rows, columns = (_weights(small[i], large[i], corners) for i in (2, 3))
     left, right = (rows.T, columns) if transposed else (rows, columns.T)
-    made: str = writer.emit("MatMul", writer.array(np.ascontiguousarray(left)), name)
-    return writer.emit("MatMul", made, writer.array(np.ascontiguousarray(right)))  # type: ignore[no-any-return]
+    dtype = value_of(node).dtype
+    first, last = (
+        writer.cast(writer.array(np.ascontiguousarray(each)), torch.float32, dtype) for each in (left, right)
+    )
+    made: str = writer.emit("MatMul", first, writer.tensor(node.args[0], dtype))
+    return writer.emit("MatMul", made, last)  # type: ignore[no-any-return]
 
 
 def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from magis.strategies.ort.writer import ELEMENT, Fill, Made, Writer, value_of
 
-__all__ = ["OPERATORS", "Operator"]
+__all__ = ["OPERATORS", "Operator", "in_float"]
 
 Operator = Callable[[Writer, Node], Made]
 """Writes the ONNX form of one FX node."""
@@ -56,12 +56,12 @@ def _unary(kind: str) -> Operator:
 
 def _compared(kind: str, *, negated: bool = False) -> Operator:
     def write(writer: Writer, node: Node) -> Made:
-        kinds = [value_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
+        kinds: list[Any] = [value_of(arg) if isinstance(arg, Node) else arg for arg in node.args]
         dtype = torch.result_type(kinds[0], kinds[1])
         if dtype == torch.bool and kind != "Equal":
             dtype = torch.uint8
         made: str = writer.emit(kind, *writer.operands(node.args, [dtype] * 2, value_of(node).shape))
-        return writer.emit("Not", made) if negated else made  # type: ignore[no-any-return]
+        return writer.emit("Not", made) if negated else made
 
     return write
 
@@ -93,7 +93,7 @@ def _copy(writer: Writer, node: Node) -> Made:
     out = value_of(node)
     name = writer.tensor(node.args[1], out.dtype)
     same = isinstance(node.args[1], Node) and value_of(node.args[1]).shape == out.shape
-    return name if same else writer.emit("Expand", name, writer.ints(out.shape))  # type: ignore[no-any-return]
+    return name if same else writer.emit("Expand", name, writer.ints(out.shape))
 
 
 def _fill(position: int) -> Operator:
@@ -109,7 +109,7 @@ def _zeros(_writer: Writer, _node: Node) -> Made:
 
 
 def _arange(writer: Writer, node: Node) -> Made:
-    ends = [float(arg) if isinstance(arg, float) else int(arg) for arg in node.args]  # type: ignore[arg-type, call-overload]
+    ends: Any = node.args
     kind = str(value_of(node).dtype).removeprefix("torch.")
     return writer.array(np.arange(*ends).astype(kind))
 
@@ -150,7 +150,8 @@ def _permute(writer: Writer, node: Node) -> Made:
     made, rank = _same(writer, node), value_of(node).dim()
     order = list(range(rank))
     if len(node.args) == 3:  # transpose
-        first, second = (dim % rank for dim in node.args[1:])  # type: ignore[operator]
+        given: Any = node.args[1:]
+        first, second = given[0] % rank, given[1] % rank
         order[first], order[second] = second, first
     else:
         order = _dims(node, 1, rank) if len(node.args) == 2 else order[::-1]
@@ -189,7 +190,7 @@ def _split(writer: Writer, node: Node) -> Made:
 
 def _getitem(writer: Writer, node: Node) -> Made:
     made = _same(writer, node)
-    return made[node.args[1]]  # type: ignore[index, return-value]  # of an operator with several results
+    return made[node.args[1]]  # type: ignore[index]  # of an operator with several results
 
 
 def _cat(writer: Writer, node: Node) -> Made:
@@ -241,6 +242,11 @@ def _gelu(writer: Writer, node: Node) -> Made:
     return writer.emit("Gelu", writer.tensor(node.args[0]), approximate=kind)  # type: ignore[no-any-return]
 
 
+def in_float(dtype: torch.dtype) -> torch.dtype:
+    """The type in which ONNX Runtime adds up what is scattered: it has no kernels for half precision."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def _one_hot_sums(writer: Writer, node: Node) -> Made:
     """index_put(x, [index], values, accumulate): rows of x, where index names them."""
     given: Any = node.args[1]
@@ -249,8 +255,9 @@ def _one_hot_sums(writer: Writer, node: Node) -> Made:
     if len(indices) > 1:
         indices = [writer.emit("Concat", *indices, axis=-1)]
     dtype = value_of(node).dtype
-    names = [writer.tensor(node.args[0]), indices[0], writer.tensor(node.args[2], dtype)]
-    return writer.emit("ScatterND", *names, reduction=mode)  # type: ignore[no-any-return]
+    summed = in_float(dtype)
+    names = [writer.tensor(node.args[0], summed), indices[0], writer.tensor(node.args[2], summed)]
+    return writer.cast(writer.emit("ScatterND", *names, reduction=mode), summed, dtype)
 
 
 def _embedding(writer: Writer, node: Node) -> Made:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,35 @@ from magis.strategies.ort.export import Exported, Port
 from magis.strategies.ort.trace import NEW
 from magis.strategies.ort.writer import ELEMENT
 
-__all__ = ["OrtStep", "open_session"]
+__all__ = ["OrtStep", "bind", "open_session"]
 
 _FATAL = 4
 _MISSING = re.compile(r"implementation for (\w+)\(")
 
 
 def open_session(
-    model: ModelProto, *, optimized: bool, threads: int, name: str, optimized_path: Path | None = None
+    model: ModelProto, *, optimized: bool, name: str, optimized_path: Path | None = None, profile: Path | None = None
 ) -> Any:
-    """ONNX Runtime's session of a model on the CPU, quiet; ``optimized``: with all of its graph optimizations, else none.
+    """ONNX Runtime's session of a model on the CPU, quiet. ``optimized``: with all graph optimizations, else none.
 
-    ``optimized_path``: a file for the graph as it is run, in the order in which it is run. Raises UsageError where the
-    CPU has no kernel for an operator.
+    ``optimized_path``: a file for the graph as it is run. ``profile``: what the names of its profiles begin with.
+    Raises UsageError where the CPU has no kernel for an operator.
     """
     options = onnxruntime.SessionOptions()
     level = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
     options.log_severity_level = _FATAL
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.enable_mem_pattern = (
+        False  # all tensors of a step in one block: larger, and the arena then holds twice as much
+    )
     # threads that spin while they wait slow down whatever else is timed, as OpenMP's would (magis/quiet.py)
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if optimized_path is not None:
         options.optimized_model_filepath = str(optimized_path)
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
     try:
         return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # of a module without public names
@@ -50,8 +56,8 @@ def open_session(
         if found is None:
             raise MagisError(f"{name}: ONNX Runtime does not load its step: {error}") from error
         raise UsageError(
-            f"{name}: ONNX Runtime {onnxruntime.__version__} has no kernel for {found[1]} in a data type of this step on"
-            " the CPU",
+            f"{name}: ONNX Runtime {onnxruntime.__version__} has no kernel for {found[1]} in a data type of this step"
+            " on the CPU",
             hint="bfloat16 has none for most operators: use float32 or float16",
         ) from error
 
@@ -77,9 +83,8 @@ class OrtStep:
         self.module = module
         self._rule = rule
         self._steps = 0
-        self._session = open_session(
-            exported.model, optimized=optimized, threads=torch.get_num_threads(), name=name
-        )  # fmt: skip
+        self._name = name
+        self._session = open_session(exported.model, optimized=optimized, name=name)
         self._owners: dict[str, Tensor] = {f"parameter:{name}": p for name, p in module.named_parameters()}
         self._owners.update((f"buffer:{name}", b) for name, b in module.named_buffers())
         self._now = {port.name: self._bind(port, batch) for port in exported.inputs}
@@ -87,8 +92,11 @@ class OrtStep:
         self._scalars = {name: torch.zeros((), dtype=torch.float32) for name in exported.scalars}
         self._changing = tuple(port.name for port in exported.outputs if port.name.startswith(NEW))
         self._returned = tuple(port.name for port in exported.outputs if not port.name.startswith(NEW))
-        first = self._binding(self._now, self._made)
-        self._bindings = (first, self._binding(*self._swapped()))
+        # every other step reads what the one before has written, and writes what that one has read
+        self._bindings = tuple(
+            bind(self._session, {**now, **self._scalars}, made)
+            for now, made in ((self._now, self._made), self._swapped())
+        )
         self._outputs: tuple[Tensor, ...] = ()
 
     def _bind(self, port: Port, batch: Mapping[str, Tensor]) -> Tensor:
@@ -110,14 +118,6 @@ class OrtStep:
             now[name.removeprefix(NEW)], made[name] = made[name], now[name.removeprefix(NEW)]
         return now, made
 
-    def _binding(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
-        binding = self._session.io_binding()
-        for name, tensor in _all(inputs, self._scalars):
-            binding.bind_input(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
-        for name, tensor in outputs.items():
-            binding.bind_output(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
-        return binding
-
     def prepare(self) -> None:
         """Nothing: the step leaves no gradients behind."""
         self._outputs = ()
@@ -128,8 +128,10 @@ class OrtStep:
         numbers = optimizers.scalars(self._rule, self._steps)
         for name, tensor in self._scalars.items():
             tensor.fill_(numbers[name])
-        binding = self._bindings[(self._steps - 1) % 2]
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(self._bindings[(self._steps - 1) % 2])
+        except RuntimeError as error:
+            raise MagisError(f"{self._name}: ONNX Runtime failed in its step: {error}") from error
         self._now, self._made = self._swapped()
         for name in self._changing:
             old = name.removeprefix(NEW)
@@ -154,6 +156,11 @@ class OrtStep:
         return {name.partition(":")[2]: each for name, each in self._now.items() if name.startswith("state:")}
 
 
-def _all(*mappings: Mapping[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    for each in mappings:
-        yield from each.items()
+def bind(session: Any, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> Any:
+    """A binding of contiguous tensors to the names of a session's inputs and outputs; they must outlive it."""
+    binding = session.io_binding()
+    for name, tensor in inputs.items():
+        binding.bind_input(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+    for name, tensor in outputs.items():
+        binding.bind_output(name, "cpu", 0, ELEMENT[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
+    return binding

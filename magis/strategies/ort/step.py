@@ -14,12 +14,13 @@ from torch._subclasses import FakeTensor
 from magis.capture import Workload
 from magis.capture.step import Captured, capture
 from magis.errors import UsageError
+from magis.results import Memory, Term
 
 if TYPE_CHECKING:
     from magis.strategies.ort.export import Exported
     from magis.strategies.ort.session import OrtStep
 
-__all__ = ["PRECISIONS", "check_installed", "export_step", "make_ort_step"]
+__all__ = ["PRECISIONS", "check_installed", "export_step", "make_ort_step", "ort_memory", "ort_predicted"]
 
 PRECISIONS = {"float32": None, "amp-float16": "float16", "amp-bfloat16": "bfloat16"}
 """Precision of a step -> what its forward and loss are autocast to. Gradients are not scaled."""
@@ -67,6 +68,27 @@ def make_ort_step(
     batch.update((f"target:{index}", tensor) for index, tensor in enumerate(work.targets))
     rule = replace(work.optimizer, kind="none") if inference else work.optimizer
     return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
+
+
+def ort_memory(
+    work: Workload, *, precision: str = "float32", optimized: bool = True, inference: bool = False
+) -> Memory:
+    """Measured bytes of the step (`memory.measured_memory`); the workload stays as it is."""
+    exported = export_step(work, precision=precision, inference=inference)
+    from magis.strategies.ort.memory import measured_memory
+
+    return measured_memory(exported, optimized=optimized, name=work.name)
+
+
+def ort_predicted(
+    work: Workload, *, precision: str = "float32", optimized: bool = True, inference: bool = False
+) -> tuple[Memory, tuple[Term, ...]]:
+    """Predicted bytes of the step, and the terms that they consist of; nothing is run, the tensors may be fake."""
+    exported = export_step(work, precision=precision, inference=inference)
+    from magis.strategies.ort.memory import predicted_memory, terms
+
+    memory = predicted_memory(exported, optimized=optimized, name=work.name)
+    return memory, terms(exported, memory)
 
 
 def _captured(work: Workload, autocast: str | None, inference: bool) -> Captured:

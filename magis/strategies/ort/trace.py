@@ -7,7 +7,7 @@ statistics and optimizer state becomes further outputs, and backward operators b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from magis.aten import optimizers
-from magis.aten.call import call
+from magis.aten.call import outputs, resolve, to_torch
 from magis.capture.step import Captured
 from magis.errors import UsageError
 from magis.ir import GENERATOR, Graph
@@ -29,6 +29,7 @@ __all__ = ["NEW", "Traced", "trace"]
 NEW = "new:"
 """Outputs that are the new values of an input have its name with this in front."""
 
+_NORMS = ("aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten.native_group_norm.default")
 _LEGIT = "aten._native_batch_norm_legit.default"
 
 
@@ -61,8 +62,8 @@ def trace(captured: Captured) -> Traced:
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         # written memory must not be that of the arguments: functionalization would write the result back
         tensors = [tensor.clone() if index in set(changed) else tensor for index, tensor in enumerate(given)]
-        outputs = _run(graph, tensors, marks.numbers)
-        return (*outputs, *(tensors[index] for index in changed))
+        made = _run(graph, tensors, marks.numbers)
+        return (*made, *(tensors[index] for index in changed))
 
     mode = FakeTensorMode()
     with mode, torch.no_grad():
@@ -72,9 +73,9 @@ def trace(captured: Captured) -> Traced:
         functional: Callable[..., Any] = torch.func.functionalize(step, remove="mutations")
         module = make_fx(functional, decomposition_table={**core_aten_decompositions(), **FORMS})(*examples)
     module.graph.eliminate_dead_code()
-    outputs = (*(f"output:{index}" for index in range(len(graph.outputs))), *(NEW + names[index] for index in changed))
+    returned = (*(f"output:{index}" for index in range(len(graph.outputs))), *(NEW + names[index] for index in changed))
     constants = {names[graph.inputs.index(value)]: data for value, data in graph.constants.items()}
-    return Traced(module, names, tuple(outputs), constants, marks.names)
+    return Traced(module, names, returned, constants, marks.names)
 
 
 def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]) -> None:
@@ -88,11 +89,20 @@ def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]
 
 
 def _run(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
-    """The operators of the graph, one after another."""
-    tensors = dict(zip(graph.inputs, inputs, strict=True))
+    """The operators of the graph, one after another, their results in the types that the graph says."""
+    tensors: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
     for op in graph.ops:
-        if op.target == "aten.native_batch_norm.default" and op.args[3] is not None:
-            op = replace(op, target=_LEGIT)  # noqa: PLW2901  (the same call; this one says what it writes)
-        found = call(op, tensors, numbers)
-        tensors.update((value, made) for value, made in zip(op.outputs, found, strict=True) if value is not None)
+        args = [to_torch(arg, tensors, numbers) for arg in op.args]
+        kwargs = {name: to_torch(arg, tensors, numbers) for name, arg in op.kwargs}
+        target = op.target
+        if target in _NORMS and args[0].dtype in (torch.float16, torch.bfloat16):
+            # kernels keep the statistics of half-precision inputs in float32, torch's functions for fakes do not
+            args[0] = args[0].float()
+        if target == "aten.native_batch_norm.default" and args[3] is not None:
+            target = _LEGIT  # the same call; this one says what it writes
+        found = outputs(resolve(target)(*args, **kwargs))
+        for value, made in zip(op.outputs, found, strict=True):
+            if value is not None and made is not None:
+                dtype = getattr(torch, graph.values[value].dtype)
+                tensors[value] = made if made.dtype == dtype else made.to(dtype)
     return [tensors[value] for value in graph.outputs]

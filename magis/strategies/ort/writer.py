@@ -36,7 +36,7 @@ ELEMENT: Mapping[torch.dtype, int] = {
 class Fill:
     """A tensor that holds one number everywhere: nothing is written for it until somebody needs it whole."""
 
-    value: float | int | bool
+    value: float | bool
 
 
 Made: TypeAlias = "str | Fill | tuple[str | Fill, ...]"

@@ -1,0 +1,207 @@
+"""Training steps in ONNX Runtime: the numbers of eager, the bytes of its allocator, and clear refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from magis.aten.optimizers import OptimizerSpec
+from magis.backend.steps import EagerStep
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.models.bert import BertConfig, bert
+from magis.models.gpt import GptConfig, gpt
+from magis.models.gpt_neo import GptNeoConfig, gpt_neo
+from magis.models.resnet import ResNetConfig, resnet
+from magis.models.style import REAL
+from magis.models.unet import UNetConfig, unet
+from magis.models.vit import VitConfig, vit
+from magis.strategies.ort.step import check_installed, make_ort_step, ort_memory, ort_predicted
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+GPT = GptConfig(4, 16, layers=2, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
+BERT = BertConfig(4, 16, layers=1, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
+NEO = GptNeoConfig(4, 16, layers=2, width=32, heads=2, window=4, vocab_size=50, max_positions=16)
+NETWORKS: dict[str, Callable[[], Workload]] = {
+    "gpt": lambda: gpt(GPT, REAL, "gpt", 0),
+    "bert": lambda: bert(BERT, REAL, "bert", 0),
+    "gpt_neo": lambda: gpt_neo(NEO, REAL, "gpt_neo", 0),
+    "vit": lambda: vit(VitConfig(4, 16, 8, 1, 32, 64, 2, 5), REAL, "vit", 0),
+    "resnet": lambda: resnet(ResNetConfig(8, 32, (1, 1, 1, 1), 4, 1, 4, 5), REAL, "resnet", 0),
+    "unet": lambda: unet(UNetConfig(batch_size=2, image_size=32, width=4), REAL, "unet", 0),
+}
+
+
+def eager(work: Workload) -> EagerStep:
+    return EagerStep(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, explicit_attention=True)
+
+
+def gradients(work: Workload) -> dict[str, Tensor]:
+    step = eager(replace(work, optimizer=OptimizerSpec("gradients")))
+    step.prepare()
+    step.run()
+    return dict(step.gradients())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_as_exact_as_eager_s(name: str) -> None:
+    """At most eight times as far from float64 as eager's, plus rounding: other kernels add up in another order."""
+    exact = gradients(NETWORKS[name]().to("float64"))
+    plain = gradients(NETWORKS[name]())
+    step = make_ort_step(replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients")), optimized=False)
+    step.run()
+    found = step.results()[1:]
+    assert len(found) == len(exact)
+    largest = max(float(each.abs().max()) for each in exact.values())
+    for (key, wanted), gradient in zip(exact.items(), found, strict=True):
+        allowed = 8 * (plain[key] - wanted).abs().max() + 1e-6 * largest
+        assert (gradient - wanted).abs().max() <= allowed, key
+
+
+@pytest.mark.parametrize(("kind", "optimized"), [("momentum", True), ("adam", False), ("adamw", True)])
+def test_three_steps_equal_eager_s(kind: str, optimized: bool) -> None:
+    momentum = 0.9 if kind == "momentum" else 0.0
+    rule = OptimizerSpec(kind, lr=1e-2, momentum=momentum, weight_decay=0.1, eps=1e-3)
+    ours, theirs = (replace(NETWORKS["gpt"](), optimizer=rule) for _ in range(2))
+    step, reference = make_ort_step(ours, optimized=optimized), eager(theirs)
+    for _ in range(3):
+        reference.prepare()
+        torch.testing.assert_close(step.run(), reference.run(), rtol=1e-5, atol=0)
+    pairs = zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True)
+    for (key, mine), other in pairs:
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=2e-5, msg=key)
+    assert step.state().keys() == reference.state().keys()
+    for key, tensor in reference.state().items():
+        torch.testing.assert_close(step.state()[key], tensor, rtol=1e-3, atol=1e-5, msg=key)
+
+
+def test_statistics_of_batch_norm_are_updated_once_a_step() -> None:
+    ours, theirs = (replace(NETWORKS["resnet"](), optimizer=OptimizerSpec("sgd", lr=1e-3)) for _ in range(2))
+    step, reference = make_ort_step(ours), eager(theirs)
+    for _ in range(3):
+        step.run()
+        reference.prepare()
+        reference.run()
+    for (key, mine), other in zip(ours.module.named_buffers(), theirs.module.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4, msg=key)
+    assert int(ours.module.get_buffer("stem_norm.num_batches_tracked")) == 3
+
+
+def test_the_module_keeps_its_parameters_and_takes_what_is_loaded_into_them() -> None:
+    work = NETWORKS["gpt"]()
+    parameters = list(work.module.parameters())
+    start = {key: value.clone() for key, value in work.module.state_dict().items()}
+    step = make_ort_step(work)
+    first = float(step.run())
+    assert all(a is b for a, b in zip(parameters, work.module.parameters(), strict=True))
+    assert float(step.run()) < first
+    work.module.load_state_dict(start)
+    assert float(step.run()) == first
+
+
+def test_dropout_is_drawn_anew_and_used_again_in_the_backward() -> None:
+    """The gradient of a sum of dropped outputs is the mask times the inputs: the mask can be solved for."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
+    x = torch.randn(4, 64)
+    step = make_ort_step(Workload("drop", module, (x,), (), torch.sum, OptimizerSpec("gradients")))
+    masks = []
+    for _ in range(2):
+        loss = step.run()
+        mask = torch.linalg.lstsq(x.T.double(), step.results()[1].T.double()).solution
+        assert {round(each, 3) for each in mask.flatten().tolist()} <= {0.0, 2.0}
+        dropped = (x.double() @ module[0].weight.T.double()) * mask
+        torch.testing.assert_close(loss.double(), dropped.sum().detach(), rtol=1e-3, atol=1e-3)
+        masks.append(mask.round())
+    assert not torch.equal(masks[0], masks[1])
+    assert 0.35 < float(torch.stack(masks).mean()) / 2 < 0.65
+
+
+@pytest.mark.parametrize("name", ["bert", "unet"])
+def test_half_precision_has_the_gradients_of_float32(name: str) -> None:
+    """Within 10% of the norm where a gradient counts at all: nothing is scaled, small numbers lose digits."""
+    exact = gradients(NETWORKS[name]())
+    work = replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients"))
+    step = make_ort_step(work, precision="amp-float16")
+    step.run()
+    largest = max(float(each.norm()) for each in exact.values())
+    for (key, wanted), gradient in zip(exact.items(), step.results()[1:], strict=True):
+        assert (gradient - wanted).norm() <= 0.1 * wanted.norm() + 0.01 * largest, key
+
+
+def test_inference_is_the_forward_in_evaluation_mode() -> None:
+    work = NETWORKS["resnet"]()
+    step = make_ort_step(work, inference=True)
+    found = step.run()
+    assert work.module.training
+    with torch.no_grad():
+        torch.testing.assert_close(found, work.module.eval()(*work.inputs), rtol=1e-4, atol=1e-4)
+    assert step.state() == {}
+
+
+@pytest.mark.parametrize(("name", "optimized"), [("gpt", True), ("gpt", False), ("resnet", True)])
+def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized: bool) -> None:
+    work = NETWORKS[name]()
+    measured = ort_memory(work, optimized=optimized)
+    predicted, terms = ort_predicted(work, optimized=optimized)
+    assert predicted.tensor_bytes == pytest.approx(measured.tensor_bytes, rel=0.01)
+    assert measured.tensor_bytes <= measured.peak_bytes <= (measured.reserved_bytes or 0)
+    assert sum(term.nbytes for term in terms) == predicted.peak_bytes
+    weights = sum(p.nbytes for p in work.module.parameters())
+    by_name = {term.name: term.nbytes for term in terms}
+    assert by_name["parameter"] == weights
+    assert by_name["state"] == 2 * weights
+    assert by_name["outputs"] >= 3 * weights
+
+
+def test_prediction_needs_no_real_tensor() -> None:
+    with FakeTensorMode():
+        fake = NETWORKS["gpt"]()
+    assert ort_predicted(fake) == ort_predicted(NETWORKS["gpt"]())
+    with pytest.raises(UsageError, match="gpt: ONNX Runtime cannot run a step on fake tensors"):
+        make_ort_step(fake)
+
+
+def test_bfloat16_is_refused_with_the_operator() -> None:
+    with pytest.raises(UsageError, match=r"gpt: ONNX Runtime [\d.]+ has no kernel for \w+ in a data type .*float16"):
+        make_ort_step(NETWORKS["gpt"](), precision="amp-bfloat16")
+
+
+def _sorted_sum(output: Tensor) -> Tensor:
+    return output.sort(dim=1).values[:, 0].sum()
+
+
+def test_what_has_no_onnx_form_is_refused_with_the_operator() -> None:
+    work = Workload("sorted", nn.Linear(4, 4), (torch.randn(3, 4),), (), _sorted_sum, OptimizerSpec("sgd"))
+    with pytest.raises(UsageError, match=r"^sorted: ONNX Runtime cannot run its step: no ONNX form of aten\.sort"):
+        make_ort_step(work)
+    with pytest.raises(UsageError, match="unknown precision 'amp' for ort; choose one of float32, amp-float16, "):
+        make_ort_step(work, precision="amp")
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("magis.strategies.ort.step.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        check_installed()
+    assert str(caught.value) == (
+        "the strategy ort needs onnxruntime and onnx, not installed here; pip install 'pytest-magis[ort]'"
+    )
+
+
+def test_a_step_says_nothing_on_any_stream() -> None:
+    program = (
+        "from magis.models import get; from magis.strategies.ort.step import make_ort_step;"
+        "make_ort_step(get('mlp').build('small', 0)).run()"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
