@@ -35,8 +35,8 @@ class Bench:
     ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
     ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. In the folder
     ``kept`` plans are kept from run to run and, with ``keep_results``, whole results: one of an unchanged step is then
-    handed back without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies, else
-    these are processes of this machine; ``close`` ends them.
+    handed back without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies,
+    else these are processes of this machine; ``close`` ends them.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ from magis.api.alone import (
     too_large,
 )
 from magis.api.bench import Bench, Make
+from magis.api.in_ort import ort_result
 from magis.api.insight import Replayed
 from magis.api.kept_results import KeptResults
 from magis.api.planning import Plan, plan, planning_workspaces
@@ -71,7 +72,10 @@ def run_case(
     """
     bench = cache if cache is not None else Bench()
     subject = bench.subject(case, make)
-    if family(case.strategy) == "distributed":
+    kind = family(case.strategy)
+    if kind == "ort":
+        return ort_result(case, subject, progress or (lambda _text: None))
+    if kind == "distributed":
         return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
     run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
     keeps = bench.kept if bench.keeps_results and not timelines else None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from magis.api.alone import NOT_RUN, attempt
-from magis.api.insight import Replayed
+from magis.api.alone import NOT_RUN
+from magis.api.rows import original_figures, other_result
 from magis.api.subject import Subject
 from magis.api.values import median
 from magis.backend.measure import device_identity
@@ -17,7 +17,7 @@ from magis.predict import predict_rank
 from magis.predict.pace import predicted_ms
 from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
-from magis.strategies.base import Technique, samples_of
+from magis.strategies.base import Technique
 from magis.strategies.common import without_dropout
 from magis.strategies.names import check_world, technique
 
@@ -69,7 +69,7 @@ class _RankedCase:
         ranks = [self._predict(rank) for rank in _distinct(self.technique, self.case.ranks)]
         worst = max(ranks, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
         figures = StepFigures(worst.predicted or Memory(0, 0), self._ms(worst.rank))
-        original = self._original(attempt(lambda: self.subject.original_measured) if self.subject.runs else None)
+        original = original_figures(self.subject, measured=self.subject.runs)
         return replace(self._result(original, figures), ranks=tuple(ranks), note=note)
 
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
@@ -84,7 +84,7 @@ class _RankedCase:
             worst.memory,
             *median(slowest_ms(reports)),
         )
-        original = self._original(self.subject.original_measured)
+        original = original_figures(self.subject, measured=True)
         threads = worst.identity.get("threads", "")
         identity = {**device_identity(self.case.device), "ranks": f"{self.case.ranks} with {threads} threads"}
         return replace(
@@ -103,41 +103,8 @@ class _RankedCase:
             self.technique, self.subject.make, self.case.ranks, rank, self.subject.device_model, self.subject.kind
         )
 
-    def _original(self, measured: Memory | None) -> StepFigures:
-        subject = self.subject
-        captured = subject.captured
-        times = subject.original_times_ms if measured is not None else None
-        return StepFigures(
-            subject.original,
-            subject.latency_ns(captured.graph) / 1e6,
-            measured,
-            *median(times),
-            subject.reserved_bytes(captured.graph, captured.deaths),
-            Replayed(subject, captured.graph, captured).at_peak(),
-        )
-
     def _result(self, original: StepFigures, optimized: StepFigures) -> CaseResult:
-        subject = self.subject
-        return CaseResult(
-            case=self.case,
-            dtype=subject.source.dtype,
-            identity=device_identity(self.case.device),
-            original=original,
-            optimized=optimized,
-            ratio=None,
-            weight_bytes=subject.weight_bytes,
-            persistent_bytes=subject.captured.graph.persistent_bytes(),
-            memory_limit_bytes=None,
-            latency_limit_ms=None,
-            device_memory_bytes=subject.roofline.memory_bytes,
-            lower_bound_bytes=0,
-            numbers=NOT_RUN,
-            graph_digest=subject.digest,
-            provenance=subject.provenance(subject.captured.graph),
-            samples=samples_of(subject.fake),
-            off_by=OFF_BY,
-            noise=NOISE,
-        )
+        return replace(other_result(self.case, self.subject, original, optimized), off_by=OFF_BY, noise=NOISE)
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""

@@ -1,8 +1,8 @@
 """Weights in half precision, with float32 masters that the optimizer updates: mixed precision without autocast.
 
 As Megatron-LM and Apex (O2) have it: weights, activations and gradients are in the lower type. For the update every
-gradient is turned into a float32 one, and let go of (Megatron's way); the optimizer, whose state is float32, changes the
-masters, and the weights are copies of these.
+gradient is turned into a float32 one, and let go of (Megatron's way); the optimizer, whose state is float32, changes
+the masters, and the weights are copies of these.
 """
 
 from __future__ import annotations

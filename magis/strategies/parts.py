@@ -5,9 +5,12 @@ Techniques of one rank have names made of parts joined by "+", at most one of ea
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 from magis.strategies.names import DISTRIBUTED, group_of, is_distributed
 
-__all__ = ["KINDS", "LISTED", "ORIGINAL", "PLANS", "family", "group_of", "is_local"]
+__all__ = ["KINDS", "LISTED", "ORIGINAL", "PLANS", "OrtName", "family", "group_of", "is_local", "ort_name"]
 
 ORIGINAL = "eager"
 PLANS = ("magis", "magis+amp")
@@ -20,7 +23,10 @@ KINDS = (
 """The parts of names, of which those in a row exclude each other."""
 _LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "compile-budget")
 
-LISTED = (ORIGINAL, *PLANS, *_LOCAL, *DISTRIBUTED)
+_ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
+"""ONNX Runtime: "ort", "amp+ort-unoptimized", "ort-inference"."""
+
+LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
 """What "all" stands for; further combinations have names, too."""
 
 
@@ -30,12 +36,31 @@ def is_local(name: str) -> bool:
     return all(part in known for part in name.split("+"))
 
 
+class OrtName(NamedTuple):
+    """What the name of a strategy of ONNX Runtime says."""
+
+    precision: str
+    optimized: bool
+    inference: bool
+
+
+def ort_name(name: str) -> OrtName:
+    """The parts of a name of the family "ort"; ValueError for any other one."""
+    found = _ORT.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no strategy of ONNX Runtime")
+    precision = "amp-float16" if found["amp"] else "float32"
+    return OrtName(precision, found["what"] != "unoptimized", found["what"] == "inference")
+
+
 def family(name: str) -> str | None:
-    """What runs a strategy: "original", "plan", "local" or "distributed"; None for no name of ours."""
+    """What runs a strategy: "original", "plan", "local", "ort" or "distributed"; None for no name of ours."""
     if name == ORIGINAL:
         return "original"
     if name in PLANS:
         return "plan"
     if is_local(name):
         return "local"
+    if _ORT.fullmatch(name):
+        return "ort"
     return "distributed" if is_distributed(name) else None

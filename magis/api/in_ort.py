@@ -1,0 +1,113 @@
+"""One case of ONNX Runtime: the captured training step (or the inference) run by it, or predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from magis.api.alone import NOT_RUN
+from magis.api.numbers import compare_losses
+from magis.api.rows import original_figures, other_result
+from magis.api.subject import Subject
+from magis.api.values import median
+from magis.backend.steps import Step, whole_step
+from magis.backend.timing import Patience, Timing, interleave, ratio_interval
+from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
+from magis.strategies.common import without_dropout
+from magis.strategies.parts import OrtName, ort_name
+
+__all__ = ["ort_result"]
+
+ROUNDING, PRECISION = 1e-3, 0.05
+"""Share by which the losses of three steps may be off eager's: other kernels; lower precision."""
+OFF_BY, NOISE = 0.05, 0.02
+"""Share by which measured bytes may be off the predicted ones, and by which they differ from run to run."""
+ROUNDS = 12
+
+
+def ort_result(case: Case, subject: Subject, progress: Callable[[str], None]) -> CaseResult:
+    """Run a case in ONNX Runtime where the original runs on the CPU; predict it elsewhere.
+
+    Raises UsageError without the extra, for operators that have no form in ONNX, and for ones that ONNX Runtime has no
+    kernel for.
+    """
+    from magis.strategies.ort.step import check_installed
+
+    check_installed()
+    name = ort_name(case.strategy)
+    return _OrtCase(case, subject, name, progress).result()
+
+
+@dataclass(frozen=True)
+class _OrtCase:
+    case: Case
+    subject: Subject
+    name: OrtName
+    progress: Callable[[str], None]
+
+    def result(self) -> CaseResult:
+        from magis.strategies.ort.memory import MEASURED, PREDICTED
+
+        subject = self.subject
+        self.progress("predicting")
+        predicted, terms = self._predicted()
+        runs = subject.kind == "cpu" and subject.runs
+        original = original_figures(subject, measured=runs)
+        simulated_ms = subject.latency_ns(subject.captured.graph) / 1e6
+        found = replace(
+            other_result(self.case, subject, original, StepFigures(predicted, simulated_ms)), off_by=OFF_BY, noise=NOISE
+        )
+        if not runs:
+            return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)
+        self.progress("measuring in ONNX Runtime")
+        memory = self._measured()
+        numbers = self._numbers()
+        timing = self._timing()
+        figures = StepFigures(predicted, simulated_ms, memory, *median(timing.second_ms))
+        note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
+        return replace(found, optimized=figures, ratio=self._ratio(timing), numbers=numbers, note=note)
+
+    def _predicted(self) -> tuple[Memory, tuple[Term, ...]]:
+        from magis.strategies.ort.step import ort_predicted
+
+        name = self.name
+        return ort_predicted(
+            self.subject.fake, precision=name.precision, optimized=name.optimized, inference=name.inference
+        )
+
+    def _measured(self) -> Memory:
+        from magis.strategies.ort.step import ort_memory
+
+        name = self.name
+        return ort_memory(
+            self.subject.fresh(), precision=name.precision, optimized=name.optimized, inference=name.inference
+        )
+
+    def _step(self, *, dropout: bool) -> Step:
+        from magis.strategies.ort.step import make_ort_step
+
+        name, work = self.name, self.subject.fresh()
+        if not dropout:
+            without_dropout(work.module)
+        return make_ort_step(work, precision=name.precision, optimized=name.optimized, inference=name.inference)
+
+    def _numbers(self) -> str:
+        """Three steps beside eager's, without dropout: its random numbers are ONNX Runtime's own."""
+        if self.name.inference:
+            return f"{NOT_RUN}: an inference has no loss"
+        eager = self.subject.eager()
+        without_dropout(eager.module)
+        off = compare_losses(eager, self._step(dropout=False), self.case.seed)
+        lower = self.name.precision != "float32"
+        if not off <= (PRECISION if lower else ROUNDING):
+            return f"differs: loss by {100 * off:.2g}%"
+        return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
+
+    def _timing(self) -> Timing:
+        rounds = Patience(self.case.timing_rounds or ROUNDS)
+        eager, step = whole_step(self.subject.eager()), whole_step(self._step(dropout=True))
+        return interleave(eager, step, rounds, warmup=1, device=self.subject.torch_device)
+
+    def _ratio(self, timing: Timing) -> RatioInterval | None:
+        """Of an inference there is none: the original is a training step."""
+        return None if self.name.inference else ratio_interval(timing)
