@@ -140,7 +140,7 @@ def test_a_gpu_is_predicted_at_the_sizes_of_papers() -> None:
 
 def test_no_prediction_inside_a_world() -> None:
     make = partial(bert, tiny(), REAL, "bert", 0)
-    with fake_world(2, 0), pytest.raises(UsageError, match="while torch.distributed is set up"):
+    with fake_world(2, 0), pytest.raises(UsageError, match=r"while torch\.distributed is set up"):
         predict_rank(technique("ddp"), make, 2, 0)
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match="tp2 needs a multiple of 2 ranks, there are 3"):
