@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.backend.measure import collector_spared
 from magis.capture import Workload
@@ -72,12 +73,19 @@ def rank_peak(
 
 
 def predict_rank(
-    technique: Technique, make_work: Callable[[], Workload], world_size: int, rank: int, *, device: str = "cpu"
+    technique: Technique,
+    make_work: Callable[[], Workload],
+    world_size: int,
+    rank: int,
+    *,
+    device: str = "cpu",
+    explicit_attention: bool = False,
 ) -> RankMemory:
     """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
 
-    ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU. The
-    bytes are those of tensors: no workspace, context or allocator. UsageError where a process group is set up already.
+    ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
+    ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
+    are those of tensors: no workspace, context or allocator. UsageError where a process group is set up already.
     """
     check_world(technique, world_size)
     world = World(world_size, rank, device, fake=True)
@@ -86,6 +94,8 @@ def predict_rank(
         stack.enter_context(fake_tensors())
         if device == "cuda":
             stack.enter_context(as_on_cuda())
+        if explicit_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(device_forms(device))
         found = rank_peak(technique, make_work, world)
     return RankMemory(rank, predicted=Memory(found.peak_bytes, found.peak_bytes), terms=found.terms)
