@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from magis.aten.mixed import as_mixed
 from magis.aten.watched import unwatched
+from magis.simulate.caching import CachingAllocator
 from magis.strategies.common import KIND
 
 __all__ = ["GATHERED", "TEMPORARY", "Ledger"]
@@ -45,9 +46,11 @@ class Ledger(TorchDispatchMode):
     apart by kind, as far as `name` and `KIND` said what storages are for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, replays: bool = False) -> None:
+        """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``)."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
+        self.allocator = CachingAllocator() if replays else None
         self._unwatched = unwatched()
         self._alive: dict[int, _Entry] = {}
         self._kinds: dict[int, str] = {}
@@ -116,6 +119,8 @@ class Ledger(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its parts' operators come by
         func = self._unwatched.form(func, args, kwargs or {})
+        if self.allocator is not None:
+            self._purge()  # what is free by now can be handed out again
         result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
         given = _storages((args, kwargs))
         # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
@@ -134,6 +139,7 @@ class Ledger(TorchDispatchMode):
                 continue
             more = more or known is None or nbytes > known.nbytes
             serial = next(self._serial) if known is None else known.serial
+            self._replay(serial, nbytes)
             self._alive[reference.cdata] = _Entry(reference, nbytes, serial)
             if known is None and purpose is not None:
                 self._kinds[serial] = purpose
@@ -141,9 +147,15 @@ class Ledger(TorchDispatchMode):
             self._purge()
             self._note()
 
+    def _replay(self, serial: int, nbytes: int) -> None:
+        if self.allocator is not None:
+            self.allocator.release(serial)
+            self.allocator.allocate(serial, nbytes)
+
     def _purge(self) -> None:
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
             gone = self._alive.pop(key)  # with the reference, the address may be used again
+            self._replay(gone.serial, 0)
             if gone.serial not in self._peak:
                 self._kinds.pop(gone.serial, None)
 

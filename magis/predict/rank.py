@@ -39,10 +39,17 @@ class RankPeak:
     terms: tuple[Term, ...]
     """They sum up to the peak."""
     losses: tuple[float | None, ...] = ()
+    reserved_bytes: int | None = None
+    """What a GPU's caching allocator would have reserved in the end, at its defaults; None where nobody asked."""
 
 
 def rank_peak(
-    technique: Technique, make_work: Callable[[], Workload], world: World, *, warm_steps: int = WARM_STEPS
+    technique: Technique,
+    make_work: Callable[[], Workload],
+    world: World,
+    *,
+    warm_steps: int = WARM_STEPS,
+    replays: bool = False,
 ) -> RankPeak:
     """Prepare, run ``warm_steps`` and one measured step on this rank, with every storage counted from the start.
 
@@ -51,7 +58,7 @@ def rank_peak(
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
     try:
-        with collector_spared(), Ledger() as ledger:
+        with collector_spared(), Ledger(replays=replays) as ledger:
             gc.disable()
             step = technique.prepare(make_work(), world)
             _name_gradients(step, ledger)
@@ -69,7 +76,9 @@ def rank_peak(
         if was_enabled:
             gc.enable()
     found = ledger.at_peak()
-    return RankPeak(ledger.peak_bytes, tuple(Term(kind, nbytes) for kind, nbytes in found.items()), tuple(losses))
+    terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
+    reserved = None if ledger.allocator is None else ledger.allocator.reserved
+    return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
 
 
 def predict_rank(
@@ -85,7 +94,7 @@ def predict_rank(
 
     ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
     ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors: no workspace, context or allocator. UsageError where a process group is set up already.
+    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. UsageError where a process group is set up already.
     """
     check_world(technique, world_size)
     world = World(world_size, rank, device, fake=True)
@@ -97,8 +106,10 @@ def predict_rank(
         if explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(device_forms(device))
-        found = rank_peak(technique, make_work, world)
-    return RankMemory(rank, predicted=Memory(found.peak_bytes, found.peak_bytes), terms=found.terms)
+        found = rank_peak(technique, make_work, world, replays=device == "cuda")
+    return RankMemory(
+        rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
+    )
 
 
 @contextmanager

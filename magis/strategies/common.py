@@ -236,6 +236,10 @@ class PlainStep:
     def __post_init__(self) -> None:
         self._scaler = LossScaler(self.world, enabled=self.amp and self.world.device == "cuda")
 
+    def scale(self, scaler: LossScaler) -> None:
+        """Scale gradients by this from now on."""
+        self._scaler = scaler
+
     def prepare(self) -> None:
         """Gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -276,5 +280,7 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
     inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps its part's state in there
     for state in inner.state.values():
         yield from (("optimizer state", local(t)) for t in state.values() if isinstance(t, Tensor))
+    masters = getattr(optimizer, "held", None)
+    yield from masters() if masters is not None else ()
     owned = [p for group in inner.param_groups for p in group["params"]]
     yield from (("gradients", local(p.grad)) for p in (*module.parameters(), *owned) if p.grad is not None)

@@ -18,6 +18,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.bert import Bert
 from magis.models.btlm import Btlm
+from magis.models.gpt import Gpt
 from magis.models.gpt_neo import GptNeo
 from magis.models.vit import Vit
 
@@ -46,7 +47,7 @@ def cut_of(work: Workload, stages: int) -> Cut:
     if cut is None:
         raise UsageError(
             f"{work.name}: pipeline stages need to know where to cut, and {type(work.module).__name__} says nothing",
-            hint="pp knows bert, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
+            hint="pp knows bert, gpt, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
         )
     if stages > len(work.blocks):
         raise UsageError(
@@ -91,7 +92,7 @@ def _bert_finish(net: Bert, x: Tensor) -> tuple[Tensor, Tensor]:
     return functional.linear(x, net.embeddings.word.weight, net.decoder_bias), sentence
 
 
-def _neo_start(net: GptNeo, inputs: tuple[Tensor, ...]) -> Tensor:
+def _neo_start(net: GptNeo | Gpt, inputs: tuple[Tensor, ...]) -> Tensor:
     x = net.word(inputs[0])
     if net.position is not None:
         x = x + net.position(torch.arange(inputs[0].shape[1], device=inputs[0].device))
@@ -104,8 +105,13 @@ def _neo_block(net: GptNeo, index: int, x: Tensor) -> Tensor:
     return out
 
 
-def _neo_finish(net: GptNeo, x: Tensor) -> Tensor:
+def _neo_finish(net: GptNeo | Gpt, x: Tensor) -> Tensor:
     return functional.linear(net.norm(x), net.word.weight)
+
+
+def _gpt_block(net: Gpt, index: int, x: Tensor) -> Tensor:
+    out: Tensor = net.layers[index](x, net.mask)
+    return out
 
 
 def _btlm_start(net: Btlm, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -144,6 +150,7 @@ def _plain_block(net: Any, index: int, x: Tensor) -> Tensor:
 _CUTS: dict[type[nn.Module], Cut] = {
     Bert: Cut(_bert_start, _plain_block, _bert_finish, ("embeddings.",), "embeddings.word.weight"),
     GptNeo: Cut(_neo_start, _neo_block, _neo_finish, ("word.", "position."), "word.weight"),
+    Gpt: Cut(_neo_start, _gpt_block, _neo_finish, ("word.", "position."), "word.weight"),
     Btlm: Cut(_btlm_start, _btlm_block, _btlm_finish, ("word.",), "word.weight"),
     Vit: Cut(_vit_start, _plain_block, _vit_finish, ("patches.", "class_token", "positions")),
 }

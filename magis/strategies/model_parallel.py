@@ -233,6 +233,10 @@ class PipelineStep:
     tied: tuple[nn.Parameter, dist.ProcessGroup] | None
     """A parameter that both ends of the pipeline hold, on these."""
 
+    def scale(self, scaler: LossScaler) -> None:
+        """Scale gradients by this from now on."""
+        self.scaler = self.part.scaler = scaler
+
     def prepare(self) -> None:
         """Gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
 """From the name of a distributed technique to the technique. Imports torch only when one is made.
 
-A name is a plain one, or "amp+" and a plain one. `tp` and `pp` take the number of ranks of a group ("tp4"; 2 without
+A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of ranks of a group ("tp4"; 2 without
 one) and go together ("tp4+pp2").
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from magis.errors import UsageError
@@ -22,6 +22,7 @@ DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero
 """The plain names, in the order in which reports list them."""
 
 _REPLICATED = ("ddp", "oss", "oss+sdp")
+_HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
@@ -33,6 +34,7 @@ class _Parsed:
     tensor: int = 1
     """Ranks that share each block."""
     stages: int = 1
+    half: bool = False
 
 
 class _Grouped(Protocol):
@@ -53,6 +55,10 @@ def technique(name: str) -> Technique:
             f"{name!r} is no distributed technique",
             hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
         )
+    if parsed.half:
+        from magis.strategies.halved import Halved
+
+        return Halved(technique(name.removeprefix("half+")))
     if parsed.plain in _REPLICATED:
         from magis.strategies.replicated import Replicated
 
@@ -91,6 +97,10 @@ def check_world(technique: _Grouped, size: int) -> None:
 
 
 def _parsed(name: str) -> _Parsed | None:
+    if name.startswith("half+"):
+        inner = _parsed(name.removeprefix("half+"))
+        fits = inner is not None and not inner.amp and not inner.half and inner.plain in _HALVED
+        return replace(inner, half=True) if inner is not None and fits else None
     plain = name.removeprefix("amp+")
     amp = plain != name
     if plain in _REPLICATED or plain in _PARTITIONED or plain == "fsdp":
