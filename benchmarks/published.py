@@ -19,9 +19,12 @@ from pathlib import Path
 import torch
 
 from magis.predict.published import ROWS, Prediction, Row, predicted
+from magis.report.scatter import Mark, scatter_svg
 from magis.units import MIB
 
 WITHIN, MEDIAN = 0.15, 0.07
+PICTURE = Path(__file__).parent.parent / "docs" / "strategies.svg"
+TITLE = "GPT 1.3B on 4 x V100: peak memory of a rank against throughput"
 
 
 def main() -> int:
@@ -50,7 +53,17 @@ def main() -> int:
     print("\n".join(verdict))
     if given.rows == "bert,gpt":
         given.output.write_text("\n".join((*lines, *verdict)) + "\n", encoding="utf-8")
+        PICTURE.write_text(scatter_svg(TITLE, list(_marks(found))), encoding="utf-8")
     return 0 if good else 1
+
+
+def _marks(found: Sequence[tuple[Row, Prediction]]) -> Iterator[Mark]:
+    """Of the GPT: ours where it fits, the vendor's where there is one."""
+    for row, ours in found:
+        if row.workload == "gpt" and ours.fits:
+            yield Mark(row.technique, ours.samples_per_s, ours.peak_bytes(ours.reported) / MIB)
+        if row.workload == "gpt" and row.peak_mib is not None and row.samples_per_s is not None:
+            yield Mark(row.technique, row.samples_per_s, row.peak_mib, published=True)
 
 
 def _row(row: Row, ours: Prediction) -> Iterator[str]:

@@ -87,7 +87,7 @@ def rows(model: str, size: int, techniques: str) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": name,
-                "amp": name.startswith("amp+"),
+                "amp": name.startswith(("amp+", "half+")),
                 "predicted": max(rank["predicted"] for rank in ranks),
                 "measured": max(rank["measured"] for rank in ranks),
                 "error": worst["predicted"] / worst["measured"] - 1,

@@ -94,7 +94,8 @@ def predict_rank(
 
     ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
     ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. UsageError where a process group is set up already.
+    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. UsageError
+    where a process group is set up already.
     """
     check_world(technique, world_size)
     world = World(world_size, rank, device, fake=True)

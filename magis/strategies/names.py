@@ -1,7 +1,7 @@
 """From the name of a distributed technique to the technique. Imports torch only when one is made.
 
-A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of ranks of a group ("tp4"; 2 without
-one) and go together ("tp4+pp2").
+A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2").
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_every_technique_at_small_sizes(repository: Path, model: str, size: int)
 @pytest.mark.soak
 def test_mixed_precision_on_two_ranks(repository: Path) -> None:
     names = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp")
-    techniques = ",".join(f"amp+{name}" for name in names)
+    techniques = ",".join([*(f"amp+{name}" for name in names), "half+ddp", "half+tp", "half+pp"])
     found = table(repository, "--models=tiny-bert", "--sizes=2", f"--techniques={techniques}", seconds=600)
     for (_, name, _), (predicted, measured, loss) in found.items():
         assert abs(predicted / measured - 1) <= 0.02, name
