@@ -126,7 +126,7 @@ def predicted_ms(
     """Milliseconds of a step of rank ``rank``, on fake tensors; ``kind`` ("cpu", "cuda"): whose operators it runs."""
     check_world(technique, world_size)
     world = World(world_size, rank, kind, fake=True)
-    pace = Pace(device, LINKS.get(device.name, LINKS["cpu"]))
+    pace = Pace(device, LINKS[device.name.removeprefix("sim:")])
     with ExitStack() as stack:
         stack.enter_context(fake_world(world_size, rank))
         stack.enter_context(fake_tensors())
@@ -139,7 +139,7 @@ def predicted_ms(
         step.prepare()
         with pace:
             step.run()
-        if technique.name.removeprefix("amp+") in ("ddp", "oss"):
+        if technique.name.rpartition("+")[2] in ("ddp", "oss"):
             nbytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
             pace.add_hidden(nbytes, world_size)
     stages = int(getattr(technique, "stages", 1))

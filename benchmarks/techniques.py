@@ -1,0 +1,117 @@
+"""magis beside what users reach for first, measured in one process: peak memory at equal or lower latency.
+
+    python benchmarks/techniques.py [--models bert,gpt] [--rounds 12] [--output FILE]
+
+Every technique is timed in turns with eager, so ratios compare. For each rival the leanest plan of magis is named that is
+at most as slow: of the same kind of step (float32; under autocast; compiled), then of any kind. "better" counts rivals
+that such a plan beats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from magis.quiet import before_torch
+
+before_torch()
+
+import torch  # noqa: E402
+
+from magis.api import Bench, run_case  # noqa: E402
+from magis.results import Case, CaseResult  # noqa: E402
+from magis.units import MIB  # noqa: E402
+
+RIVALS = ("amp", "checkpoint", "selective-checkpoint", "compile", "compile-budget")
+RATIOS = {"magis": (0.8, 0.6, 0.4, 0.3, 0.25), "magis+amp": (0.8, 0.6, 0.4), "magis+compile": (0.6, 0.4)}
+SHARE = 1.02
+"""Latencies that are told apart by less count as equal: timings of this machine repeat to about that."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A technique's figures, relative to eager in float32."""
+
+    name: str
+    peak_bytes: int
+    latency: float
+    numbers: str
+
+    @property
+    def kind(self) -> str:
+        """Of the step: what changes its numbers."""
+        return "amp" if "amp" in self.name else "compiled" if "compile" in self.name else "float32"
+
+
+def main() -> int:
+    """Print both tables; 1 where a rival is not beaten."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="bert,gpt")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "techniques.txt")
+    given = parser.parse_args()
+    head = f"# {dt.datetime.now(tz=dt.UTC).date()}, torch {torch.__version__}, {os.cpu_count()} cores: "
+    lines = [f"{head}python benchmarks/techniques.py {' '.join(sys.argv[1:])}".rstrip()]
+    good = True
+    for model in given.models.split(","):
+        points = _measured(model, given.rounds)
+        more, fine = _compared(model, points)
+        good = good and fine
+        lines += more
+        print("\n".join(more), flush=True)
+    given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0 if good else 1
+
+
+def _measured(model: str, rounds: int) -> list[Point]:
+    bench = Bench()
+    cases = [Case(model, name, "cpu", "small", timing_rounds=rounds) for name in RIVALS]
+    for name, ratios in RATIOS.items():
+        dtype = "amp-bfloat16" if name == "magis+amp" else None
+        cases += [
+            Case(model, name, "cpu", "small", dtype, memory_ratio=ratio, timing_rounds=rounds) for ratio in ratios
+        ]
+    points: list[Point] = []
+    for case in cases:
+        print(f"{model}: {case.strategy} {case.memory_ratio or ''}", file=sys.stderr, flush=True)
+        points.append(_point(case, run_case(case, cache=bench), points))
+    bench.close()
+    return points
+
+
+def _point(case: Case, result: CaseResult, before: Sequence[Point]) -> Point:
+    """Of a plan under autocast, timed beside eager under autocast, by way of that one's own ratio."""
+    name = case.strategy if case.memory_ratio is None else f"{case.strategy}-mem{case.memory_ratio:g}"
+    base = next((point.latency for point in before if point.name == "amp"), 1.0) if case.dtype else 1.0
+    return Point(name, result.memory.peak_bytes, base * result.latency_ratio, result.numbers)
+
+
+def _compared(model: str, points: Sequence[Point]) -> tuple[list[str], bool]:
+    lines = [f"{model}: {'technique':24}{'peak MiB':>10}{'latency':>9}  numbers"]
+    lines += [
+        f"{'':{len(model) + 2}}{p.name:24}{p.peak_bytes / MIB:10.2f}{p.latency:9.3f}  {p.numbers}" for p in points
+    ]
+    ours = [point for point in points if point.name.startswith("magis")]
+    beaten = 0
+    for rival in (point for point in points if not point.name.startswith("magis")):
+        lean = [p for p in ours if p.latency <= SHARE * rival.latency and p.peak_bytes < rival.peak_bytes]
+        same = [p for p in lean if p.kind == rival.kind]
+        best = min(same or lean, key=lambda p: p.peak_bytes, default=None)
+        beaten += best is not None
+        said = (
+            "NOT beaten at its latency"
+            if best is None
+            else f"{best.name}: {best.peak_bytes / rival.peak_bytes:.2f} of its peak, {best.latency:.3f} of eager's time"
+        )
+        lines.append(f"  {rival.name:22} {rival.peak_bytes / MIB:8.2f} MiB, {rival.latency:.3f}: {said}")
+    lines.append(f"  better in {beaten} of {len(RIVALS)}")
+    return lines, beaten == len(RIVALS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
