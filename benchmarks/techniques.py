@@ -2,9 +2,9 @@
 
     python benchmarks/techniques.py [--models bert,gpt] [--rounds 12] [--output FILE]
 
-Every technique is timed in turns with eager, so ratios compare. For each rival the leanest plan of magis is named that is
-at most as slow: of the same kind of step (float32; under autocast; compiled), then of any kind. "better" counts rivals
-that such a plan beats.
+Every technique is timed in turns with eager, so ratios compare. For each rival the leanest plan of magis is named that
+is at most as slow: of the same kind of step (float32; under autocast; compiled), then of any kind. "better" counts
+rivals that such a plan beats.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _compared(model: str, points: Sequence[Point]) -> tuple[list[str], bool]:
         said = (
             "NOT beaten at its latency"
             if best is None
-            else f"{best.name}: {best.peak_bytes / rival.peak_bytes:.2f} of its peak, {best.latency:.3f} of eager's time"
+            else f"{best.name}: {best.peak_bytes / rival.peak_bytes:.2f} of its peak, {best.latency:.3f} of eager"
         )
         lines.append(f"  {rival.name:22} {rival.peak_bytes / MIB:8.2f} MiB, {rival.latency:.3f}: {said}")
     lines.append(f"  better in {beaten} of {len(RIVALS)}")
