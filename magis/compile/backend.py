@@ -11,7 +11,7 @@ from torch._dynamo import disable
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from magis.compile.options import OptionError, as_options
+from magis.compile.options import OptionError, Options, as_options
 from magis.compile.partition import partition
 from magis.compile.shapes import Specialized, is_open
 
@@ -29,19 +29,27 @@ def magis(
 
     `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8),
     `memory_limit` (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a
-    function that is given a `Report` of each graph. UsageError, one line, for anything else; there are no modes.
+    function that is given a `Report` of each graph; `inductor`: its code, which saves what the plan
+    saves. UsageError, one line, for anything else; there are no modes.
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
-    compile_ = partial(_compiled, partition_fn=partial(partition, options=as_options(options)))
+    found = as_options(options)
+    compile_ = partial(_by_inductor, options=found) if found.inductor else partial(_as_planned, options=found)
     if is_open(example_inputs):
         return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
     return compile_(gm, example_inputs)
 
 
-def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], *, partition_fn: Callable[..., Any]) -> Callable[..., Any]:
+def _as_planned(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
     """By way of AOTAutograd; a new one each time, since it changes what it was made with."""
     compiled: Callable[..., Any] = aot_autograd(
-        fw_compiler=boxed_nop, partition_fn=partition_fn, keep_inference_input_mutations=True
+        fw_compiler=boxed_nop, partition_fn=partial(partition, options=options), keep_inference_input_mutations=True
     )(gm, inputs)
     return compiled
+
+
+def _by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    from magis.compile.saved import by_inductor  # inductor loads for seconds
+
+    return by_inductor(gm, inputs, options=options)

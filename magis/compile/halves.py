@@ -22,7 +22,7 @@ from magis.compile.plan import turn_of
 from magis.errors import VerifyError
 from magis.ir import Arg, Const, Graph, Op, Ref
 
-__all__ = ["halves"]
+__all__ = ["crossing", "halves"]
 
 
 def rng_save(device: str) -> Tensor:
@@ -51,33 +51,36 @@ def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.G
     """Forward and backward module of a planned joint graph; ``meta["val"]`` of every node as partitioners leave it."""
     primals, tangents = placeholders(joint.graph)
     at = turn_of(planned)
-    first, rest = planned.ops[:at], planned.ops[at + 1 :]
     given = [value for value in planned.ops[at].outputs if value is not None]
     names = dict(zip((*captured.primals, *given), (node.name for node in (*primals, *tangents)), strict=True))
     results = [None if place is None else planned.outputs[place] for place in captured.forward]
-    gradients = [None if place is None else planned.outputs[place] for place in captured.backward]
-    saved = _saved(rest, gradients, captured, given)
+    gradients = _gradients(captured, planned)
+    saved = crossing(captured, planned)
     mode = _mode(primals)
     forward = _Half(joint, captured, planned, names, mode, {})
     forward.take(captured.primals)
-    forward.run(first)
+    forward.run(planned.ops[:at])
     backward = _Half(joint, captured, planned, names, mode, {value: forward.fakes[value] for value in saved})
     backward.take((*saved, *given))
-    backward.run(rest)
+    backward.run(planned.ops[at + 1 :])
     return forward.module((*results, *saved)), backward.module(gradients)
 
 
-def _saved(
-    rest: Sequence[Op], gradients: Sequence[int | None], captured: Joint, given: Sequence[int]
-) -> tuple[int, ...]:
+def crossing(captured: Joint, planned: Graph) -> tuple[int, ...]:
     """Values that the backward takes from before the turn, in the order in which it first wants them."""
-    known = {*given, *captured.constants}
+    at = turn_of(planned)
+    known = {value for value in planned.ops[at].outputs if value is not None} | set(captured.constants)
     found: dict[int, None] = {}
-    for op in rest:
+    for op in planned.ops[at + 1 :]:
         found.update(dict.fromkeys(value for value in op.inputs() if value not in known))
         known.update(op.made())
+    gradients = _gradients(captured, planned)
     found.update(dict.fromkeys(value for value in gradients if value is not None and value not in known))
     return tuple(found)
+
+
+def _gradients(captured: Joint, planned: Graph) -> list[int | None]:
+    return [None if place is None else planned.outputs[place] for place in captured.backward]
 
 
 def _mode(primals: Sequence[fx.Node]) -> FakeTensorMode:

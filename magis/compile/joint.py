@@ -51,6 +51,8 @@ class Joint:
     constants: Mapping[int, str]
     """Values of tensors that belong to the module, by attribute."""
     device: str
+    nodes: Mapping[int, fx.Node]
+    """The node that makes a value, of values that are some node's; the first one, where several hand it on."""
 
 
 def placeholders(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -115,6 +117,10 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
             held[recorder.register(env[node], "buffer", f"constant:{node.target}")] = str(node.target)
         with recorder:
             _run(joint.graph, env)
+        nodes: dict[int, fx.Node] = {}
+        for node in joint.graph.nodes:
+            if isinstance(env.get(node), Tensor):
+                nodes.setdefault(recorder.value_of(env[node]), node)
         results = [None if item is None else recorder.value_of(env[item]) for item in returned]
     outputs = tuple(value for value in results if value is not None)
     given = tuple(values[node] for node in tangents)
@@ -130,6 +136,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         given,
         held,
         joint_device(primals),
+        nodes,
     )
 
 

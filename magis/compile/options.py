@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_RATIO", "OptionError", "Options", "as_options"]
 DEFAULT_RATIO = 0.8
 """Memory ratio where no limit is given: what most networks reach at almost no cost."""
 LIMITS = ("memory_ratio", "memory_limit", "latency_ratio")
-KNOWN = (*LIMITS, "budget", "seconds", "report")
+KNOWN = (*LIMITS, "budget", "seconds", "report", "inductor")
 
 
 class OptionError(UsageError, ShortenTraceback):
@@ -40,6 +40,8 @@ class Options:
     budget: int | None = None
     seconds: float | None = None
     report: Callable[[Report], object] | None = None
+    inductor: bool = False
+    """Inductor makes the code, in an order of its own; only what is saved for the backward is the plan's."""
 
 
 def as_options(given: Mapping[str, Any] | None) -> Options:
@@ -63,6 +65,9 @@ def as_options(given: Mapping[str, Any] | None) -> Options:
     report = options.get("report")
     if report is not None and not callable(report):
         raise OptionError(f"backend magis: report={report!r}", hint="pass a function of one Report")
+    inductor = options.get("inductor", False)
+    if not isinstance(inductor, bool):
+        raise OptionError(f"backend magis: inductor={inductor!r}", hint="use True or False")
     return Options(
         memory_ratio=options.get("memory_ratio"),
         memory_bytes=_bytes(options.get("memory_limit")),
@@ -70,6 +75,7 @@ def as_options(given: Mapping[str, Any] | None) -> Options:
         budget=None if budget is None else int(budget),
         seconds=options.get("seconds"),
         report=report,
+        inductor=inductor,
     )
 
 

@@ -18,7 +18,7 @@ from magis.compile.report import Report
 from magis.errors import MagisError
 from magis.units import format_bytes
 
-__all__ = ["partition"]
+__all__ = ["REFUSED", "as_torch_does", "partition", "tell"]
 
 REFUSED = (MagisError, RuntimeError, TypeError, ValueError, LookupError, NotImplementedError)
 """What capture and planning raise for what they cannot do: torch's operators on fake tensors raise any of these."""
@@ -47,16 +47,24 @@ def partition(
         except REFUSED as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         else:
-            _tell(report, options)
+            tell(report, options)
             return found
-    warnings.warn(f"magis: a graph is not planned, all that its backward needs is saved: {reason}", stacklevel=2)
-    if options.report is not None:
-        options.report(Report(0, 0, None, False, 0, 1.0, (), 0.0, fallback=reason))
+    as_torch_does(reason, options)
     forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further)
     return forward, backward
 
 
-def _tell(report: Report, options: Options) -> None:
+def as_torch_does(reason: str, options: Options) -> None:
+    """Say why a graph is not planned: a warning, and a report without numbers."""
+    what = "inductor chooses what" if options.inductor else "all that"
+    saved = "is saved" if options.inductor else "its backward needs is saved"
+    warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
+    if options.report is not None:
+        options.report(Report(0, 0, None, False, 0, 1.0, (), 0.0, fallback=reason))
+
+
+def tell(report: Report, options: Options) -> None:
+    """Hand a report to whom it is for; a warning where the limit is not kept."""
     if not report.feasible and report.limit_bytes is not None:
         warnings.warn(
             f"magis: no plan found for a graph within {format_bytes(report.limit_bytes)}: it will need"

@@ -13,6 +13,7 @@ __all__ = ["Report"]
 class Report:
     """One graph's plan. Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of
     this graph count as long as the loop holds them; the optimizer's state, which the graph does not see, does not.
+    With the option ``inductor`` all of it is of the graph before operators are fused: the code makes fewer tensors.
     """
 
     original_bytes: int
