@@ -31,6 +31,8 @@ ROUNDING = 1e-4
 """Share by which sums in another order may change a loss in three steps; in lower precision it is the latter's."""
 PRECISION = 0.05
 STEPS_COMPARED = 3
+TIMED = 5
+"""Steps: their times are printed, not gated."""
 
 Pool = Callable[[int, str], RankPool]
 """Makes the pool of so many ranks on a device, or hands out the one that there is."""
@@ -48,7 +50,7 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
     if pool is None:
         return run.predicted()
     progress(f"measuring on {case.ranks} ranks")
-    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or 10)
+    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or TIMED)
     try:
         reports = pool(case.ranks, case.device).run(job)
     except RankError as error:
@@ -131,7 +133,7 @@ class _RankedCase:
 def _distinct(name: str, chosen: Technique, size: int) -> tuple[int, ...]:
     """Ranks of which none is like another, or like another with less.
 
-    Replicas are alike, and so are equal pieces, up to bytes of alignment, of which the first is the largest. But `oss` deals out whole
+    Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` deals out whole
     parameters, and of a technique of the user's own nothing is known.
     """
     if is_own(name) or name.removeprefix("amp+").startswith("oss"):
