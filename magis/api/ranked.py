@@ -19,7 +19,7 @@ from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, s
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.strategies.base import Technique
 from magis.strategies.common import without_dropout
-from magis.strategies.names import check_world, technique
+from magis.strategies.names import check_world, is_own, technique
 
 __all__ = ["OFF_BY", "ranked_result"]
 
@@ -31,6 +31,8 @@ ROUNDING = 1e-4
 """Share by which sums in another order may change a loss in three steps; in lower precision it is the latter's."""
 PRECISION = 0.05
 STEPS_COMPARED = 3
+TIMED = 5
+"""Steps: their times are printed, not gated."""
 
 Pool = Callable[[int, str], RankPool]
 """Makes the pool of so many ranks on a device, or hands out the one that there is."""
@@ -48,7 +50,7 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
     if pool is None:
         return run.predicted()
     progress(f"measuring on {case.ranks} ranks")
-    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or 10)
+    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or TIMED)
     try:
         reports = pool(case.ranks, case.device).run(job)
     except RankError as error:
@@ -65,8 +67,8 @@ class _RankedCase:
     technique: Technique
 
     def predicted(self, note: str = "") -> CaseResult:
-        """With every rank predicted that is not like another one."""
-        ranks = [self._predict(rank) for rank in _distinct(self.technique, self.case.ranks)]
+        """With every rank predicted that is not like another one: each takes seconds at paper size."""
+        ranks = [self._predict(rank) for rank in _distinct(self.case.strategy, self.technique, self.case.ranks)]
         worst = max(ranks, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
         figures = StepFigures(worst.predicted or Memory(0, 0), self._ms(worst.rank))
         original = original_figures(self.subject, measured=self.subject.runs)
@@ -112,7 +114,7 @@ class _RankedCase:
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
-        lower = self.case.strategy.startswith("amp")
+        lower = self.technique.name.startswith("amp+")
         if not off <= (PRECISION if lower else ROUNDING):
             return f"differs: loss by {100 * off:.2g}% of that of one rank"
         return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
@@ -128,6 +130,12 @@ class _RankedCase:
         return tuple(losses if all(map(math.isfinite, losses)) else ())
 
 
-def _distinct(chosen: Technique, size: int) -> tuple[int, ...]:
-    """Ranks of which none is like another: the first replica's."""
-    return tuple(range(min(size, chosen.group))) if chosen.group > 1 else tuple(range(size))
+def _distinct(name: str, chosen: Technique, size: int) -> tuple[int, ...]:
+    """Ranks of which none is like another, or like another with less.
+
+    Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` deals out whole
+    parameters, and of a technique of the user's own nothing is known.
+    """
+    if is_own(name) or name.removeprefix("amp+").startswith("oss"):
+        return tuple(range(size))
+    return tuple(range(0, min(size, chosen.group), getattr(chosen, "tensor", 1)))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ _MARK = "magis: the measured step"
 def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
     """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
     where = _Where(world, enter)
-    chosen = _technique(job.technique)
+    chosen = technique(job.technique)
     check_world(chosen, world.size)
     told = _Told(chosen, where)
     gc.collect()
@@ -241,18 +240,6 @@ def _has_dropout(module: nn.Module) -> bool:
         for name, value in vars(part).items()
         if name in ("p", "dropout", "dropout_p", "attention_dropout")
     )
-
-
-def _technique(name: str) -> Technique:
-    """The technique of that name, or what the callable at "package.module:factory" returns."""
-    if ":" not in name:
-        return technique(name)
-    module, _, attribute = name.partition(":")
-    try:
-        made: Technique = getattr(import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"technique {name}: {error}") from error
-    return made
 
 
 def peak_within(log: profile, mark: str) -> int:

@@ -1,7 +1,8 @@
 """From the name of a distributed technique to the technique. Imports torch only when one is made.
 
 A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
-ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2").
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). A technique of the user's own goes by
+"package.module:factory".
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from magis.errors import UsageError
@@ -16,7 +18,7 @@ from magis.errors import UsageError
 if TYPE_CHECKING:
     from magis.strategies.base import Technique
 
-__all__ = ["DISTRIBUTED", "check_world", "group_of", "is_distributed", "technique"]
+__all__ = ["DISTRIBUTED", "check_world", "group_of", "is_distributed", "is_own", "technique"]
 
 DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
 """The plain names, in the order in which reports list them."""
@@ -24,6 +26,7 @@ DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero
 _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
 
@@ -46,7 +49,12 @@ class _Grouped(Protocol):
 
 
 def technique(name: str) -> Technique:
-    """The distributed technique called ``name``. Raises UsageError, with the nearest names, for any other one."""
+    """The distributed technique called ``name``, or what the callable at "package.module:factory" returns.
+
+    Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
+    """
+    if is_own(name):
+        return _own(name)
     parsed = _parsed(name)
     if parsed is None:
         every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
@@ -77,12 +85,22 @@ def technique(name: str) -> Technique:
 
 
 def is_distributed(name: str) -> bool:
-    """Whether ``technique`` knows the name."""
-    return _parsed(name) is not None
+    """Whether ``technique`` knows the name; of a factory, whether it is written as one."""
+    return is_own(name) or _parsed(name) is not None
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is written as that of a factory of the user's own: "package.module:factory"."""
+    return _OWN.fullmatch(name) is not None
 
 
 def group_of(name: str) -> int:
-    """Ranks of one group of the technique called ``name``: its worlds are multiples of that. 1 for other names."""
+    """Ranks of one group of the technique called ``name``: its worlds are multiples of that. 1 for other names.
+
+    A factory of the user's own is called for it; UsageError where that fails.
+    """
+    if is_own(name):
+        return _own(name).group
     parsed = _parsed(name)
     return 1 if parsed is None else parsed.tensor * parsed.stages
 
@@ -94,6 +112,26 @@ def check_world(technique: _Grouped, size: int) -> None:
             f"{technique.name} needs a multiple of {technique.group} ranks, there are {size}",
             hint=f"start {max(1, -(-size // technique.group)) * technique.group} ranks, or make its groups smaller",
         )
+
+
+def _own(name: str) -> Technique:
+    """What the factory of that name returns. UsageError unless it can be imported, called, and makes a technique."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"strategy {name!r}: {error}", hint="write package.module:factory, of a module that can be imported"
+        ) from error
+    wanted = "it must be a callable without arguments that returns a magis.strategies.Technique"
+    if not callable(factory):
+        raise UsageError(f"strategy {name!r}: {attribute} cannot be called", hint=wanted)
+    made: Technique = factory()
+    lacking = [part for part in ("name", "group", "prepare") if not hasattr(made, part)]
+    if lacking:
+        what = f"{type(made).__name__} has no {' and no '.join(lacking)}"
+        raise UsageError(f"strategy {name!r}: {attribute} makes no technique: {what}", hint=wanted)
+    return made
 
 
 def _parsed(name: str) -> _Parsed | None:
