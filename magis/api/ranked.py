@@ -114,7 +114,7 @@ class _RankedCase:
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
-        lower = self.technique.name.startswith("amp+")
+        lower = self.technique.name.startswith(("amp+", "half+"))
         if not off <= (PRECISION if lower else ROUNDING):
             return f"differs: loss by {100 * off:.2g}% of that of one rank"
         return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
