@@ -325,7 +325,7 @@ class CaseRun:
             ratio=outcome.ratio,
             weight_bytes=subject.weight_bytes,
             persistent_bytes=subject.captured.graph.persistent_bytes(),
-            memory_limit_bytes=limit,
+            memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
             device_memory_bytes=subject.roofline.memory_bytes,
             lower_bound_bytes=subject.lower_bound,

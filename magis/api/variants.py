@@ -25,6 +25,7 @@ SCALER = 0.001
 """What scales gradients keeps a few numbers of its own, which are not in the captured step."""
 MOST_OFF = 0.05
 """Share of eager's loss by which a technique that computes other numbers may be off: other random numbers included."""
+PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
 COMPILED = "compiled code: bytes are of its forward and backward without fused operators, latency is of eager"
 
 
@@ -54,7 +55,7 @@ def technique_of(case: Case, subject: Subject) -> Local | None:
         return None
     if kind != "local":
         raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, LISTED))
-    technique = local(case.strategy, subject.kind)
+    technique = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
     technique.check(subject.fake)
     return technique
 
@@ -81,7 +82,12 @@ def of_technique(subject: Subject, technique: Local | None) -> Candidate:
         return found
     nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.fake)
     return replace(
-        found, simulated=Memory(nbytes, nbytes), reserved=None, replayed=None, note=COMPILED, off_by=math.inf
+        found,
+        simulated=Memory(nbytes, nbytes),
+        reserved=None,
+        replayed=None,
+        note=PLANNED if technique.limits else COMPILED,
+        off_by=math.inf,
     )
 
 

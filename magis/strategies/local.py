@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from magis.backend.steps import EagerStep
 from magis.capture import Workload
 from magis.capture.checkpoint import checkpointed, selectively_checkpointed
 from magis.errors import UsageError
-from magis.strategies.parts import KINDS, is_local
+from magis.strategies.parts import KINDS, PLANNED_CODE, is_local
 
 __all__ = ["BUDGET", "Local", "Moved", "local"]
 
@@ -63,7 +64,9 @@ class Local:
     offloads: bool = False
     """Whether tensors kept for the backward wait in host memory."""
     compiled: str = ""
-    """ "compile" or "compile-budget"."""
+    """ "compile", "compile-budget" or "magis+compile"."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """Of "magis+compile": options of the backend, ("memory_ratio", 0.8)."""
 
     group = 1
 
@@ -129,15 +132,22 @@ class Local:
             explicit_attention=work.explicit_attention,
             around=self.around,
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
-            transform=_compiled if self.compiled else None,
+            transform=partial(_compiled, self.limits if self.compiled == PLANNED_CODE else None)
+            if self.compiled
+            else None,
         )
 
 
-def local(name: str, device: str) -> Local:
+def local(name: str, device: str, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> Local:
     """The technique that a name stands for on a device type ("cpu", "cuda").
 
-    Raises UsageError for parts that are unknown, or exclude each other.
+    The limits are "magis+compile"'s, others take none. Raises UsageError for parts that are unknown, or exclude each
+    other.
     """
+    if name == PLANNED_CODE:
+        asked = (("memory_ratio", memory_ratio), ("latency_ratio", latency_ratio))
+        limits = tuple((option, limit) for option, limit in asked if limit is not None)
+        return Local(name, device, compiled=name, limits=limits)
     parts = name.split("+")
     for kind in KINDS:
         taken = [part for part in parts if part in kind]
@@ -158,8 +168,11 @@ def local(name: str, device: str) -> Local:
     )
 
 
-def _compiled(call: Callable[[], Any]) -> Callable[[], Any]:
+def _compiled(limits: tuple[tuple[str, float], ...] | None, call: Callable[[], Any]) -> Callable[[], Any]:
     torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
+    if limits is not None:  # by its name: the backend is in a layer above this one
+        options: dict[str, Any] = {"inductor": True, **dict(limits)}
+        return torch.compile(call, backend="magis", options=options)
     return torch.compile(call)
 
 

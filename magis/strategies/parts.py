@@ -10,10 +10,23 @@ from typing import NamedTuple
 
 from magis.strategies.names import DISTRIBUTED, group_of, is_distributed
 
-__all__ = ["KINDS", "LISTED", "ORIGINAL", "PLANS", "OrtName", "family", "group_of", "is_local", "ort_name"]
+__all__ = [
+    "KINDS",
+    "LISTED",
+    "ORIGINAL",
+    "PLANNED_CODE",
+    "PLANS",
+    "OrtName",
+    "family",
+    "group_of",
+    "is_local",
+    "ort_name",
+]
 
 ORIGINAL = "eager"
 PLANS = ("magis", "magis+amp")
+PLANNED_CODE = "magis+compile"
+"""Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
 KINDS = (
     ("amp", "amp-bfloat16", "amp-float16"),
     ("checkpoint", "selective-checkpoint"),
@@ -26,14 +39,14 @@ _LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "co
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
 """ONNX Runtime: "ort", "amp+ort-unoptimized", "ort-inference"."""
 
-LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
+LISTED = (ORIGINAL, *PLANS, PLANNED_CODE, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
 """What "all" stands for; further combinations have names, too."""
 
 
 def is_local(name: str) -> bool:
     """Whether all parts of a name are techniques of one rank."""
     known = {part for kind in KINDS for part in kind}
-    return all(part in known for part in name.split("+"))
+    return name == PLANNED_CODE or all(part in known for part in name.split("+"))
 
 
 class OrtName(NamedTuple):

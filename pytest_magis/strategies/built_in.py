@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from magis.strategies.parts import LISTED, family
+from magis.strategies.parts import LISTED, PLANNED_CODE, family
 from pytest_magis.strategies.base import Strategy
 from pytest_magis.strategies.magis import Magis
 from pytest_magis.strategies.named import Named, Ranked
@@ -15,7 +15,7 @@ def by_name(name: str) -> Strategy | None:
     kind = family(name)
     if kind is None:
         return None
-    if kind == "plan":
+    if kind == "plan" or name == PLANNED_CODE:
         return Magis(name)
     return Ranked(name) if kind == "distributed" else Named(name)
 
