@@ -23,7 +23,10 @@ def test_strategies_contribute_cases(gate, node_ids, given, labels):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("zero4", "--magis-strategies: unknown strategy 'zero4'; choose from all, eager, magis, magis+amp, amp, checkpoint"),
+        (
+            "zero4",
+            "--magis-strategies: unknown strategy 'zero4'; choose from all, eager, magis, magis+amp, amp, checkpoint",
+        ),
         ("", "--magis-strategies: empty item"),
         ("eager,,magis", "--magis-strategies: empty item"),
     ],

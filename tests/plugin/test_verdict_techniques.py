@@ -44,9 +44,7 @@ def test_scratch_of_other_techniques_is_not_simulated() -> None:
     check(compare(plan, plan), "FAIL broken", "broken", passed=False)
 
 
-@pytest.mark.parametrize(
-    ("now", "label"), [(1049, "pass"), (1051, "FAIL worse"), (951, "pass"), (949, "pass, better")]
-)
+@pytest.mark.parametrize(("now", "label"), [(1049, "pass"), (1051, "FAIL worse"), (951, "pass"), (949, "pass, better")])
 def test_peaks_that_differ_from_run_to_run_have_slack_in_both_directions(now: int, label: str) -> None:
     before = ranked(peak=1000, noise=0.05)
     kinds = {"FAIL worse": ("worse",), "pass, better": ("better",)}.get(label, ())
