@@ -160,7 +160,7 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
 def test_a_network_that_names_no_blocks_is_refused() -> None:
     work = replace(small(), blocks=())
     for name in ("checkpoint", "amp+selective-checkpoint"):
-        with pytest.raises(UsageError, match="names no blocks to checkpoint; list them in Workload.blocks"):
+        with pytest.raises(UsageError, match=r"names no blocks to checkpoint; list them in Workload\.blocks"):
             local(name, "cpu").check(work)
     local("amp+compile", "cpu").check(work)
 
