@@ -81,7 +81,8 @@ class _RankedCase:
         ms, spread = median(slowest_ms(reports))
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
         try:
-            foretold, foretold_ms = self._predict(worst.rank).predicted, self._ms(worst.rank)
+            foretold = self._predict(worst.rank).predicted
+            foretold_ms: float | None = self._ms(worst.rank)
             note, off_by = "", OFF_BY
             ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold)
         except UsageError as error:
