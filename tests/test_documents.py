@@ -25,6 +25,7 @@ def test_the_examples_of_extending_run(repository: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert re.search(r"^aten\.addmm\.default +matmul +cut in 2 ways", said, re.MULTILINE)
     assert "sim:h200" in said
+    assert re.search(r"^\d{3} bytes on rank 0$", said, re.MULTILINE)
     assert names["pytest_magis_strategies"](None)[0].name == "twice"
 
 

@@ -13,6 +13,7 @@ from magis.api.rows import original_figures, other_result
 from magis.api.subject import Subject
 from magis.api.values import median
 from magis.backend.measure import device_identity
+from magis.errors import UsageError
 from magis.predict import predict_rank
 from magis.predict.pace import predicted_ms
 from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
@@ -77,15 +78,23 @@ class _RankedCase:
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
         """With the rank predicted that measured the highest peak."""
         worst = max(reports, key=lambda report: report.memory.tensor_bytes)
-        foretold = self._predict(worst.rank)
+        ms, spread = median(slowest_ms(reports))
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
-        ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold.predicted)
-        figures = StepFigures(
-            foretold.predicted or Memory(0, 0),
-            self._ms(worst.rank),
-            worst.memory,
-            *median(slowest_ms(reports)),
-        )
+        try:
+            foretold = self._predict(worst.rank).predicted
+            foretold_ms: float | None = self._ms(worst.rank)
+            note, off_by = "", OFF_BY
+            ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold)
+        except UsageError as error:
+            if not is_own(self.case.strategy):
+                raise
+            foretold, foretold_ms, note, off_by = (
+                worst.memory,
+                ms,
+                f"{error}; the figures are the measured ones",
+                math.inf,
+            )
+        figures = StepFigures(foretold or Memory(0, 0), foretold_ms or 0.0, worst.memory, ms, spread)
         original = original_figures(self.subject, measured=True)
         threads = worst.identity.get("threads", "")
         identity = {**device_identity(self.case.device), "ranks": f"{self.case.ranks} with {threads} threads"}
@@ -94,11 +103,22 @@ class _RankedCase:
             ranks=tuple(ranks),
             identity=identity,
             numbers=self._numbers(mean_losses(reports)),
+            note=note,
+            off_by=off_by,
         )
 
     def _predict(self, rank: int) -> RankMemory:
         subject, case = self.subject, self.case
-        return predict_rank(self.technique, subject.make, case.ranks, rank, device=subject.kind)
+        try:
+            return predict_rank(self.technique, subject.make, case.ranks, rank, device=subject.kind)
+        except Exception as error:
+            if isinstance(error, UsageError) or not is_own(case.strategy):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(
+                f"strategy {case.strategy!r} cannot be predicted, its step does not run on fake tensors: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
 
     def _ms(self, rank: int) -> float:
         return predicted_ms(

@@ -83,7 +83,7 @@ class Pace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         space, _, name = str(func._schema.name).partition("::")
         if space in ("c10d", "_c10d_functional"):
-            self._message(name, args, result)
+            self._message(func, name, args, result)
         elif space == "aten":
             self.compute_ns += _ns(self._device, func, args, kwargs or {}, result)
         return result
@@ -98,7 +98,7 @@ class Pace(TorchDispatchMode):
         """An all-reduce that no operator tells of: of DistributedDataParallel."""
         self.hidden_ns += 2 * (ranks - 1) / ranks * nbytes / self._links.bytes_per_s * 1e9
 
-    def _message(self, name: str, args: tuple[Any, ...], result: object) -> None:
+    def _message(self, func: Any, name: str, args: tuple[Any, ...], result: object) -> None:
         ranks = _group_size(args)
         if ranks < 2:
             return
@@ -107,9 +107,9 @@ class Pace(TorchDispatchMode):
             factor = 1.0
         if not factor:  # waits, barriers; what is received is somebody's send
             return
-        sizes = [_nbytes(args[:2]), _nbytes(result) if name in _SHARED else 0]
+        sizes = [*map(_nbytes, args[:2]), _nbytes(result) if name in _SHARED else 0]  # the whole, not the pieces
         took = self._links.message_ns + factor * max(sizes) / self._links.bytes_per_s * 1e9
-        if any(arg is True for arg in args):  # asynchronous, as it says itself
+        if _is_asynchronous(func, args):
             self.hidden_ns += took
         else:
             self.exposed_ns += took
@@ -174,6 +174,14 @@ def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], re
     target = f"aten.{func._schema.name.partition('::')[2]}.{func._schema.overload_name or 'default'}"
     op = Op(0, target, given[0], given[1], outputs, writes=writes)
     return roofline_ns(device, op, values)
+
+
+def _is_asynchronous(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call says that nobody waits for it; an argument that has its default value is not handed on."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "async_op":
+            return bool(args[index] if index < len(args) else argument.default_value)
+    return False
 
 
 def _nbytes(tree: object) -> int:

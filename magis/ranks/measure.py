@@ -24,7 +24,6 @@ from torch.autograd.profiler import profile, record_function
 
 from magis.backend.measure import allocations, device_identity
 from magis.capture import Workload
-from magis.errors import UsageError
 from magis.models import registry
 from magis.predict.rank import WARM_STEPS, rank_peak
 from magis.ranks.records import RankJob, RankReport

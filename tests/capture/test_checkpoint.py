@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.capture.checkpoint import checkpointed
+from magis.capture.checkpoint import checkpointed, selectively_checkpointed
 from magis.ir import verify
 from magis.simulate.replay import replay
 from tests.nets import ADAMW, Built, Net, rows
@@ -60,6 +60,29 @@ def test_the_recomputation_is_part_of_the_graph() -> None:
         assert [op.phase for op in again] == ["forward"] * 4 + ["backward"] * 4
         expected = history(eager_step(built))
     assert differences(expected, history(graph_step(step.graph, built))) == []
+
+
+def test_selective_checkpointing_computes_products_once_and_all_else_again() -> None:
+    built = net()
+    with selectively_checkpointed(built.module, BLOCKS, preserve_rng_state=False):
+        step = captured(built)
+    verify(step.graph)
+
+    def phases(target: str) -> list[str]:
+        return [op.phase for op in step.graph.ops if op.target == target]
+
+    assert phases("aten.addmm.default") == ["forward"] * 10
+    assert phases("aten.tanh.default") == ["forward"] * 4 + ["backward"] * 4
+    profile = replay(step.graph, workspaces().of(step.graph), deaths=step.deaths, numbers=step.numbers)
+    eager = eager_step(built)
+    with selectively_checkpointed(eager.module, BLOCKS, preserve_rng_state=False):
+        assert measured(eager, step.graph.persistent_bytes()) == (profile.peak_bytes, profile.tensor_bytes)
+    with checkpointed(built.module, BLOCKS, preserve_rng_state=False):
+        whole = captured(built)
+    least = replay(whole.graph, workspaces().of(whole.graph), deaths=whole.deaths, numbers=whole.numbers)
+    plain = captured(built)
+    most = replay(plain.graph, workspaces().of(plain.graph), deaths=plain.deaths)
+    assert least.tensor_bytes < profile.tensor_bytes < most.tensor_bytes
 
 
 def test_eager_checkpointing_changes_no_numbers() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from magis.errors import UsageError
 from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_csv, row_from_result, write_csv
-from magis.results import CaseResult, Memory, StepFigures
+from magis.results import CaseResult, Memory, RankMemory, StepFigures, Term
 
 SEED = (
     "name, device memory limit, latency limit, memory limit, latency limit ratio, memory limit ratio, weight memory, "
@@ -39,6 +39,10 @@ def test_a_measured_row(measured):
         "preset": "small",
         "dtype": "bfloat16",
         "strategy": "magis",
+        "ranks": 1,
+        "figures": "measured",
+        "samples per second": None,
+        "samples per second spread": None,
         "memory ratio reached (opt/ori)": 8000 / 10501,
         "latency ratio reached (opt/ori)": 1.04,
         "latency ratio low (opt/ori)": 1.03,
@@ -77,6 +81,8 @@ def test_a_measured_row(measured):
         "estimated latency share": 0.25,
         "interpolation off by % (typical)": 12.5,
         "priced by": "h200.json (NVIDIA H200, torch 2.11.0)",
+        "peak bytes of each rank": "",
+        "predicted peak of the worst rank by terms": "",
         "numbers": "bit-identical",
         "verdict": "pass",
         "note": "a note",
@@ -224,3 +230,19 @@ def test_appending_to_what_is_no_file(measured):
         append_rows(stream, [row_from_result(measured)])
         assert stream.getvalue().startswith("name,device memory limit,")
         assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_a_row_of_ranks_names_each_peak_and_the_terms_of_the_worst(measured):
+    def rank(number, predicted, seen):
+        terms = (Term("parameters", predicted - 10), Term("gradients", 10)) if predicted else ()
+        return RankMemory(
+            number, Memory(predicted, predicted) if predicted else None, Memory(seen, seen) if seen else None, terms
+        )
+
+    result = replace(measured, samples=21, ranks=(rank(0, 70, 90), rank(1, 80, None), rank(2, None, 60)))
+    row = row_from_result(result)
+    assert row["peak bytes of each rank"] == "0: 90; 1: 80; 2: 60"
+    assert row["predicted peak of the worst rank by terms"] == "parameters 70 + gradients 10"
+    assert row["samples per second"] == pytest.approx(21e3 / result.optimized.measured_ms)
+    spread = row["samples per second"] * result.optimized.spread_ms / result.optimized.measured_ms
+    assert row["samples per second spread"] == pytest.approx(spread)

@@ -1,7 +1,7 @@
 """What each ATen operator of a traced step is in ONNX (operator set 20), one function or row each.
 
 Written out here, since torch.onnx.export traces and decomposes the step twice more: 18 to 32 seconds for the small
-networks, which this takes a fraction of a second for (docs/notes/ort.md).
+networks, which this takes a fraction of a second for (docs/strategies.md).
 """
 
 from __future__ import annotations

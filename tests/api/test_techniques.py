@@ -1,0 +1,158 @@
+"""Cases of the techniques that magis is compared with: measured as predicted, and what is said of their numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from magis.api import Bench, run_case
+from magis.api.ranked import OFF_BY, _distinct
+from magis.api.values import median
+from magis.errors import UsageError
+from magis.results import Case
+from magis.strategies.names import technique
+from tests.ranks import techniques as on_ranks
+
+BLOCKS = "tests.api.nets:blocks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def case(strategy: str, *, device: str = "cpu", model: str = BLOCKS, ranks: int = 1) -> Case:
+    return Case(model, strategy, device, "small", timing_rounds=3, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "numbers"),
+    [
+        ("selective-checkpoint", "bit-identical"),
+        ("offload", "bit-identical"),
+        ("amp", "another precision: loss within "),
+        ("amp+checkpoint", "another precision: loss within "),
+    ],
+)
+def test_what_can_be_captured_is_simulated_exactly(bench: Bench, strategy: str, numbers: str) -> None:
+    result = run_case(case(strategy), cache=bench)
+    assert result.numbers.startswith(numbers)
+    assert result.optimized.measured is not None
+    assert result.optimized.simulated.tensor_bytes == result.optimized.measured.tensor_bytes
+    assert (result.off_by, result.noise, result.portable, result.is_predicted) == (0.0, 0.0, True, False)
+    assert result.samples == 256
+    assert result.samples_per_s == pytest.approx(256e3 / (result.optimized.measured_ms or 0))
+    if strategy != "offload":  # the host is the device
+        assert result.memory.peak_bytes < result.original_memory.peak_bytes
+
+
+def test_on_another_device_offloading_saves_memory_and_costs_time() -> None:
+    bench = Bench()
+    result = run_case(case("offload", device="sim:v100"), cache=bench)
+    assert result.is_predicted
+    assert result.memory.peak_bytes < result.original_memory.peak_bytes
+    assert result.optimized.simulated_ms > result.original.simulated_ms
+    assert result.samples_per_s == pytest.approx(256e3 / result.optimized.simulated_ms)
+    assert result.samples_per_s_spread is None
+
+
+def test_scaled_gradients_leave_room_for_the_scaler() -> None:
+    result = run_case(case("amp-float16"), cache=Bench())
+    assert result.optimized.measured is not None
+    off = result.optimized.measured.tensor_bytes - result.optimized.simulated.tensor_bytes
+    assert 0 <= off <= result.off_by * result.optimized.measured.tensor_bytes
+    assert result.off_by == 0.001
+
+
+def test_compiled_code_is_estimated_where_it_cannot_run() -> None:
+    bench = Bench()
+    whole, less = (run_case(case(name, device="sim:v100"), cache=bench) for name in ("compile", "compile-budget"))
+    assert less.memory.tensor_bytes < whole.memory.tensor_bytes
+    assert math.isinf(whole.off_by)
+    assert not whole.portable
+    assert "without fused operators" in whole.note
+
+
+@pytest.mark.soak
+def test_compiled_code_is_measured_where_it_runs(bench: Bench) -> None:
+    result = run_case(case("compile"), cache=bench)
+    assert result.optimized.is_measured
+    assert result.numbers.startswith("another compiler: loss within ")
+
+
+@pytest.mark.parametrize("name", ["amp+amp-float16", "no-such", "checkpoint+selective-checkpoint"])
+def test_unknown_and_contradictory_strategies_are_refused(bench: Bench, name: str) -> None:
+    with pytest.raises(UsageError, match="strategy"):
+        run_case(case(name), cache=bench)
+
+
+def test_a_world_of_ranks_is_predicted_where_there_is_none() -> None:
+    bench = Bench()
+    plain = run_case(case("ddp", device="sim:v100", ranks=4), cache=bench)
+    lean = run_case(case("zero3", device="sim:v100", ranks=4), cache=bench)
+    for result in (plain, lean):
+        (rank,) = result.ranks
+        assert rank.predicted == result.optimized.simulated
+        assert sum(term.nbytes for term in rank.terms) == result.optimized.simulated.tensor_bytes
+        assert result.is_predicted
+        assert result.numbers == "not run"
+        assert result.samples == 256
+    assert lean.memory.tensor_bytes < plain.memory.tensor_bytes < plain.original_memory.tensor_bytes
+    assert [term.name for term in plain.ranks[0].terms if "communication" in term.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ranks"),
+    [
+        ("ddp", 4, (0,)),
+        ("amp+zero2", 4, (0,)),
+        ("oss", 3, (0, 1, 2)),
+        ("amp+oss+sdp", 2, (0, 1)),
+        ("tp4", 8, (0,)),
+        ("pp2", 8, (0, 1)),
+        ("tp2+pp3", 12, (0, 2, 4)),
+        ("tests.ranks.techniques:ddp", 2, (0, 1)),
+    ],
+)
+def test_ranks_that_are_alike_are_predicted_once(name: str, size: int, ranks: tuple[int, ...]) -> None:
+    assert _distinct(name, technique(name), size) == ranks
+
+
+def test_a_technique_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one() -> None:
+    bench = Bench()
+    own = f"{on_ranks.__name__}:ddp"
+    model = f"{on_ranks.__name__}:small_net"
+    try:
+        results = [run_case(case(name, model=model, ranks=2), cache=bench) for name in ("ddp", own)]
+    finally:
+        bench.close()
+    for result in results:
+        assert len(result.ranks) == 2
+        assert result.optimized.measured is not None
+        assert result.optimized.measured.tensor_bytes == max(
+            rank.measured.tensor_bytes for rank in result.ranks if rank.measured
+        )
+        assert result.identity["ranks"].startswith("2 with ")
+        assert result.samples == 8
+    built_in = results[0]
+    assert built_in.optimized.measured is not None
+    off = built_in.optimized.simulated.tensor_bytes - built_in.optimized.measured.tensor_bytes
+    assert abs(off) <= OFF_BY * built_in.optimized.measured.tensor_bytes
+    assert built_in.numbers.startswith("another order of sums: loss within ")
+    theirs = results[1]
+    assert theirs.numbers.startswith("differs: loss by "), "it has an optimizer of its own, not the network's"
+    assert theirs.optimized.simulated == theirs.optimized.measured
+    assert "cannot be predicted, its step does not run on fake tensors" in theirs.note
+    assert math.isinf(theirs.off_by)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [(None, (None, None)), ((), (None, None)), ((3.0,), (3.0, 0.0)), ((4.0, 1.0), (2.5, 1.5)),
+     ((5.0, 1.0, 2.0, 3.0, 4.0), (3.0, 1.0))],
+)  # fmt: skip
+def test_median_and_half_the_interquartile_range(
+    times: tuple[float, ...] | None, expected: tuple[float | None, float | None]
+) -> None:
+    assert median(times) == expected
