@@ -39,7 +39,7 @@ _LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "co
 _ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
 """ONNX Runtime: "ort", "amp+ort-unoptimized", "ort-inference"."""
 
-LISTED = (ORIGINAL, *PLANS, PLANNED_CODE, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
+LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
 """What "all" stands for; further combinations have names, too."""
 
 
