@@ -85,6 +85,6 @@ def test_more_ranks_have_less_to_compute_and_slower_links_cost_time() -> None:
         return predicted_ms(technique(name), net, ranks, 0, find_device(device))
 
     assert ms("zero2", 4, "sim:v100") > ms("ddp", 4, "sim:v100") > 0
-    assert ms("zero2", 4, "sim:v100") > ms("zero2", 1, "sim:v100"), "a net this small has more to send than to compute"
+    assert ms("zero2", 4, "cpu") > ms("zero2", 1, "cpu"), "a net this small has more to send than to compute"
     with pytest.raises(UsageError, match="needs a multiple of 2 ranks, there are 3"):
         ms("tp", 3, "cpu")
