@@ -20,12 +20,12 @@ from magis.backend.measure import tensor_peak
 from magis.capture import Workload
 from magis.strategies.local import Local
 
-__all__ = ["window_of_compiled"]
+__all__ = ["on_fake_tensors", "window_of_compiled"]
 
 
 def window_of_compiled(technique: Local, work: Workload) -> int:
     """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
-    mode, work = _on_fake_tensors(work)
+    mode, work = on_fake_tensors(work)
 
     def whole() -> Any:
         return work.loss_fn(work.module(*work.inputs), *work.targets)
@@ -39,7 +39,7 @@ def window_of_compiled(technique: Local, work: Workload) -> int:
     return nbytes
 
 
-def _on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
+def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
     """The workload on fake tensors, and the mode that these belong to: itself where it is on such, else a copy."""
     for tensor in (*work.module.parameters(), *work.inputs):
         if isinstance(tensor, FakeTensor):

@@ -27,6 +27,8 @@ _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ABOVE = {"magis+ddp": "magis.api.inside:planned_ddp"}
+"""Techniques that need planning, which lies above this layer: by the names of their factories."""
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
 
@@ -53,8 +55,8 @@ def technique(name: str) -> Technique:
 
     Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
     """
-    if is_own(name):
-        return _own(name)
+    if name in _ABOVE or is_own(name):
+        return _own(_ABOVE.get(name, name))
     parsed = _parsed(name)
     if parsed is None:
         every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
@@ -86,7 +88,7 @@ def technique(name: str) -> Technique:
 
 def is_distributed(name: str) -> bool:
     """Whether ``technique`` knows the name; of a factory, whether it is written as one."""
-    return is_own(name) or _parsed(name) is not None
+    return name in _ABOVE or is_own(name) or _parsed(name) is not None
 
 
 def is_own(name: str) -> bool:

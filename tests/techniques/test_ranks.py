@@ -21,12 +21,13 @@ def table(repository: Path, *options: str, seconds: float) -> dict[tuple[str, st
 
 
 def test_two_ranks_hold_what_was_predicted_and_train_as_one_does(repository: Path) -> None:
-    techniques = ("ddp", "zero1", "zero3", "fsdp", "tp", "pp")
+    techniques = ("ddp", "zero1", "zero3", "fsdp", "tp", "pp", "magis+ddp")
     found = table(repository, "--models=tiny-bert", "--sizes=2", f"--techniques={','.join(techniques)}", seconds=240)
     assert [name for _, name, _ in found] == list(techniques)
     for (_, name, _), (predicted, measured, loss) in found.items():
         assert predicted == measured, name
         assert loss < 1e-6, name
+    assert found["tiny-bert", "magis+ddp", 2][1] < found["tiny-bert", "ddp", 2][1]
     assert len({measured for _, measured, _ in found.values()}) == len(techniques), "some are the same"
 
 
