@@ -311,6 +311,8 @@ class CaseResult:
     an estimate that is not judged."""
     noise: float = 0.0
     """By which share the optimized step's measured peak differs from run to run; 0: it does not."""
+    priced: bool = True
+    """Whether the optimized step's simulated latency is its own; else eager's stands in, and no throughput is told."""
     portable: bool = True
     """Whether the optimized step's tensor bytes are the same on every machine."""
 
@@ -322,6 +324,8 @@ class CaseResult:
     @property
     def samples_per_s(self) -> float | None:
         """Throughput of the optimized step: of the median time where it ran, else as simulated; None: not known."""
+        if not self.priced and not self.optimized.measured_ms:
+            return None
         return _rate(self.samples, self.optimized.measured_ms or self.optimized.simulated_ms)
 
     @property

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from fnmatch import fnmatchcase
 
 import pytest
 
 from magis.errors import MagisError, UsageError
 from magis.ranks import Agents, attached, lead, serve
 from magis.strategies.parts import LISTED, family
+from pytest_magis.flags import on_command_line
 from pytest_magis.options import anywhere
+from pytest_magis.plan import ALL
 
 __all__ = ["AGENTS", "take_place"]
 
@@ -46,7 +49,16 @@ def take_place(config: pytest.Config) -> pytest.ExitCode | None:
 
 
 def _wants_ranks(config: pytest.Config) -> bool:
-    """Whether a distributed strategy is asked for, by its name or by a pattern."""
-    asked = anywhere(config).strategies
-    names = [name for text in asked for name in ((text,) if family(text) else LISTED)]
+    """Whether this command line asks for a distributed strategy, by its name or a pattern, on a device that has ranks.
+
+    What an ini file asks for is no reason to take a user's own distributed tests for ranks of the gate.
+    """
+    settings = anywhere(config)
+    if on_command_line(config, "strategies") is None or settings.grid.device.startswith("sim:"):
+        return False
+    names = [
+        name
+        for text in settings.strategies
+        for name in ((text,) if family(text) else (each for each in LISTED if text == ALL or fnmatchcase(each, text)))
+    ]
     return any(family(name) == "distributed" for name in names)

@@ -267,7 +267,8 @@ def latency(result: CaseResult) -> tuple[float | None, float | None, float | Non
         return None, None, None
     if result.ratio is not None:
         return result.ratio.ratio, result.ratio.low, result.ratio.high
-    if result.optimized.is_measured or result.original.is_measured or not result.original.simulated_ms > 0:
+    simulated = not (result.optimized.is_measured or result.original.is_measured)
+    if not simulated or not result.priced or not result.original.simulated_ms > 0:
         return None, None, None
     ratio = result.optimized.simulated_ms / result.original.simulated_ms
     return ratio, ratio, ratio

@@ -18,6 +18,7 @@ from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy, by_name
 
 __all__ = [
+    "ALL",
     "FRONT",
     "PREFIX",
     "Model",

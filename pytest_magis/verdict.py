@@ -219,7 +219,8 @@ def _memory_parts(
             "optimized",
             (result.memory.tensor_bytes, stored.optimized_tensor_bytes) if result.portable or measured else None,
             (result.memory.peak_bytes, measured.optimized_peak_bytes) if measured else None,
-            max(tolerance, result.noise),
+            tolerance,
+            0.0 if result.is_predicted else result.noise,
         )
     if stored.feasible and not result.search.feasible:
         text = "the limit is no longer met"
@@ -230,15 +231,17 @@ def _memory_parts(
 
 
 def _memory(
-    step: str, tensors: tuple[int, int] | None, peaks: tuple[int, int] | None, tolerance: float
+    step: str, tensors: tuple[int, int] | None, peaks: tuple[int, int] | None, tolerance: float, noise: float = 0.0
 ) -> Iterator[Part]:
-    """At most one part of each kind: where tensor bytes changed, the peak follows and is not reported again."""
+    """At most one part of each kind: where tensor bytes changed, the peak follows and is not reported again. ``noise``:
+    of peaks alone."""
     kinds = set()
     for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks)):
         if pair is None:
             continue
         seen, before = pair
-        slack = int(before * Fraction(tolerance))  # exact: a float product loses bytes above 2**53
+        allowed = max(tolerance, noise) if what == "peak bytes" else tolerance
+        slack = int(before * Fraction(allowed))  # exact: a float product loses bytes above 2**53
         if seen > before + slack:
             kind, text, share = WORSE, against(seen, before + slack), percent(seen, before + slack)
         elif seen < before - slack:

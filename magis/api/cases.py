@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +27,7 @@ from magis.api.precision import products_of
 from magis.api.ranked import ranked_result
 from magis.api.subject import Subject
 from magis.api.values import median
-from magis.api.variants import Candidate, numbers_of, of_technique, technique_of
+from magis.api.variants import Candidate, check_precision, numbers_of, of_technique, technique_of
 from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import Step, whole_step
 from magis.backend.timing import Patience, Timing, in_turns, interleave, ratio_interval
@@ -70,9 +70,22 @@ def run_case(
     told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
     cannot be captured or run.
     """
-    bench = cache if cache is not None else Bench()
+    if cache is None:
+        with closing(Bench()) as bench:
+            return run_case(
+                case,
+                cache=bench,
+                make=make,
+                planning_workspaces=planning_workspaces,
+                expected_graph=expected_graph,
+                latency_bounds=latency_bounds,
+                progress=progress,
+                timelines=timelines,
+            )
+    bench = cache
     subject = bench.subject(case, make)
     kind = family(case.strategy)
+    check_precision(case)
     if kind == "ort":
         return ort_result(case, subject, progress or (lambda _text: None))
     if kind == "distributed":
@@ -338,6 +351,7 @@ class CaseRun:
             planning_workspaces=dict(candidate.workspaces),
             samples=samples_of(subject.fake),
             off_by=candidate.off_by,
+            priced=candidate.priced,
             portable=not self._is_compiled,
             timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
         )

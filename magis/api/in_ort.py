@@ -55,7 +55,10 @@ class _OrtCase:
         original = original_figures(subject, measured=runs)
         simulated_ms = subject.latency_ns(subject.captured.graph) / 1e6
         found = replace(
-            other_result(self.case, subject, original, StepFigures(predicted, simulated_ms)), off_by=OFF_BY, noise=NOISE
+            other_result(self.case, subject, original, StepFigures(predicted, simulated_ms)),
+            off_by=OFF_BY,
+            noise=NOISE,
+            priced=False,
         )
         if not runs:
             return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)

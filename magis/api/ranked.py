@@ -13,6 +13,7 @@ from magis.api.rows import original_figures, other_result
 from magis.api.subject import Subject
 from magis.api.values import median
 from magis.backend.measure import device_identity
+from magis.capture import Workload
 from magis.errors import UsageError
 from magis.predict import predict_rank
 from magis.predict.pace import predicted_ms
@@ -20,6 +21,7 @@ from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, s
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.strategies.base import Technique
 from magis.strategies.common import without_dropout
+from magis.strategies.compiled import on_fake_tensors
 from magis.strategies.names import check_world, is_own, technique
 
 __all__ = ["OFF_BY", "ranked_result"]
@@ -107,10 +109,14 @@ class _RankedCase:
             off_by=off_by,
         )
 
+    def _make(self) -> Workload:
+        """The network on fake tensors: a copy of one that is there already, which techniques may change."""
+        return on_fake_tensors(self.subject.make())[1]
+
     def _predict(self, rank: int) -> RankMemory:
         subject, case = self.subject, self.case
         try:
-            return predict_rank(self.technique, subject.make, case.ranks, rank, device=subject.kind)
+            return predict_rank(self.technique, self._make, case.ranks, rank, device=subject.kind)
         except Exception as error:
             if isinstance(error, UsageError) or not is_own(case.strategy):
                 raise
@@ -122,7 +128,7 @@ class _RankedCase:
 
     def _ms(self, rank: int) -> float:
         return predicted_ms(
-            self.technique, self.subject.make, self.case.ranks, rank, self.subject.device_model, self.subject.kind
+            self.technique, self._make, self.case.ranks, rank, self.subject.device_model, self.subject.kind
         )
 
     def _result(self, original: StepFigures, optimized: StepFigures) -> CaseResult:

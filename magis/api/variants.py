@@ -12,6 +12,7 @@ from magis.api.insight import Replayed
 from magis.api.numbers import compare_by_kind, compare_losses
 from magis.api.subject import Subject
 from magis.backend.steps import Step
+from magis.dtypes import autocast_type
 from magis.errors import UsageError, nearest
 from magis.ir import Graph
 from magis.results import Case, Memory, SearchStats
@@ -44,20 +45,40 @@ class Candidate:
     technique: Local | None = None
     off_by: float = 0.0
     """See `CaseResult.off_by`."""
+    priced: bool = True
+    """See `CaseResult.priced`."""
     note: str = ""
     """What a reader should know about the simulation."""
 
 
 def technique_of(case: Case, subject: Subject) -> Local | None:
-    """What a case's strategy does to the original; None for eager and for plans. UsageError for unknown strategies."""
+    """What a case's strategy does to the original; None where it is no technique of one rank. UsageError for unknown
+    strategies, and for ones that are not for the case."""
     kind = family(case.strategy)
-    if kind in ("original", "plan"):
-        return None
-    if kind != "local":
+    if kind is None:
         raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, LISTED))
+    check_precision(case)
+    if kind != "local":
+        return None
     technique = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
     technique.check(subject.fake)
-    return technique
+    return replace(technique, given=autocast_type(case.dtype or "") or "")
+
+
+def check_precision(case: Case) -> None:
+    """Raise UsageError where both a strategy and the case's data type say what precision is."""
+    kind, dtype = family(case.strategy), case.dtype
+    casts = any(part.startswith(("amp", "half")) for part in case.strategy.split("+"))
+    if dtype in (None, "float32") or kind in ("original", "plan"):
+        return
+    if kind == "local" and not casts:
+        return
+    if casts:
+        what = f"strategy {case.strategy!r} casts float32 weights, those asked for are {dtype}"
+        raise UsageError(what, hint="leave out the data type (--magis-dtype)")
+    if dtype == "tf32" or autocast_type(str(dtype)) is not None:
+        what = f"strategy {case.strategy!r} has no {dtype}"
+        raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
 
 
 def of_technique(subject: Subject, technique: Local | None) -> Candidate:
@@ -88,6 +109,7 @@ def of_technique(subject: Subject, technique: Local | None) -> Candidate:
         replayed=None,
         note=PLANNED if technique.limits else COMPILED,
         off_by=math.inf,
+        priced=False,
     )
 
 
@@ -105,6 +127,8 @@ def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eage
     if technique is None or technique.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)
     off = compare_losses(eager, step, seed)
+    if technique.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
+        return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
     why = " and ".join(
         name for name, given in (("precision", technique.cast), ("compiler", technique.compiled)) if given
     )

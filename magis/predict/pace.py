@@ -53,6 +53,8 @@ LINKS: Mapping[str, Links] = {
 }
 """By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it."""
 
+_BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
+"""Techniques on DistributedDataParallel, of whose messages no operator tells."""
 _ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
 _SHARED = frozenset(
     {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
@@ -139,11 +141,11 @@ def predicted_ms(
         step.prepare()
         with pace:
             step.run()
-        if technique.name.rpartition("+")[2] in ("ddp", "oss"):
+        if technique.name in _BY_TORCH:
             nbytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
             pace.add_hidden(nbytes, world_size)
     stages = int(getattr(technique, "stages", 1))
-    return pace.ms(stages=stages, chunks=2 * stages if stages > 1 else 1)
+    return pace.ms(stages=stages, chunks=int(getattr(step, "count", 1)))
 
 
 def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:

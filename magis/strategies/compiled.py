@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from magis.backend.measure import tensor_peak
 from magis.capture import Workload
@@ -40,21 +41,28 @@ def window_of_compiled(technique: Local, work: Workload) -> int:
 
 
 def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
-    """The workload on fake tensors, and the mode that these belong to: itself where it is on such, else a copy."""
-    for tensor in (*work.module.parameters(), *work.inputs):
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode, work
-    mode = FakeTensorMode()
+    """The workload on fake tensors, and the mode that these belong to: itself where all are fake, else a copy.
+
+    Where some are fake already, or a mode is in force, the others become fakes of that one.
+    """
+    tensors = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+    mode = fakes[0].fake_mode if fakes else active[-1] if active else FakeTensorMode()
+    if len(fakes) == len(tensors):
+        return mode, work
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+
     made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
-    for tensor in (*work.module.parameters(), *work.module.buffers()):
-        fake = mode.from_tensor(tensor.detach())
-        made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    return mode, replace(
-        work,
-        module=copy.deepcopy(work.module, made),
-        inputs=tuple(map(mode.from_tensor, work.inputs)),
-        targets=tuple(map(mode.from_tensor, work.targets)),
-    )
+    with _disable_current_modes():  # which would not take real tensors
+        for parameter in work.module.parameters():
+            made[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+        made.update((id(buffer), fake(buffer)) for buffer in work.module.buffers())
+        module = copy.deepcopy(work.module, made)
+        inputs, targets = tuple(map(fake, work.inputs)), tuple(map(fake, work.targets))
+    return mode, replace(work, module=module, inputs=inputs, targets=targets)
 
 
 def _forward_and_backward(technique: Local, work: Workload, call: Callable[[], Any]) -> None:

@@ -21,7 +21,7 @@ from magis.backend.steps import EagerStep
 from magis.capture import Workload
 from magis.capture.checkpoint import checkpointed, selectively_checkpointed
 from magis.errors import UsageError
-from magis.strategies.parts import KINDS, PLANNED_CODE, is_local
+from magis.strategies.parts import KINDS, PLANNED_CODE, check_parts, is_local
 
 __all__ = ["BUDGET", "Local", "Moved", "local"]
 
@@ -61,6 +61,8 @@ class Local:
     """ "bfloat16" or "float16": autocast of forward and loss; the latter with scaled gradients."""
     blocks: str = ""
     """ "checkpoint" or "selective-checkpoint"."""
+    given: str = ""
+    """What forward and loss are autocast to anyway, by the case's own data type."""
     offloads: bool = False
     """Whether tensors kept for the backward wait in host memory."""
     compiled: str = ""
@@ -113,8 +115,8 @@ class Local:
     def around(self) -> Iterator[None]:
         """The context of forward and loss in one run."""
         with ExitStack() as stack:
-            if self.cast:
-                stack.enter_context(torch.autocast(self.device, getattr(torch, self.cast)))
+            if self.cast or self.given:
+                stack.enter_context(torch.autocast(self.device, getattr(torch, self.cast or self.given)))
             if self.offloads:
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.device == "cuda"))
             if self.compiled == "compile-budget":
@@ -149,10 +151,7 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         limits = tuple((option, limit) for option, limit in asked if limit is not None)
         return Local(name, device, compiled=name, limits=limits)
     parts = name.split("+")
-    for kind in KINDS:
-        taken = [part for part in parts if part in kind]
-        if len(taken) > 1:
-            raise UsageError(f"strategy {name!r}: {' and '.join(taken)} exclude each other", hint="use one of them")
+    check_parts(name)
     unknown = [part for part in parts if not is_local(part)]
     if unknown:
         known = ", ".join(part for kind in KINDS for part in kind)
@@ -163,8 +162,8 @@ def local(name: str, device: str, *, memory_ratio: float | None = None, latency_
         device,
         CAST.get(cast, DEFAULT_CAST[device]) if cast else "",
         blocks,
-        bool(offload),
-        compiled,
+        offloads=bool(offload),
+        compiled=compiled,
     )
 
 
@@ -172,8 +171,25 @@ def _compiled(limits: tuple[tuple[str, float], ...] | None, call: Callable[[], A
     torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
     if limits is not None:  # by its name: the backend is in a layer above this one
         options: dict[str, Any] = {"inductor": True, **dict(limits)}
-        return torch.compile(call, backend="magis", options=options)
-    return torch.compile(call)
+        return _refusing(torch.compile(call, backend="magis", options=options))
+    return _refusing(torch.compile(call))
+
+
+def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same; what the compiler cannot do is one line."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    def compiled() -> Any:
+        try:
+            return call()
+        except TorchDynamoException as error:
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UsageError(
+                f"torch.compile does not compile the step: {type(error).__name__}: {first}",
+                hint="on a CPU inductor needs a C++ compiler (CXX)",
+            ) from None
+
+    return compiled
 
 
 def _less_kept() -> AbstractContextManager[object]:

@@ -121,14 +121,19 @@ def _own(name: str) -> Technique:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise UsageError(
             f"strategy {name!r}: {error}", hint="write package.module:factory, of a module that can be imported"
         ) from error
     wanted = "it must be a callable without arguments that returns a magis.strategies.Technique"
     if not callable(factory):
         raise UsageError(f"strategy {name!r}: {attribute} cannot be called", hint=wanted)
-    made: Technique = factory()
+    try:
+        made: Technique = factory()
+    except Exception as error:
+        raise UsageError(
+            f"strategy {name!r}: {attribute} failed: {type(error).__name__}: {error}", hint=wanted
+        ) from error
     lacking = [part for part in ("name", "group", "prepare") if not hasattr(made, part)]
     if lacking:
         what = f"{type(made).__name__} has no {' and no '.join(lacking)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from magis.errors import UsageError
 from magis.strategies.names import DISTRIBUTED, group_of, is_distributed
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "PLANNED_CODE",
     "PLANS",
     "OrtName",
+    "check_parts",
     "family",
     "group_of",
     "is_local",
@@ -47,6 +49,14 @@ def is_local(name: str) -> bool:
     """Whether all parts of a name are techniques of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
+
+
+def check_parts(name: str) -> None:
+    """Raise UsageError where parts of the name of a technique of one rank exclude each other."""
+    for kind in KINDS:
+        taken = [part for part in name.split("+") if part in kind]
+        if len(taken) > 1:
+            raise UsageError(f"strategy {name!r}: {' and '.join(taken)} exclude each other", hint="use one of them")
 
 
 class OrtName(NamedTuple):

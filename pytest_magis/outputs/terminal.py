@@ -104,7 +104,7 @@ def _latency(outcome: Outcome) -> str:
         return "-"
     if result.ratio is not None:
         return f"{result.ratio.ratio:.2f} [{result.ratio.low:.2f}, {result.ratio.high:.2f}]"
-    if result.optimized.is_measured or not result.original.simulated_ms > 0:
+    if result.optimized.is_measured or not result.priced or not result.original.simulated_ms > 0:
         return "-"
     return f"~{result.optimized.simulated_ms / result.original.simulated_ms:.3f}"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from magis.errors import UsageError
 from magis.results import Case
-from magis.strategies.parts import group_of
+from magis.strategies.parts import check_parts, group_of, is_local
 from pytest_magis.strategies.base import Grid
 
 __all__ = ["Named", "Ranked"]
@@ -20,6 +20,8 @@ class Named:
     name: str
 
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        if is_local(self.name):
+            check_parts(self.name)
         yield self.name, Case(model, self.name, grid.device, grid.preset, dtype=grid.dtype, seed=grid.seed)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
+from torch import nn
 
 from magis.api import Bench, run_case
 from magis.api.ranked import OFF_BY, _distinct
@@ -156,3 +158,41 @@ def test_median_and_half_the_interquartile_range(
     times: tuple[float, ...] | None, expected: tuple[float | None, float | None]
 ) -> None:
     assert median(times) == expected
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "offload"])
+def test_under_autocast_a_technique_is_compared_with_eager_under_autocast(bench: Bench, strategy: str) -> None:
+    result = run_case(Case(BLOCKS, strategy, "cpu", "small", "amp-bfloat16", timing_rounds=3), cache=bench)
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured is not None
+    assert result.optimized.simulated.tensor_bytes == result.optimized.measured.tensor_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype"),
+    [("amp", "bfloat16"), ("amp+ddp", "bfloat16"), ("half+ddp", "float64"), ("ddp", "amp-bfloat16"), ("ort", "tf32")],
+)
+def test_precision_is_said_once(bench: Bench, strategy: str, dtype: str) -> None:
+    device = "sim:a100" if dtype == "tf32" else "cpu"
+    with pytest.raises(UsageError, match=f"strategy '{strategy.replace('+', '.')}'.*leave out the data type"):
+        run_case(Case(BLOCKS, strategy, device, "small", dtype, ranks=2), cache=bench)
+
+
+def test_a_network_that_exists_already_is_predicted_and_left_as_it_is() -> None:
+    from magis.models import from_function
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+    def made() -> tuple[object, ...]:
+        return module, (torch.zeros(8, 8), torch.zeros(8, 4)), nn.functional.mse_loss
+
+    for strategy in ("ddp", "zero1", "fsdp"):
+        result = run_case(
+            Case("own", strategy, "cpu", "small", ranks=2), cache=Bench(), make=from_function("own", made, None)
+        )
+        assert result.is_predicted
+        assert result.memory.tensor_bytes > 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert type(next(module.parameters())) is nn.Parameter

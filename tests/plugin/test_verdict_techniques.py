@@ -64,3 +64,11 @@ def test_tensors_that_other_machines_need_not_share_are_not_compared_there() -> 
 def test_other_numbers_fail_whatever_the_technique() -> None:
     now = replace(ranked(), numbers="differs: loss by 7% of that of one rank")
     check(compare(now, now), "FAIL broken", "broken", passed=False)
+
+
+def test_only_measured_peaks_have_that_slack_not_tensors_nor_predictions() -> None:
+    before = ranked(noise=0.05)
+    check(compare(ranked(measured=701, noise=0.05, off_by=0.02), before), "FAIL worse", "worse", passed=False)
+    predicted = replace(before, optimized=replace(before.optimized, measured=None))
+    more = replace(predicted, optimized=replace(predicted.optimized, simulated=Memory(700, 760)))
+    assert compare(more, predicted).findings
