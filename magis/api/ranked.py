@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from magis.api.alone import NOT_RUN
 from magis.api.rows import original_figures, other_result
@@ -136,6 +137,8 @@ class _RankedCase:
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
+        if self.case.ranks > 1 and any(isinstance(m, _BatchNorm) for m in self.subject.fake.module.modules()):
+            return f"{NOT_RUN}: batch norm sees a rank's share of the batch alone"
         expected = self._losses_alone()
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
