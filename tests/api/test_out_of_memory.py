@@ -177,7 +177,7 @@ def test_steps_that_do_not_fit_beside_each_other(monkeypatch: pytest.MonkeyPatch
     def compare(*_args: object) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("magis.api.cases.compare_by_kind", compare)
+    monkeypatch.setattr("magis.api.variants.compare_by_kind", compare)
     result = run_case(case(BLOCKS))
     assert result.original.is_measured
     assert result.original.measured_ms is not None

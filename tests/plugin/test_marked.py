@@ -119,7 +119,7 @@ def test_marks_of_classes_own_parameters_and_names(gate):
         ("(memory_ratios=[1.5])", "@pytest.mark.magis: memory_ratios: '1.5' is not a number above 0 and at most 1"),
         ("(memory_ratios='')", "@pytest.mark.magis: memory_ratios: empty item in ''"),
         ("(latency_ratios=0.9)", "@pytest.mark.magis: latency_ratios: '0.9' is not a number that is at least 1"),
-        ("(strategies='fast')", "strategies: unknown strategy 'fast'; choose from eager, magis, checkpoint"),
+        ("(strategies='fast')", "strategies: unknown strategy 'fast'; choose from all, eager, magis, magis+amp"),
         ("(budget=0)", "@pytest.mark.magis: budget: '0' is not a whole number that is at least 1"),
         ("(dtype='int8')", "@pytest.mark.magis: dtype: unknown dtype 'int8'"),
         ("(name='../x')", "@pytest.mark.magis: name: '../x' cannot be a name"),

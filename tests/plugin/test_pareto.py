@@ -68,12 +68,12 @@ def test_a_place_that_cannot_be_written_ends_the_run_first(fronts):
 def test_a_strategy_cannot_take_the_name_of_a_front(fronts):
     fronts.extend_conftest(
         """
-from pytest_magis.strategies import Eager
+from pytest_magis.strategies import Named
 
 class Mine:
     name = "mine"
     def cases(self, model, grid):
-        return [("pareto", case) for _, case in Eager().cases(model, grid)]
+        return [("pareto", case) for _, case in Named("eager").cases(model, grid)]
 
 def pytest_magis_strategies():
     return (Mine(),)

@@ -115,7 +115,8 @@ def test_only_rank_0_of_pytest_has_a_session(repository: Path, tmp_path: Path) -
     """Two processes of one job, started as `torchrun --no-python pytest --magis-models=mlp` does."""
     port = str(free_port())
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--magis-models=mlp", "--collect-only", "-q"]
+    gate = ("--magis-models=mlp", "--magis-device=cpu", "--magis-strategies=eager,ddp")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *gate, "--collect-only", "-q"]
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     processes = [
         subprocess.Popen(
@@ -134,9 +135,29 @@ def test_only_rank_0_of_pytest_has_a_session(repository: Path, tmp_path: Path) -
     assert printed[1] == "magis: rank 1 of 2 served rank 0, which ran the tests (1 commands)\n"
 
 
+@pytest.mark.parametrize(
+    "asked", [(), ("--magis-strategies=amp*",), ("--magis-strategies=ddp", "--magis-device=sim:v100")]
+)
+def test_a_run_without_ranks_of_its_own_is_no_part_of_any_job(
+    repository: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmagis_strategies = ddp\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--magis-models=mlp", *asked, "--collect-only", "-q"],
+        cwd=tmp_path,
+        env=environment(repository, tmp_path / "sign", RANK="1"),  # half an environment, which nobody looks at
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "magis::mlp[" in done.stdout
+
+
 def test_half_an_environment_ends_pytest_with_its_exit_code(repository: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--magis-models=mlp", "--collect-only"],
+        [sys.executable, "-m", "pytest", "--magis-models=mlp", "--magis-strategies=d*", "--collect-only"],
         cwd=tmp_path,
         env=environment(repository, tmp_path / "sign", RANK="1"),
         capture_output=True,
