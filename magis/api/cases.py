@@ -70,35 +70,24 @@ def run_case(
     told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
     cannot be captured or run.
     """
-    if cache is None:
-        with closing(Bench()) as bench:
-            return run_case(
-                case,
-                cache=bench,
-                make=make,
-                planning_workspaces=planning_workspaces,
-                expected_graph=expected_graph,
-                latency_bounds=latency_bounds,
-                progress=progress,
-                timelines=timelines,
-            )
-    bench = cache
-    subject = bench.subject(case, make)
-    kind = family(case.strategy)
-    check_precision(case)
-    if kind == "ort":
-        return ort_result(case, subject, progress or (lambda _text: None))
-    if kind == "distributed":
-        return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
-    run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
-    keeps = bench.kept if bench.keeps_results and not timelines else None
-    with collector_spared():
-        if keeps is None:
-            return run.result(planning_workspaces, expected_graph)
-        results = KeptResults(keeps, subject, case)
-        key = results.key(planning_workspaces, expected_graph, latency_bounds)
-        bench.remember(case, key)
-        return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
+    with ExitStack() as stack:
+        bench = cache if cache is not None else stack.enter_context(closing(Bench()))
+        subject = bench.subject(case, make)
+        kind = family(case.strategy)
+        check_precision(case)
+        if kind == "ort":
+            return ort_result(case, subject, progress or (lambda _text: None))
+        if kind == "distributed":
+            return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
+        run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
+        keeps = bench.kept if bench.keeps_results and not timelines else None
+        with collector_spared():
+            if keeps is None:
+                return run.result(planning_workspaces, expected_graph)
+            results = KeptResults(keeps, subject, case)
+            key = results.key(planning_workspaces, expected_graph, latency_bounds)
+            bench.remember(case, key)
+            return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ __all__ = [
     "others_memory",
     "quiet_profiler",
     "replay",
+    "storages_of",
     "tensor_peak",
     "window_peak",
 ]
@@ -262,14 +263,14 @@ class _StorageLedger(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         func = self._unwatched.form(func, args, kwargs or {})
-        given = _storages((args, kwargs))
+        given = storages_of((args, kwargs))
         # torch.tensor(...) makes its storage out of sight and announces it by this operator
         if func is not torch.ops.aten.lift_fresh.default:
             for reference, _ in given:
                 if reference.cdata not in self._made:
                     self._older[reference.cdata] = reference
         result = func(*args, **(kwargs or {}))
-        for reference, nbytes in (*_storages((args, kwargs)), *_storages(result)):
+        for reference, nbytes in (*storages_of((args, kwargs)), *storages_of(result)):
             if reference.cdata not in self._older:  # sizes again each time: resize_ changes them
                 self._made[reference.cdata] = (reference, nbytes)
         self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
@@ -277,7 +278,7 @@ class _StorageLedger(TorchDispatchMode):
         return result
 
 
-def _storages(tree: object) -> list[tuple[StorageWeakRef, int]]:
+def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
     """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
     found: list[tuple[StorageWeakRef, int]] = []
     for leaf in tree_leaves(tree):

@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 
 from magis.aten.mixed import as_mixed
 from magis.aten.watched import unwatched
+from magis.backend.measure import storages_of
 from magis.simulate.caching import CachingAllocator
 from magis.strategies.common import KIND
 
@@ -79,7 +79,7 @@ class Ledger(TorchDispatchMode):
 
     def name(self, kind: str, tensor: torch.Tensor) -> None:
         """Say what the storage of a tensor is for, unless that was said before."""
-        found = _storages(tensor)
+        found = storages_of(tensor)
         self._count(found)
         for reference, _ in found:
             self._kinds.setdefault(self._alive[reference.cdata].serial, kind)
@@ -122,7 +122,7 @@ class Ledger(TorchDispatchMode):
         if self.allocator is not None:
             self._purge()  # what is free by now can be handed out again
         result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
-        given = _storages((args, kwargs))
+        given = storages_of((args, kwargs))
         # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
         # which makes its storage out of sight and announces it by this operator.
         if func is not torch.ops.aten.lift_fresh.default:
@@ -189,15 +189,5 @@ def _resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
 
 def _made(result: object, args: object) -> list[tuple[StorageWeakRef, int]]:
     """Storages of the result that are not an argument's."""
-    given = {reference.cdata for reference, _ in _storages(args)}
-    return [each for each in _storages(result) if each[0].cdata not in given]
-
-
-def _storages(tree: object) -> list[tuple[StorageWeakRef, int]]:
-    found: list[tuple[StorageWeakRef, int]] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            storage = leaf.untyped_storage()
-            reference: StorageWeakRef = StorageWeakRef(storage)
-            found.append((reference, storage.nbytes()))
-    return found
+    given = {reference.cdata for reference, _ in storages_of(args)}
+    return [each for each in storages_of(result) if each[0].cdata not in given]

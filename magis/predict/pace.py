@@ -7,7 +7,6 @@ kernels. What it rests on, beside the device's constants (magis/cost/devices.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from magis.capture import Workload
-from magis.capture.autocast import as_on_cuda
-from magis.capture.device_table import device_forms
-from magis.capture.fakes import fake_tensors
 from magis.cost.devices import DeviceModel
 from magis.cost.roofline import roofline_ns
 from magis.ir import Const, Op, Ref, Value
-from magis.predict.rank import fake_world
-from magis.strategies.base import Technique, World
-from magis.strategies.names import check_world
+from magis.predict.rank import fake_rank
+from magis.strategies.base import Technique
 
 __all__ = ["LINKS", "Links", "Pace", "predicted_ms"]
 
@@ -126,15 +121,8 @@ def predicted_ms(
     kind: str = "cpu",
 ) -> float:
     """Milliseconds of a step of rank ``rank``, on fake tensors; ``kind`` ("cpu", "cuda"): whose operators it runs."""
-    check_world(technique, world_size)
-    world = World(world_size, rank, kind, fake=True)
     pace = Pace(device, LINKS[device.name.removeprefix("sim:")])
-    with ExitStack() as stack:
-        stack.enter_context(fake_world(world_size, rank))
-        stack.enter_context(fake_tensors())
-        if kind == "cuda":
-            stack.enter_context(as_on_cuda())
-        stack.enter_context(device_forms(kind))
+    with fake_rank(technique, world_size, rank, kind) as world:
         step = technique.prepare(make_work(), world)
         step.prepare()
         step.run()  # makes the optimizer's state

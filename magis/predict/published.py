@@ -20,7 +20,7 @@ from magis.models.style import WRITTEN_OUT
 from magis.predict.pace import predicted_ms
 from magis.predict.rank import predict_rank
 from magis.results import RankMemory, Term
-from magis.strategies.base import Technique, batch_size
+from magis.strategies.base import Technique
 from magis.strategies.names import group_of, technique
 from magis.strategies.zero import Zero
 from magis.units import GIB, MIB
@@ -149,8 +149,6 @@ def _workload(row: Row) -> Workload:
 
 def _kept(work: Workload) -> Workload:
     """As Hugging Face's loops have it: the output, logits and all, lives until the next one replaces it."""
-    if not batch_size(work):
-        return work
     held: list[Any] = []
 
     def loss_fn(output: Any, *targets: Tensor) -> Tensor:

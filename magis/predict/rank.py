@@ -25,7 +25,7 @@ from magis.strategies.base import RankStep, Technique, World
 from magis.strategies.common import local, quiet
 from magis.strategies.names import check_world
 
-__all__ = ["WARM_STEPS", "RankPeak", "fake_world", "predict_rank", "rank_peak"]
+__all__ = ["WARM_STEPS", "RankPeak", "fake_rank", "fake_world", "predict_rank", "rank_peak"]
 
 WARM_STEPS = 2
 """Before the measured step: the optimizer's state comes with the first, DDP's final buckets with the second."""
@@ -97,20 +97,28 @@ def predict_rank(
     are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. UsageError
     where a process group is set up already.
     """
-    check_world(technique, world_size)
-    world = World(world_size, rank, device, fake=True)
+    with fake_rank(technique, world_size, rank, device, explicit_attention=explicit_attention) as world:
+        found = rank_peak(technique, make_work, world, replays=device == "cuda")
+    return RankMemory(
+        rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
+    )
+
+
+@contextmanager
+def fake_rank(
+    technique: Technique, size: int, rank: int, device: str, *, explicit_attention: bool = False
+) -> Iterator[World]:
+    """The place of rank ``rank`` in a fake world, where tensors are fake and operators are those of ``device``."""
+    check_world(technique, size)
     with ExitStack() as stack:
-        stack.enter_context(fake_world(world_size, rank))
+        stack.enter_context(fake_world(size, rank))
         stack.enter_context(fake_tensors())
         if device == "cuda":
             stack.enter_context(as_on_cuda())
         if explicit_attention:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(device_forms(device))
-        found = rank_peak(technique, make_work, world, replays=device == "cuda")
-    return RankMemory(
-        rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
-    )
+        yield World(size, rank, device, fake=True)
 
 
 @contextmanager
