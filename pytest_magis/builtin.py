@@ -33,7 +33,7 @@ def pytest_magis_run_case(
     config: pytest.Config,
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
-    latency_bounds: tuple[float, ...],
+    latency_bounds: tuple[float, ...] | None,
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
     timelines: bool,

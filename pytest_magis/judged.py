@@ -12,7 +12,7 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from magis.report import thinned_timelines
-from magis.results import CaseResult
+from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.commands import accept_case
 from pytest_magis.findings import Tolerances
@@ -54,7 +54,9 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         hand_back = planning(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         line = nullcontext() if gate.is_worker else progress_line(config, planned.name)
-        bounds = latency_bounds(stored, tolerances)
+        bounds: tuple[float, ...] | None = latency_bounds(stored, tolerances)
+        if stored is None and not gate.settings.updates and _is_beside(planned.case):
+            bounds = None
         with line as progress:
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make)
@@ -79,6 +81,12 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
         yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+
+
+def _is_beside(case: Case) -> bool:
+    """Whether a case's latency, where no baseline says what it should be, is there to be looked at: that of plans, and
+    of what has a limit, is what users come for."""
+    return case.strategy != "magis" and case.latency_ratio is None
 
 
 def _traced(folder: Path | None, planned: PlannedCase, result: CaseResult) -> str:

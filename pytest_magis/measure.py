@@ -40,13 +40,14 @@ def measure(
     name: str,
     case: Case,
     planning: tuple[Mapping[str, int] | None, str | None],
-    bounds: tuple[float, ...],
+    bounds: tuple[float, ...] | None,
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None = None,
 ) -> CaseResult:
     """Run a case by hook and return its result, under the model's name.
 
-    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes.
+    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes; None
+    where the ratio is only shown.
 
     Warnings are reported, never raised: a project that turns its own into errors does not mean torch's.
     """
@@ -74,7 +75,7 @@ def run_with_magis(
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
     progress: Callable[[str], None] | None,
-    latency_bounds: tuple[float, ...] = (),
+    latency_bounds: tuple[float, ...] | None = (),
     make: Callable[[int], Workload] | None = None,
     *,
     timelines: bool = False,

@@ -43,6 +43,8 @@ from magis.units import share_of
 
 TIMING_ROUNDS = 12
 ROUNDS_WHOLE = 3
+ROUGHLY = Patience(5, width=0.1, seconds=2.5)
+"""Where the ratio is only shown: a run of all strategies has dozens of such cases."""
 SHORTEST_MS = 30.0
 """Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
 WARM_UP = 1
@@ -58,7 +60,7 @@ def run_case(
     make: Make | None = None,
     planning_workspaces: Mapping[str, int] | None = None,
     expected_graph: str | None = None,
-    latency_bounds: Sequence[float] = (),
+    latency_bounds: Sequence[float] | None = (),
     progress: Progress | None = None,
     timelines: bool = False,
 ) -> CaseResult:
@@ -66,7 +68,8 @@ def run_case(
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
-    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``). ``progress`` is
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``); with None, which says
+    that the ratio is neither decided by nor stored, it ends soon. ``progress`` is
     told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
     cannot be captured or run.
     """
@@ -119,7 +122,7 @@ class CaseRun:
         case: Case,
         subject: Subject,
         progress: Progress | None = None,
-        latency_bounds: Sequence[float] = (),
+        latency_bounds: Sequence[float] | None = (),
         *,
         timelines: bool = False,
     ) -> None:
@@ -129,7 +132,7 @@ class CaseRun:
         self._case = case
         self._subject = subject
         self._progress = progress or (lambda _text: None)
-        self._bounds = tuple(latency_bounds)
+        self._bounds = None if latency_bounds is None else tuple(latency_bounds)
         self._timelines = timelines
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
@@ -284,7 +287,10 @@ class CaseRun:
         rounds = self._case.timing_rounds or TIMING_ROUNDS
         subject = self._subject
         whole = partial(interleave, whole_step(eager), whole_step(step), device=subject.torch_device)
-        patience = Patience(rounds, self._bounds)
+        if self._bounds is None and self._case.timing_rounds is None:
+            timing = whole(ROUGHLY, warmup=WARM_UP)
+            return _Times(timing, ratio_interval(timing))
+        patience = Patience(rounds, self._bounds or ())
         if subject.runs_together and not self._is_compiled:  # which nobody can interrupt
             some = whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=WARM_UP)
             if min(some.first_ms) >= SHORTEST_MS:

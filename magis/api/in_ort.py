@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 from magis.api.alone import NOT_RUN
 from magis.api.numbers import compare_losses
@@ -13,8 +14,11 @@ from magis.api.values import median
 from magis.backend.steps import Step, whole_step
 from magis.backend.timing import Patience, Timing, interleave, ratio_interval
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
-from magis.strategies.common import without_dropout
+from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.parts import OrtName, ort_name
+
+if TYPE_CHECKING:
+    from magis.strategies.ort.export import Exported
 
 __all__ = ["ort_result"]
 
@@ -22,7 +26,8 @@ ROUNDING, PRECISION = 1e-3, 0.05
 """Share by which the losses of three steps may be off eager's: other kernels; lower precision."""
 OFF_BY, NOISE = 0.05, 0.02
 """Share by which measured bytes may be off the predicted ones, and by which they differ from run to run."""
-ROUNDS = 12
+ROUGHLY = Patience(5, width=0.1, seconds=2.5)
+"""How long to time where nobody says: nothing is decided by it."""
 
 
 def ort_result(case: Case, subject: Subject, progress: Callable[[str], None]) -> CaseResult:
@@ -51,8 +56,7 @@ class _OrtCase:
         subject = self.subject
         self.progress("predicting")
         predicted, terms = self._predicted()
-        runs = subject.kind == "cpu" and subject.runs
-        original = original_figures(subject, measured=runs)
+        original = original_figures(subject, measured=self._runs)
         simulated_ms = subject.latency_ns(subject.captured.graph) / 1e6
         found = replace(
             other_result(self.case, subject, original, StepFigures(predicted, simulated_ms)),
@@ -60,7 +64,7 @@ class _OrtCase:
             noise=NOISE,
             priced=False,
         )
-        if not runs:
+        if not self._runs:
             return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)
         self.progress("measuring in ONNX Runtime")
         memory = self._measured()
@@ -70,29 +74,38 @@ class _OrtCase:
         note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
         return replace(found, optimized=figures, ratio=self._ratio(timing), numbers=numbers, note=note)
 
+    @property
+    def _runs(self) -> bool:
+        return self.subject.kind == "cpu" and self.subject.runs
+
     def _predicted(self) -> tuple[Memory, tuple[Term, ...]]:
         from magis.strategies.ort.step import ort_predicted
 
-        name = self.name
-        return ort_predicted(
-            self.subject.fake, precision=name.precision, optimized=name.optimized, inference=name.inference
-        )
+        return ort_predicted(self._exported(dropout=True), self.subject.fake.name, optimized=self.name.optimized)
 
     def _measured(self) -> Memory:
         from magis.strategies.ort.step import ort_memory
 
-        name = self.name
-        return ort_memory(
-            self.subject.fresh(), precision=name.precision, optimized=name.optimized, inference=name.inference
-        )
+        return ort_memory(self._exported(dropout=True), self.subject.fake.name, optimized=self.name.optimized)
+
+    def _exported(self, *, dropout: bool) -> Exported:
+        """The step as ONNX, made once for all cases that run it."""
+        from magis.strategies.ort.step import export_step
+
+        name, subject = self.name, self.subject
+        dropout = dropout and has_dropout(subject.fake.module)
+        key = ("onnx", name.precision, name.inference, dropout)
+        if key not in subject.memo:
+            work = subject.fresh() if self._runs else subject.fake
+            if not dropout and has_dropout(work.module):
+                without_dropout(work.module)
+            subject.memo[key] = export_step(work, precision=name.precision, inference=name.inference)
+        return cast("Exported", subject.memo[key])
 
     def _step(self, *, dropout: bool) -> Step:
         from magis.strategies.ort.step import make_ort_step
 
-        name, work = self.name, self.subject.fresh()
-        if not dropout:
-            without_dropout(work.module)
-        return make_ort_step(work, precision=name.precision, optimized=name.optimized, inference=name.inference)
+        return make_ort_step(self.subject.fresh(), self._exported(dropout=dropout), optimized=self.name.optimized)
 
     def _numbers(self) -> str:
         """Three steps beside eager's, without dropout: its random numbers are ONNX Runtime's own."""
@@ -107,7 +120,8 @@ class _OrtCase:
         return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
 
     def _timing(self) -> Timing:
-        rounds = Patience(self.case.timing_rounds or ROUNDS)
+        asked = self.case.timing_rounds
+        rounds = ROUGHLY if asked is None else Patience(asked)
         eager, step = whole_step(self.subject.eager()), whole_step(self._step(dropout=True))
         return interleave(eager, step, rounds, warmup=1, device=self.subject.torch_device)
 

@@ -40,7 +40,9 @@ class KeptResults:
     subject: Subject
     case: Case
 
-    def key(self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float]) -> str:
+    def key(
+        self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float] | None
+    ) -> str:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back."""
         captured = self.subject.captured
@@ -60,7 +62,7 @@ class KeptResults:
             self.subject.runs,
             _settings(),
             None if workspaces is None else sorted(workspaces.items()),
-            (expected_graph, tuple(bounds)),
+            (expected_graph, None if bounds is None else tuple(bounds)),
         )
 
     def load(self, key: str) -> CaseResult | None:

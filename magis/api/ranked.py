@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -16,8 +17,7 @@ from magis.api.values import median
 from magis.backend.measure import device_identity
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.predict import predict_rank
-from magis.predict.pace import predicted_ms
+from magis.predict.pace import predict_step
 from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.strategies.base import Technique
@@ -35,7 +35,7 @@ ROUNDING = 1e-4
 """Share by which sums in another order may change a loss in three steps; in lower precision it is the latter's."""
 PRECISION = 0.05
 STEPS_COMPARED = 3
-TIMED = 5
+TIMED = 3
 """Steps: their times are printed, not gated."""
 
 Pool = Callable[[int, str], RankPool]
@@ -72,20 +72,21 @@ class _RankedCase:
 
     def predicted(self, note: str = "") -> CaseResult:
         """With every rank predicted that is not like another one: each takes seconds at paper size."""
-        ranks = [self._predict(rank) for rank in _distinct(self.case.strategy, self.technique, self.case.ranks)]
-        worst = max(ranks, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
-        figures = StepFigures(worst.predicted or Memory(0, 0), self._ms(worst.rank))
+        found = [self._predict(rank) for rank in _distinct(self.case.strategy, self.technique, self.case.ranks)]
+        worst, ms = max(found, key=lambda each: each[0].predicted.peak_bytes if each[0].predicted else 0)
+        figures = StepFigures(worst.predicted or Memory(0, 0), ms)
         original = original_figures(self.subject, measured=self.subject.runs)
-        return replace(self._result(original, figures), ranks=tuple(ranks), note=note)
+        return replace(self._result(original, figures), ranks=tuple(rank for rank, _ in found), note=note)
 
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
         """With the rank predicted that measured the highest peak."""
         worst = max(reports, key=lambda report: report.memory.tensor_bytes)
         ms, spread = median(slowest_ms(reports))
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
+        foretold_ms: float | None
         try:
-            foretold = self._predict(worst.rank).predicted
-            foretold_ms: float | None = self._ms(worst.rank)
+            rank, foretold_ms = self._predict(worst.rank)
+            foretold = rank.predicted
             note, off_by = "", OFF_BY
             ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold)
         except UsageError as error:
@@ -114,10 +115,11 @@ class _RankedCase:
         """The network on fake tensors: a copy of one that is there already, which techniques may change."""
         return on_fake_tensors(self.subject.make())[1]
 
-    def _predict(self, rank: int) -> RankMemory:
+    def _predict(self, rank: int) -> tuple[RankMemory, float]:
+        """Memory and milliseconds."""
         subject, case = self.subject, self.case
         try:
-            return predict_rank(self.technique, self._make, case.ranks, rank, device=subject.kind)
+            return predict_step(self.technique, self._make, case.ranks, rank, subject.device_model, subject.kind)
         except Exception as error:
             if isinstance(error, UsageError) or not is_own(case.strategy):
                 raise
@@ -127,19 +129,16 @@ class _RankedCase:
                 f"{type(error).__name__}: {reason}"
             ) from error
 
-    def _ms(self, rank: int) -> float:
-        return predicted_ms(
-            self.technique, self._make, self.case.ranks, rank, self.subject.device_model, self.subject.kind
-        )
-
     def _result(self, original: StepFigures, optimized: StepFigures) -> CaseResult:
         return replace(other_result(self.case, self.subject, original, optimized), off_by=OFF_BY, noise=NOISE)
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
-        if self.case.ranks > 1 and any(isinstance(m, _BatchNorm) for m in self.subject.fake.module.modules()):
-            return f"{NOT_RUN}: batch norm sees a rank's share of the batch alone"
-        expected = self._losses_alone()
+        normalizes = any(isinstance(m, _BatchNorm) for m in self.subject.fake.module.modules())
+        if normalizes and (getattr(self.technique, "stages", 1) > 1 or is_own(self.case.strategy)):
+            return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
+        # in data parallelism, of those of a rank's share of the batch
+        expected = self._losses_alone(self.case.ranks // self.technique.group if normalizes else 1)
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
@@ -148,8 +147,15 @@ class _RankedCase:
             return f"differs: loss by {100 * off:.2g}% of that of one rank"
         return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
 
-    def _losses_alone(self) -> tuple[float, ...]:
-        step = self.subject.eager()
+    def _losses_alone(self, shares: int) -> tuple[float, ...]:
+        """Of eager, without dropout; computed once for all cases."""
+        key = ("losses", self.case.seed, shares)
+        if key not in self.subject.memo:
+            self.subject.memo[key] = self._eager_losses(shares)
+        return cast("tuple[float, ...]", self.subject.memo[key])
+
+    def _eager_losses(self, shares: int) -> tuple[float, ...]:
+        step = self.subject.eager(shares=shares)
         without_dropout(step.module)
         losses = []
         torch.manual_seed(self.case.seed)

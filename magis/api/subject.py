@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_
 from magis.search.judge import Over, Wanted, never
 from magis.simulate.replay import MemoryProfile, replay
 from magis.simulate.reserved import reserved
+from magis.strategies.base import loss_of_shares
 from magis.strategies.local import Local
 
 ROUNDS_ALONE = 5
@@ -59,6 +61,7 @@ class Subject:
         self._fronts: dict[int, FissionFront] = {}
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
+        self.memo: dict[tuple[object, ...], Any] = {}  # what one case has made and the next one uses as well
 
     # -- the model ----------------------------------------------------------------------------------------------
 
@@ -378,8 +381,10 @@ class Subject:
             targets=tuple(t.to(device) for t in base.targets),
         )
 
-    def eager(self) -> EagerStep:
+    def eager(self, *, shares: int = 1) -> EagerStep:
+        """Eager's step; of several equal ``shares`` of the batch one by one, if there are."""
         work = self.fresh()
+        by_shares = None if shares == 1 else loss_of_shares(work, shares)
         return EagerStep(
             work.module,
             work.inputs,
@@ -388,6 +393,7 @@ class Subject:
             work.optimizer,
             explicit_attention=work.explicit_attention,
             around=self._around,
+            transform=None if by_shares is None else lambda _: by_shares,
         )
 
     def _around(self) -> AbstractContextManager[object]:

@@ -281,12 +281,30 @@ class _StorageLedger(TorchDispatchMode):
 def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
     """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
     found: list[tuple[StorageWeakRef, int]] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-            storage = leaf.untyped_storage()
+    _add_storages(tree, found)
+    return found
+
+
+def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None:
+    """By hand: this runs at every operator, of whose arguments pytree would take a multiple of the time."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout == torch.strided:
+            storage = tree.untyped_storage()
             reference: StorageWeakRef = StorageWeakRef(storage)
             found.append((reference, storage.nbytes()))
-    return found
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _add_storages(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _add_storages(item, found)
+    elif tree is not None and not isinstance(tree, _PLAIN):
+        for leaf in tree_leaves(tree):
+            if leaf is not tree:
+                _add_storages(leaf, found)
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def device_identity(device: str) -> dict[str, str]:

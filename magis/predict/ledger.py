@@ -56,6 +56,8 @@ class Ledger(TorchDispatchMode):
         self._kinds: dict[int, str] = {}
         self._peak: dict[int, int] = {}
         self._serial = itertools.count()
+        self._most = 0
+        """Bytes of all entries, of which some may be gone: no more than that are alive."""
         self._watching = False
         self._stack = ExitStack()
 
@@ -75,7 +77,7 @@ class Ledger(TorchDispatchMode):
     def held_bytes(self) -> int:
         """The bytes alive now."""
         self._purge()
-        return sum(entry.nbytes for entry in self._alive.values())
+        return self._most
 
     def name(self, kind: str, tensor: torch.Tensor) -> None:
         """Say what the storage of a tensor is for, unless that was said before."""
@@ -122,12 +124,14 @@ class Ledger(TorchDispatchMode):
         if self.allocator is not None:
             self._purge()  # what is free by now can be handed out again
         result = as_mixed(str(func), args, func(*args, **(kwargs or {})))
-        given = storages_of((args, kwargs))
+        of_args = storages_of(args)
+        given = [*of_args, *storages_of(kwargs)]
         # What no operator made is a backend's own scratch (gloo's, in reduce_scatter), except for torch.tensor(...),
         # which makes its storage out of sight and announces it by this operator.
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
-        self._count((*given, *_made(result, args)))
+        arguments = {reference.cdata for reference, _ in of_args}
+        self._count((*given, *(each for each in storages_of(result) if each[0].cdata not in arguments)))
         return result
 
     def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
@@ -140,10 +144,11 @@ class Ledger(TorchDispatchMode):
             more = more or known is None or nbytes > known.nbytes
             serial = next(self._serial) if known is None else known.serial
             self._replay(serial, nbytes)
+            self._most += nbytes - (0 if known is None else known.nbytes)
             self._alive[reference.cdata] = _Entry(reference, nbytes, serial)
             if known is None and purpose is not None:
                 self._kinds[serial] = purpose
-        if more and self._watching:
+        if more and self._watching and self._most > self.peak_bytes:
             self._purge()
             self._note()
 
@@ -155,14 +160,14 @@ class Ledger(TorchDispatchMode):
     def _purge(self) -> None:
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
             gone = self._alive.pop(key)  # with the reference, the address may be used again
+            self._most -= gone.nbytes
             self._replay(gone.serial, 0)
             if gone.serial not in self._peak:
                 self._kinds.pop(gone.serial, None)
 
     def _note(self) -> None:
-        now = sum(entry.nbytes for entry in self._alive.values())
-        if now > self.peak_bytes:
-            self.peak_bytes = now
+        if self._most > self.peak_bytes:  # nothing in it is gone: it comes behind a purge
+            self.peak_bytes = self._most
             self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}
 
 
@@ -185,9 +190,3 @@ def _resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
             del torch.UntypedStorage.resize_  # the base class's is in reach again
         else:
             torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]
-
-
-def _made(result: object, args: object) -> list[tuple[StorageWeakRef, int]]:
-    """Storages of the result that are not an argument's."""
-    given = {reference.cdata for reference, _ in storages_of(args)}
-    return [each for each in storages_of(result) if each[0].cdata not in given]

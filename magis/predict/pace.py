@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -20,10 +22,11 @@ from magis.capture import Workload
 from magis.cost.devices import DeviceModel
 from magis.cost.roofline import roofline_ns
 from magis.ir import Const, Op, Ref, Value
-from magis.predict.rank import fake_rank
-from magis.strategies.base import Technique
+from magis.predict.rank import predict_rank
+from magis.results import RankMemory
+from magis.strategies.base import RankStep, Technique, World
 
-__all__ = ["LINKS", "Links", "Pace", "predicted_ms"]
+__all__ = ["LINKS", "Links", "Pace", "predict_step"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,13 @@ class Links:
 LINKS: Mapping[str, Links] = {
     "cpu": Links(2e9, 100_000),
     "rtx3090": Links(12e9),
-    "v100": Links(100e9),
+    "v100": Links(77e9),
     "a100": Links(230e9),
     "h100": Links(350e9),
     "h200": Links(350e9),
 }
-"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it."""
+"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it, some 77% (of a V100 among four: four
+links of 25 GB/s each)."""
 
 _BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
 """Techniques on DistributedDataParallel, of whose messages no operator tells."""
@@ -71,6 +75,27 @@ class Pace(TorchDispatchMode):
         """Messages that are waited for."""
         self.hidden_ns: float = 0.0
         """Messages beside other work."""
+        self._updating = 0
+        """Optimizers that are at it, one within the other: the backward is over, nothing hides a message."""
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._update(1)),
+            register_optimizer_step_post_hook(lambda *_: self._update(-1)),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _update(self, by: int) -> None:
+        self._updating += by
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -106,34 +131,54 @@ class Pace(TorchDispatchMode):
             return
         sizes = [*map(_nbytes, args[:2]), _nbytes(result) if name in _SHARED else 0]  # the whole, not the pieces
         took = self._links.message_ns + factor * max(sizes) / self._links.bytes_per_s * 1e9
-        if _is_asynchronous(func, args):
+        if _is_asynchronous(func, args) and not self._updating:
             self.hidden_ns += took
         else:
             self.exposed_ns += took
 
 
-def predicted_ms(
+def predict_step(
     technique: Technique,
     make_work: Callable[[], Workload],
     world_size: int,
     rank: int,
     device: DeviceModel,
     kind: str = "cpu",
-) -> float:
-    """Milliseconds of a step of rank ``rank``, on fake tensors; ``kind`` ("cpu", "cuda"): whose operators it runs."""
+) -> tuple[RankMemory, float]:
+    """Memory and milliseconds of a step of rank ``rank``, by one run on fake tensors (see `predict_rank`).
+
+    ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
+    """
     pace = Pace(device, LINKS[device.name.removeprefix("sim:")])
-    with fake_rank(technique, world_size, rank, kind) as world:
-        step = technique.prepare(make_work(), world)
-        step.prepare()
-        step.run()  # makes the optimizer's state
-        step.prepare()
-        with pace:
-            step.run()
-        if technique.name in _BY_TORCH:
-            nbytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
-            pace.add_hidden(nbytes, world_size)
-    stages = int(getattr(technique, "stages", 1))
-    return pace.ms(stages=stages, chunks=int(getattr(step, "count", 1)))
+    seen = _Seen(technique)
+    memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
+    if technique.name in _BY_TORCH:
+        pace.add_hidden(seen.trained_bytes, world_size)
+    return memory, pace.ms(stages=int(getattr(technique, "stages", 1)), chunks=seen.chunks)
+
+
+@dataclass
+class _Seen:
+    """A technique, of whose step is noted what no operator tells."""
+
+    technique: Technique
+    trained_bytes: int = 0
+    chunks: int = 1
+    """Micro-batches of a pipeline."""
+
+    @property
+    def name(self) -> str:
+        return self.technique.name
+
+    @property
+    def group(self) -> int:
+        return self.technique.group
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        step = self.technique.prepare(work, world)
+        self.trained_bytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
+        self.chunks = int(getattr(step, "count", 1))
+        return step
 
 
 def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:

@@ -17,8 +17,7 @@ from magis.cost.devices import find_device
 from magis.models.bert import BertConfig, bert
 from magis.models.gpt import GptConfig, gpt
 from magis.models.style import WRITTEN_OUT
-from magis.predict.pace import predicted_ms
-from magis.predict.rank import predict_rank
+from magis.predict.pace import predict_step
 from magis.results import RankMemory, Term
 from magis.strategies.base import Technique
 from magis.strategies.names import group_of, technique
@@ -112,11 +111,12 @@ def predicted(row: Row) -> Prediction:
     """Peak and throughput of a row; takes about a minute and next to no memory."""
     chosen, extra = _technique(row.technique)
     reported = reported_rank(row.technique)
-    ranks = tuple(
-        predict_rank(chosen, lambda: _workload(row), RANKS, rank, device="cuda") for rank in sorted({0, reported})
-    )
-    ms = predicted_ms(chosen, lambda: _workload(row), RANKS, reported, find_device("sim:v100"), "cuda")
-    return Prediction(ranks, extra, reported, _samples(row) / ms * 1e3)
+    found = {
+        rank: predict_step(chosen, lambda: _workload(row), RANKS, rank, find_device("sim:v100"), "cuda")
+        for rank in sorted({0, reported})
+    }
+    ranks = tuple(memory for memory, _ in found.values())
+    return Prediction(ranks, extra, reported, _samples(row) / found[reported][1] * 1e3)
 
 
 def reported_rank(name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +23,12 @@ from magis.predict.ledger import Ledger
 from magis.results import Memory, RankMemory, Term
 from magis.strategies.base import RankStep, Technique, World
 from magis.strategies.common import local, quiet
-from magis.strategies.names import check_world
+from magis.strategies.names import check_world, is_own
 
-__all__ = ["WARM_STEPS", "RankPeak", "fake_rank", "fake_world", "predict_rank", "rank_peak"]
+__all__ = ["RankPeak", "fake_rank", "fake_world", "predict_rank", "rank_peak", "warm_steps_of"]
 
-WARM_STEPS = 2
-"""Before the measured step: the optimizer's state comes with the first, DDP's final buckets with the second."""
+_REBUILD = frozenset({"ddp", "oss"})
+"""Techniques on torch's DistributedDataParallel, whose final buckets come with the second step."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,17 @@ def rank_peak(
     make_work: Callable[[], Workload],
     world: World,
     *,
-    warm_steps: int = WARM_STEPS,
+    warm_steps: int | None = None,
     replays: bool = False,
+    watched_by: AbstractContextManager[object] | None = None,
 ) -> RankPeak:
-    """Prepare, run ``warm_steps`` and one measured step on this rank, with every storage counted from the start.
+    """Prepare, run ``warm_steps`` (None: as many as the technique needs) and one measured step on this rank, with every
+    storage counted from the start.
 
-    For real ranks, the process group is set up; nobody else may hold the module that ``make_work`` makes.
+    The measured step runs in ``watched_by``. For real ranks, the process group is set up; nobody else may hold the
+    module that ``make_work`` makes.
     """
+    warm_steps = warm_steps_of(technique.name) if warm_steps is None else warm_steps
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
     try:
@@ -69,7 +73,8 @@ def rank_peak(
                     _name(step, ledger)
                     ledger.name_rest("communication buckets")
                     ledger.open_window()
-                losses.append(_number(step.run(), world))
+                with watched_by if watched_by is not None and index == warm_steps else nullcontext():
+                    losses.append(_number(step.run(), world))
             ledger.close_window()
             _name(step, ledger)
     finally:
@@ -81,6 +86,13 @@ def rank_peak(
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
 
 
+def warm_steps_of(name: str) -> int:
+    """Steps after which a technique's next one is like all later ones: the optimizer's state comes with the first. Of a
+    technique of the user's nothing is known; two are enough for all of torch's."""
+    plain = name.removeprefix("amp+").removeprefix("half+")
+    return 2 if is_own(name) or plain in _REBUILD else 1
+
+
 def predict_rank(
     technique: Technique,
     make_work: Callable[[], Workload],
@@ -89,16 +101,17 @@ def predict_rank(
     *,
     device: str = "cpu",
     explicit_attention: bool = False,
+    watched_by: AbstractContextManager[object] | None = None,
 ) -> RankMemory:
     """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
 
     ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
     ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. UsageError
-    where a process group is set up already.
+    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. The step
+    whose bytes count runs in ``watched_by``. UsageError where a process group is set up already.
     """
     with fake_rank(technique, world_size, rank, device, explicit_attention=explicit_attention) as world:
-        found = rank_peak(technique, make_work, world, replays=device == "cuda")
+        found = rank_peak(technique, make_work, world, replays=device == "cuda", watched_by=watched_by)
     return RankMemory(
         rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
     )

@@ -25,11 +25,11 @@ from torch.autograd.profiler import profile, record_function
 from magis.backend.measure import allocations, device_identity
 from magis.capture import Workload
 from magis.models import registry
-from magis.predict.rank import WARM_STEPS, rank_peak
+from magis.predict.rank import rank_peak, warm_steps_of
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
 from magis.strategies.base import RankStep, Technique, World, batch_size
-from magis.strategies.common import without_dropout
+from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.names import check_world, technique
 
 __all__ = ["measured", "peak_within"]
@@ -52,9 +52,8 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     torch.manual_seed(job.seed)
     tensors = rank_peak(told, partial(_workload, job, where), world)
     told.release()
-    peak, reserved, times = _peak_and_times(job, told, where)
+    peak, reserved, times, losses = _peak_and_times(job, told, where)
     told.release()
-    losses = tensors.losses[:_COMPARED]
     if job.losses and told.drops:
         losses = _losses(job, told, where)
         told.release()
@@ -116,7 +115,7 @@ class _Told:
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""
         self.samples = batch_size(work)
-        self.drops = self.drops or _has_dropout(work.module)
+        self.drops = self.drops or has_dropout(work.module)
         self.where.enter("the preparation of the step")
         step = self.technique.prepare(work, world)
         self.modules.append(step.module)
@@ -156,14 +155,17 @@ class _ToldStep:
         return iter(()) if own is None else own()
 
 
-def _peak_and_times(job: RankJob, technique: Technique, where: _Where) -> tuple[int, int | None, tuple[float, ...]]:
-    """Peak bytes of the measured step, what a GPU's allocator held, and the times of steps after it."""
+def _peak_and_times(
+    job: RankJob, technique: Technique, where: _Where
+) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
+    """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
+    losses: list[float | None] = []
     on_gpu = where.world.device == "cuda"
     with _collections_asked_for(), profile(enabled=not on_gpu, profile_memory=True) as log:
         step = _prepared(job, technique, where, dropout=True)
-        for _ in range(WARM_STEPS):
+        for _ in range(warm_steps_of(technique.name)):
             step.prepare()
-            step.run()
+            losses.append(_number(step.run()))
             gc.collect()
         step.prepare()
         where.meet()
@@ -171,28 +173,36 @@ def _peak_and_times(job: RankJob, technique: Technique, where: _Where) -> tuple[
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         with record_function(_MARK):
-            step.run()
+            loss = step.run()
             where.finish()
+        losses.append(_number(loss))
         where.meet()
         _let_threads_rest()
     if on_gpu:
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), _times(job, step, where)
-    peak = peak_within(log, _MARK)
-    del log
-    return peak, None, _times(job, step, where)
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    else:
+        peak, reserved = peak_within(log, _MARK), None
+        del log
+    times = _times(job, step, where, losses)
+    return peak, reserved, times, tuple(losses[:_COMPARED])
 
 
-def _times(job: RankJob, step: RankStep, where: _Where) -> tuple[float, ...]:
-    """Milliseconds of each timed step, from a barrier before it."""
+def _number(loss: Tensor | None) -> float | None:
+    return None if loss is None else float(loss)
+
+
+def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
+    """Milliseconds of each timed step, from a barrier before it; its loss goes to ``losses``."""
     times = []
     with _collections_asked_for():
         for _ in range(job.rounds):
             step.prepare()
             where.meet()
             start = time.perf_counter_ns()
-            step.run()
+            loss = step.run()
             where.finish()
             times.append((time.perf_counter_ns() - start) / 1e6)
+            losses.append(_number(loss))
     return tuple(times)
 
 
@@ -202,8 +212,7 @@ def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | 
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()
-        loss = step.run()
-        found.append(None if loss is None else float(loss))
+        found.append(_number(step.run()))
     where.meet()
     return tuple(found)
 
@@ -229,16 +238,6 @@ def _workload(job: RankJob, where: _Where) -> Workload:
     work.module.to(device)
     inputs, targets = (tuple(each.to(device) for each in given) for given in (work.inputs, work.targets))
     return replace(work, inputs=inputs, targets=targets)
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    """Whether any module's random numbers would make ranks differ from one that runs alone."""
-    return any(
-        isinstance(value, float) and value > 0
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if name in ("p", "dropout", "dropout_p", "attention_dropout")
-    )
 
 
 def peak_within(log: profile, mark: str) -> int:

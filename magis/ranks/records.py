@@ -55,7 +55,7 @@ class RankReport:
 
     rank: int
     memory: Memory
-    """Peak of the measured step (the third), everything that the job keeps included."""
+    """Peak of the measured step (the second or third), everything that the job keeps included."""
     times_ms: tuple[float, ...]
     """Of each timed step, from a barrier before it to this rank's end of it."""
     losses: tuple[float | None, ...] = ()

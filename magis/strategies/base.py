@@ -7,15 +7,17 @@ same step of training, and samples a second compare.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.errors import UsageError
 
-__all__ = ["RankStep", "Technique", "World", "batch_size", "samples_of", "share_of_batch"]
+__all__ = ["RankStep", "Technique", "World", "batch_size", "loss_of_shares", "samples_of", "share_of_batch"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,17 @@ def share_of_batch(work: Workload, index: int, count: int) -> Workload:
         return tensor.narrow(0, index * length, length).clone() if whole else tensor
 
     return replace(work, inputs=tuple(map(part, work.inputs)), targets=tuple(map(part, work.targets)))
+
+
+def loss_of_shares(work: Workload, count: int) -> Callable[[], Tensor]:
+    """What ``count`` ranks compute of a batch together: the mean of the losses of its shares, one after the other.
+
+    Of a network with batch norm this is another loss than that of the whole batch, which is normalized as one.
+    """
+    shares = [share_of_batch(work, index, count) for index in range(count)]
+
+    def mean() -> Tensor:
+        losses = [share.loss_fn(work.module(*share.inputs), *share.targets) for share in shares]
+        return torch.stack(losses).mean()
+
+    return mean

@@ -31,6 +31,7 @@ __all__ = [
     "average_gradients",
     "cast",
     "half",
+    "has_dropout",
     "local",
     "make_optimizer",
     "mesh",
@@ -126,6 +127,16 @@ def without_dropout(module: nn.Module) -> nn.Module:
         elif isinstance(part, SelfAttention):
             part.dropout = 0.0
     return module
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether any part draws random numbers: it would not compute what one with another generator does."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if name in ("p", "dropout", "dropout_p", "attention_dropout")
+    )
 
 
 def average_gradients(

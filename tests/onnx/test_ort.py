@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from magis.models.resnet import ResNetConfig, resnet
 from magis.models.style import REAL
 from magis.models.unet import UNetConfig, unet
 from magis.models.vit import VitConfig, vit
-from magis.strategies.ort.step import check_installed, make_ort_step, ort_memory, ort_predicted
+from magis.strategies.ort.step import check_installed, export_step, make_ort_step, ort_memory, ort_predicted
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
@@ -45,6 +46,11 @@ def eager(work: Workload) -> EagerStep:
     return EagerStep(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, explicit_attention=True)
 
 
+def in_ort(work: Workload, *, optimized: bool = True, **how: Any) -> Any:
+    """The step of a workload in ONNX Runtime."""
+    return make_ort_step(work, export_step(work, **how), optimized=optimized)
+
+
 def gradients(work: Workload) -> dict[str, Tensor]:
     step = eager(replace(work, optimizer=OptimizerSpec("gradients")))
     step.prepare()
@@ -57,7 +63,7 @@ def test_gradients_are_as_exact_as_eager_s(name: str) -> None:
     """At most eight times as far from float64 as eager's, plus rounding: other kernels add up in another order."""
     exact = gradients(NETWORKS[name]().to("float64"))
     plain = gradients(NETWORKS[name]())
-    step = make_ort_step(replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients")), optimized=False)
+    step = in_ort(replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients")), optimized=False)
     step.run()
     found = step.results()[1:]
     assert len(found) == len(exact)
@@ -72,7 +78,7 @@ def test_three_steps_equal_eager_s(kind: str, optimized: bool) -> None:
     momentum = 0.9 if kind == "momentum" else 0.0
     rule = OptimizerSpec(kind, lr=1e-2, momentum=momentum, weight_decay=0.1, eps=1e-3)
     ours, theirs = (replace(NETWORKS["gpt"](), optimizer=rule) for _ in range(2))
-    step, reference = make_ort_step(ours, optimized=optimized), eager(theirs)
+    step, reference = in_ort(ours, optimized=optimized), eager(theirs)
     for _ in range(3):
         reference.prepare()
         torch.testing.assert_close(step.run(), reference.run(), rtol=1e-5, atol=0)
@@ -86,7 +92,7 @@ def test_three_steps_equal_eager_s(kind: str, optimized: bool) -> None:
 
 def test_statistics_of_batch_norm_are_updated_once_a_step() -> None:
     ours, theirs = (replace(NETWORKS["resnet"](), optimizer=OptimizerSpec("sgd", lr=1e-3)) for _ in range(2))
-    step, reference = make_ort_step(ours), eager(theirs)
+    step, reference = in_ort(ours), eager(theirs)
     for _ in range(3):
         step.run()
         reference.prepare()
@@ -100,7 +106,7 @@ def test_the_module_keeps_its_parameters_and_takes_what_is_loaded_into_them() ->
     work = NETWORKS["gpt"]()
     parameters = list(work.module.parameters())
     start = {key: value.clone() for key, value in work.module.state_dict().items()}
-    step = make_ort_step(work)
+    step = in_ort(work)
     first = float(step.run())
     assert all(a is b for a, b in zip(parameters, work.module.parameters(), strict=True))
     assert float(step.run()) < first
@@ -113,7 +119,7 @@ def test_dropout_is_drawn_anew_and_used_again_in_the_backward() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Dropout(0.5))
     x = torch.randn(4, 64)
-    step = make_ort_step(Workload("drop", module, (x,), (), torch.sum, OptimizerSpec("gradients")))
+    step = in_ort(Workload("drop", module, (x,), (), torch.sum, OptimizerSpec("gradients")))
     masks = []
     for _ in range(2):
         loss = step.run()
@@ -131,7 +137,7 @@ def test_half_precision_has_the_gradients_of_float32(name: str) -> None:
     """Within 10% of the norm where a gradient counts at all: nothing is scaled, small numbers lose digits."""
     exact = gradients(NETWORKS[name]())
     work = replace(NETWORKS[name](), optimizer=OptimizerSpec("gradients"))
-    step = make_ort_step(work, precision="amp-float16")
+    step = in_ort(work, precision="amp-float16")
     step.run()
     largest = max(float(each.norm()) for each in exact.values())
     for (key, wanted), gradient in zip(exact.items(), step.results()[1:], strict=True):
@@ -140,7 +146,7 @@ def test_half_precision_has_the_gradients_of_float32(name: str) -> None:
 
 def test_inference_is_the_forward_in_evaluation_mode() -> None:
     work = NETWORKS["resnet"]()
-    step = make_ort_step(work, inference=True)
+    step = in_ort(work, inference=True)
     found = step.run()
     assert work.module.training
     with torch.no_grad():
@@ -151,8 +157,9 @@ def test_inference_is_the_forward_in_evaluation_mode() -> None:
 @pytest.mark.parametrize(("name", "optimized"), [("gpt", True), ("gpt", False), ("resnet", True)])
 def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized: bool) -> None:
     work = NETWORKS[name]()
-    measured = ort_memory(work, optimized=optimized)
-    predicted, terms = ort_predicted(work, optimized=optimized)
+    exported = export_step(work)
+    measured = ort_memory(exported, work.name, optimized=optimized)
+    predicted, terms = ort_predicted(exported, work.name, optimized=optimized)
     assert predicted.tensor_bytes == pytest.approx(measured.tensor_bytes, rel=0.01)
     assert measured.tensor_bytes <= measured.peak_bytes <= (measured.reserved_bytes or 0)
     assert sum(term.nbytes for term in terms) == predicted.peak_bytes
@@ -166,14 +173,14 @@ def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized
 def test_prediction_needs_no_real_tensor() -> None:
     with FakeTensorMode():
         fake = NETWORKS["gpt"]()
-    assert ort_predicted(fake) == ort_predicted(NETWORKS["gpt"]())
+    assert ort_predicted(export_step(fake), "gpt") == ort_predicted(export_step(NETWORKS["gpt"]()), "gpt")
     with pytest.raises(UsageError, match="gpt: ONNX Runtime cannot run a step on fake tensors"):
-        make_ort_step(fake)
+        in_ort(fake)
 
 
 def test_bfloat16_is_refused_with_the_operator() -> None:
     with pytest.raises(UsageError, match=r"gpt: ONNX Runtime [\d.]+ has no kernel for \w+ in a data type .*float16"):
-        make_ort_step(NETWORKS["gpt"](), precision="amp-bfloat16")
+        in_ort(NETWORKS["gpt"](), precision="amp-bfloat16")
 
 
 def _sorted_sum(output: Tensor) -> Tensor:
@@ -183,9 +190,9 @@ def _sorted_sum(output: Tensor) -> Tensor:
 def test_what_has_no_onnx_form_is_refused_with_the_operator() -> None:
     work = Workload("sorted", nn.Linear(4, 4), (torch.randn(3, 4),), (), _sorted_sum, OptimizerSpec("sgd"))
     with pytest.raises(UsageError, match=r"^sorted: ONNX Runtime cannot run its step: no ONNX form of aten\.sort"):
-        make_ort_step(work)
+        in_ort(work)
     with pytest.raises(UsageError, match="unknown precision 'amp' for ort; choose one of float32, amp-float16, "):
-        make_ort_step(work, precision="amp")
+        in_ort(work, precision="amp")
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +206,8 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_a_step_says_nothing_on_any_stream() -> None:
     program = (
-        "from magis.models import get; from magis.strategies.ort.step import make_ort_step;"
-        "make_ort_step(get('mlp').build('small', 0)).run()"
+        "from magis.models import get; from magis.strategies.ort.step import export_step, make_ort_step;"
+        "work = get('mlp').build('small', 0); make_ort_step(work, export_step(work)).run()"
     )
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

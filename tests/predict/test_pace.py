@@ -14,7 +14,7 @@ from magis.cost.model import RooflineCosts
 from magis.cost.prices import Prices
 from magis.errors import UsageError
 from magis.predict import fake_world
-from magis.predict.pace import Links, Pace, predicted_ms
+from magis.predict.pace import Links, Pace, predict_step
 from magis.strategies.names import technique
 
 V100 = find_device("sim:v100")
@@ -82,9 +82,29 @@ def test_messages_hide_behind_half_of_the_work_and_a_pipeline_stands_idle() -> N
 
 def test_more_ranks_have_less_to_compute_and_slower_links_cost_time() -> None:
     def ms(name: str, ranks: int, device: str) -> float:
-        return predicted_ms(technique(name), net, ranks, 0, find_device(device))
+        return predict_step(technique(name), net, ranks, 0, find_device(device))[1]
 
     assert ms("zero2", 4, "sim:v100") > ms("ddp", 4, "sim:v100") > 0
     assert ms("zero2", 4, "cpu") > ms("zero2", 1, "cpu"), "a net this small has more to send than to compute"
     with pytest.raises(UsageError, match="needs a multiple of 2 ranks, there are 3"):
         ms("tp", 3, "cpu")
+
+
+def test_nothing_hides_what_an_optimizer_sends() -> None:
+    sent = torch.zeros(1000)
+
+    class Sending(torch.optim.SGD):
+        def step(self, closure=None):
+            dist.broadcast(sent, 0, async_op=True)
+            return super().step(closure)
+
+    pace = Pace(V100, LINKS)
+    with fake_world(4, 0), fake_tensors():
+        sent = torch.zeros(1000)
+        optimizer = Sending([nn.Parameter(torch.zeros(4))], lr=0.1)
+        with pace:
+            optimizer.step()
+            dist.broadcast(sent, 0, async_op=True)
+        optimizer.step()  # nobody counts any more
+    assert pace.exposed_ns == pytest.approx(4100.0)
+    assert pace.hidden_ns == pytest.approx(4100.0)

@@ -47,10 +47,13 @@ class Exported:
     outputs: tuple[Port, ...]
     scalars: tuple[str, ...]
     """Inputs of one float32 number each, which change from step to step."""
+    inference: bool = False
+    """Whether it is the forward pass alone."""
 
 
-def export(traced: Traced, name: str) -> Exported:
-    """The ONNX model of a traced step. UsageError that names the first operator without an ONNX form."""
+def export(traced: Traced, name: str, *, inference: bool = False) -> Exported:
+    """The ONNX model of a traced step (``inference``: a forward pass). UsageError that names the first operator without
+    an ONNX form."""
     writer = Writer(traced.scalars)
     inputs: list[Port] = []
     outputs: tuple[Port, ...] = ()
@@ -74,7 +77,7 @@ def export(traced: Traced, name: str) -> Exported:
         else:
             outputs = tuple(_outputs(writer, node.args[0], traced.outputs))
     scalars = tuple(sorted(writer.used_scalars))
-    return Exported(_model(writer, inputs, outputs, scalars), tuple(inputs), outputs, scalars)
+    return Exported(_model(writer, inputs, outputs, scalars), tuple(inputs), outputs, scalars, inference)
 
 
 def _write(writer: Writer, node: fx.Node, name: str) -> None:

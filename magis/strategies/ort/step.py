@@ -48,46 +48,38 @@ def export_step(work: Workload, *, precision: str = "float32", inference: bool =
     from magis.strategies.ort.export import export
     from magis.strategies.ort.trace import trace
 
-    return export(trace(_captured(work, PRECISIONS[precision], inference)), work.name)
+    return export(trace(_captured(work, PRECISIONS[precision], inference)), work.name, inference=inference)
 
 
-def make_ort_step(
-    work: Workload, *, precision: str = "float32", optimized: bool = True, inference: bool = False
-) -> OrtStep:
+def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True) -> OrtStep:
     """The step of a workload that ONNX Runtime runs, with all of its graph optimizations or none.
 
-    The module keeps its parameters, which get their new values. Raises what `export_step` raises, and UsageError where
-    ONNX Runtime has no kernel for an operator in the data type, or where tensors are fake.
+    ``exported``: by `export_step`, of this workload or one like it. The module keeps its parameters, which get their
+    new values. Raises UsageError where ONNX Runtime has no kernel for an operator in the data type, or where tensors
+    are fake.
     """
     if any(isinstance(tensor, FakeTensor) for tensor in (*work.module.parameters(), *work.inputs)):
         raise UsageError(f"{work.name}: ONNX Runtime cannot run a step on fake tensors")
-    exported = export_step(work, precision=precision, inference=inference)
     from magis.strategies.ort.session import OrtStep
 
     batch = {f"input:{index}": tensor for index, tensor in enumerate(work.inputs)}
     batch.update((f"target:{index}", tensor) for index, tensor in enumerate(work.targets))
-    rule = replace(work.optimizer, kind="none") if inference else work.optimizer
+    rule = replace(work.optimizer, kind="none") if exported.inference else work.optimizer
     return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
 
 
-def ort_memory(
-    work: Workload, *, precision: str = "float32", optimized: bool = True, inference: bool = False
-) -> Memory:
-    """Measured bytes of the step (`memory.measured_memory`); the workload stays as it is."""
-    exported = export_step(work, precision=precision, inference=inference)
+def ort_memory(exported: Exported, name: str, *, optimized: bool = True) -> Memory:
+    """Measured bytes of a step (`memory.measured_memory`); ``name`` is the model's, for errors."""
     from magis.strategies.ort.memory import measured_memory
 
-    return measured_memory(exported, optimized=optimized, name=work.name)
+    return measured_memory(exported, optimized=optimized, name=name)
 
 
-def ort_predicted(
-    work: Workload, *, precision: str = "float32", optimized: bool = True, inference: bool = False
-) -> tuple[Memory, tuple[Term, ...]]:
-    """Predicted bytes of the step, and the terms that they consist of; nothing is run, the tensors may be fake."""
-    exported = export_step(work, precision=precision, inference=inference)
+def ort_predicted(exported: Exported, name: str, *, optimized: bool = True) -> tuple[Memory, tuple[Term, ...]]:
+    """Predicted bytes of a step, and the terms that they consist of; nothing is run."""
     from magis.strategies.ort.memory import predicted_memory, terms
 
-    memory = predicted_memory(exported, optimized=optimized, name=work.name)
+    memory = predicted_memory(exported, optimized=optimized, name=name)
     return memory, terms(exported, memory)
 
 
