@@ -52,14 +52,17 @@ class _OrtCase:
 
     def result(self) -> CaseResult:
         from magis.strategies.ort.memory import MEASURED, PREDICTED
+        from magis.strategies.ort.session import ort_version
 
         subject = self.subject
         self.progress("predicting")
         predicted, terms = self._predicted()
         original = original_figures(subject, measured=self._runs)
         simulated_ms = subject.latency_ns(subject.captured.graph) / 1e6
+        row = other_result(self.case, subject, original, StepFigures(predicted, simulated_ms))
         found = replace(
-            other_result(self.case, subject, original, StepFigures(predicted, simulated_ms)),
+            row,
+            identity={**row.identity, "onnxruntime": ort_version()},
             off_by=OFF_BY,
             noise=NOISE,
             priced=False,

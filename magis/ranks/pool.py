@@ -6,6 +6,7 @@ a bounded time, and all its ranks are killed with everything that they started; 
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,11 @@ class RankPool:
     def __init__(
         self, size: int, device: str = "cpu", *, timeout_s: float = 300.0, agents: Agents | None = None
     ) -> None:
+        if platform.system() != "Linux":
+            raise UsageError(
+                f"ranks run on Linux only, this is {platform.system()}",
+                hint="leave the distributed strategies out, or have them predicted: --magis-device=sim:h100",
+            )
         if size < 1:
             raise UsageError(f"{size} ranks are too few", hint="use 1 or more")
         if agents is not None and size > agents.size:

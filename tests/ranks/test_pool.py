@@ -188,6 +188,14 @@ def test_too_few_ranks() -> None:
         RankPool(0)
 
 
+def test_elsewhere_than_on_linux_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    with pytest.raises(
+        UsageError, match=r"^ranks run on Linux only, this is Darwin; leave .* --magis-device=sim:h100$"
+    ):
+        RankPool(2)
+
+
 @pytest.mark.cuda
 def test_a_rank_on_a_gpu() -> None:
     with RankPool(1, "cuda") as pool:

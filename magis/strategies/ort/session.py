@@ -20,10 +20,15 @@ from magis.strategies.ort.export import Exported, Port
 from magis.strategies.ort.trace import NEW
 from magis.strategies.ort.writer import ELEMENT
 
-__all__ = ["OrtStep", "bind", "open_session"]
+__all__ = ["OrtStep", "bind", "open_session", "ort_version"]
 
 _FATAL = 4
 _MISSING = re.compile(r"implementation for (\w+)\(")
+
+
+def ort_version() -> str:
+    """Of ONNX Runtime: another one optimizes graphs in another way, and its kernels need other scratch."""
+    return str(onnxruntime.__version__)
 
 
 def open_session(
@@ -56,8 +61,7 @@ def open_session(
         if found is None:
             raise MagisError(f"{name}: ONNX Runtime does not load its step: {error}") from error
         raise UsageError(
-            f"{name}: ONNX Runtime {onnxruntime.__version__} has no kernel for {found[1]} in a data type of this step"
-            " on the CPU",
+            f"{name}: ONNX Runtime {ort_version()} has no kernel for {found[1]} in a data type of this step on the CPU",
             hint="bfloat16 has none for most operators: use float32 or float16",
         ) from error
 
