@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -275,4 +276,5 @@ def latency(result: CaseResult) -> tuple[float | None, float | None, float | Non
 
 
 def _rounded(ratio: float | None) -> float | None:
-    return None if ratio is None else round(ratio, RATIO_DIGITS)
+    """None also of an end that too few pairs do not tell."""
+    return None if ratio is None or not math.isfinite(ratio) else round(ratio, RATIO_DIGITS)

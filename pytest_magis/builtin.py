@@ -33,14 +33,23 @@ def pytest_magis_run_case(
     config: pytest.Config,
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
-    latency_bounds: tuple[float, ...] | None,
+    latency_bounds: tuple[float, ...],
+    rough: bool,
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
     timelines: bool,
 ) -> CaseResult:
     """Run a case that no other plugin wanted to run."""
     return run_with_magis(
-        case, config, planning_workspaces, expected_graph, progress, latency_bounds, make, timelines=timelines
+        case,
+        config,
+        planning_workspaces,
+        expected_graph,
+        progress,
+        latency_bounds,
+        make,
+        rough=rough,
+        timelines=timelines,
     )
 
 

@@ -43,7 +43,8 @@ def pytest_magis_run_case(
     config: pytest.Config,
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
-    latency_bounds: tuple[float, ...] | None,
+    latency_bounds: tuple[float, ...],
+    rough: bool,
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None,
     timelines: bool,
@@ -52,11 +53,11 @@ def pytest_magis_run_case(
 
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
     the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
-    the verdict changes: a timing that ends with one of them inside its interval decides nothing; None where the ratio
-    is only shown. `progress` takes one short line of text to show on a terminal; None where there is none. `make`
-    (seed -> workload) builds the network of a test of the user's, for which the case's model is only a name; None: the
-    name says what to build. `timelines` says whether `CaseResult.timelines` will be shown. Errors of magis fail the
-    case in one line.
+    the verdict changes: a timing that ends with one of them inside its interval decides nothing; `rough` says that the
+    ratio is only shown, neither judged nor stored. `progress` takes one short line of text to show on a terminal; None
+    where there is none. `make` (seed -> workload) builds the network of a test of the user's, for which the case's
+    model is only a name; None: the name says what to build. `timelines` says whether `CaseResult.timelines` will be
+    shown. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.
     """

@@ -54,13 +54,12 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         hand_back = planning(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
         line = nullcontext() if gate.is_worker else progress_line(config, planned.name)
-        bounds: tuple[float, ...] | None = latency_bounds(stored, tolerances)
-        if stored is None and not gate.settings.updates and _is_beside(planned.case):
-            bounds = None
+        bounds = latency_bounds(stored, tolerances)
+        rough = stored is None and not gate.settings.updates and _is_beside(planned.case)
         with line as progress:
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make)
-            result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make)
+            result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
         held = held_before(baseline, planned.label, planned.case)
         settings = gate.settings
         if settings.against:
@@ -84,8 +83,8 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
 
 
 def _is_beside(case: Case) -> bool:
-    """Whether a case's latency, where no baseline says what it should be, is there to be looked at: that of plans, and
-    of what has a limit, is what users come for."""
+    """Whether a case shows what users compare with, whose latency, without a baseline, is no more than a figure beside
+    that of the plans for the step as it is."""
     return case.strategy != "magis" and case.latency_ratio is None
 
 

@@ -40,14 +40,16 @@ def measure(
     name: str,
     case: Case,
     planning: tuple[Mapping[str, int] | None, str | None],
-    bounds: tuple[float, ...] | None,
+    bounds: tuple[float, ...],
     progress: Callable[[str], None] | None,
     make: Callable[[int], Workload] | None = None,
+    *,
+    rough: bool = False,
 ) -> CaseResult:
     """Run a case by hook and return its result, under the model's name.
 
-    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes; None
-    where the ratio is only shown.
+    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes,
+    `rough` says that the ratio is only shown.
 
     Warnings are reported, never raised: a project that turns its own into errors does not mean torch's.
     """
@@ -60,6 +62,7 @@ def measure(
             planning_workspaces=workspaces,
             expected_graph=graph,
             latency_bounds=bounds,
+            rough=rough,
             progress=progress,
             make=make,
             timelines=wants_timelines(config),
@@ -75,9 +78,10 @@ def run_with_magis(
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
     progress: Callable[[str], None] | None,
-    latency_bounds: tuple[float, ...] | None = (),
+    latency_bounds: tuple[float, ...] = (),
     make: Callable[[int], Workload] | None = None,
     *,
+    rough: bool = False,
     timelines: bool = False,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
@@ -90,6 +94,7 @@ def run_with_magis(
         planning_workspaces=planning_workspaces,
         expected_graph=expected_graph,
         latency_bounds=latency_bounds,
+        rough=rough,
         progress=progress,
         timelines=timelines,
     )

@@ -30,7 +30,7 @@ from magis.api.values import median
 from magis.api.variants import Candidate, check_precision, numbers_of, of_technique, technique_of
 from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import Step, whole_step
-from magis.backend.timing import Patience, Timing, in_turns, interleave, ratio_interval
+from magis.backend.timing import ROUGHLY, Patience, Timing, in_turns, interleave, ratio_interval
 from magis.backend.turns import Step as TurningStep
 from magis.backend.turns import Turn
 from magis.errors import UsageError
@@ -43,8 +43,6 @@ from magis.units import share_of
 
 TIMING_ROUNDS = 12
 ROUNDS_WHOLE = 3
-ROUGHLY = Patience(5, width=0.1, seconds=2.5)
-"""Where the ratio is only shown: a run of all strategies has dozens of such cases."""
 SHORTEST_MS = 30.0
 """Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
 WARM_UP = 1
@@ -60,7 +58,8 @@ def run_case(
     make: Make | None = None,
     planning_workspaces: Mapping[str, int] | None = None,
     expected_graph: str | None = None,
-    latency_bounds: Sequence[float] | None = (),
+    latency_bounds: Sequence[float] = (),
+    rough: bool = False,
     progress: Progress | None = None,
     timelines: bool = False,
 ) -> CaseResult:
@@ -68,8 +67,8 @@ def run_case(
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
-    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``); with None, which says
-    that the ratio is neither decided by nor stored, it ends soon. ``progress`` is
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``); it ends soon if that
+    may be ``rough``, since nothing is decided by the ratio and nobody stores it. ``progress`` is
     told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
     cannot be captured or run.
     """
@@ -79,16 +78,16 @@ def run_case(
         kind = family(case.strategy)
         check_precision(case)
         if kind == "ort":
-            return ort_result(case, subject, progress or (lambda _text: None))
+            return ort_result(case, subject, progress or (lambda _text: None), latency_bounds, rough=rough)
         if kind == "distributed":
             return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
-        run = CaseRun(case, subject, progress, latency_bounds, timelines=timelines)
+        run = CaseRun(case, subject, progress, latency_bounds, rough=rough, timelines=timelines)
         keeps = bench.kept if bench.keeps_results and not timelines else None
         with collector_spared():
             if keeps is None:
                 return run.result(planning_workspaces, expected_graph)
             results = KeptResults(keeps, subject, case)
-            key = results.key(planning_workspaces, expected_graph, latency_bounds)
+            key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough)
             bench.remember(case, key)
             return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
 
@@ -122,8 +121,9 @@ class CaseRun:
         case: Case,
         subject: Subject,
         progress: Progress | None = None,
-        latency_bounds: Sequence[float] | None = (),
+        latency_bounds: Sequence[float] = (),
         *,
+        rough: bool = False,
         timelines: bool = False,
     ) -> None:
         check_amounts(case)
@@ -132,7 +132,8 @@ class CaseRun:
         self._case = case
         self._subject = subject
         self._progress = progress or (lambda _text: None)
-        self._bounds = None if latency_bounds is None else tuple(latency_bounds)
+        self._bounds = tuple(latency_bounds)
+        self._rough = rough
         self._timelines = timelines
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
@@ -287,10 +288,10 @@ class CaseRun:
         rounds = self._case.timing_rounds or TIMING_ROUNDS
         subject = self._subject
         whole = partial(interleave, whole_step(eager), whole_step(step), device=subject.torch_device)
-        if self._bounds is None and self._case.timing_rounds is None:
+        if self._rough and self._case.timing_rounds is None:
             timing = whole(ROUGHLY, warmup=WARM_UP)
             return _Times(timing, ratio_interval(timing))
-        patience = Patience(rounds, self._bounds or ())
+        patience = Patience(rounds, self._bounds)
         if subject.runs_together and not self._is_compiled:  # which nobody can interrupt
             some = whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=WARM_UP)
             if min(some.first_ms) >= SHORTEST_MS:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from magis.api.alone import NOT_RUN
 from magis.api.numbers import compare_losses
@@ -12,7 +12,7 @@ from magis.api.rows import original_figures, other_result
 from magis.api.subject import Subject
 from magis.api.values import median
 from magis.backend.steps import Step, whole_step
-from magis.backend.timing import Patience, Timing, interleave, ratio_interval
+from magis.backend.timing import ROUGHLY, Patience, Timing, interleave, ratio_interval
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
 from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.parts import OrtName, ort_name
@@ -24,23 +24,29 @@ __all__ = ["ort_result"]
 
 ROUNDING, PRECISION = 1e-3, 0.05
 """Share by which the losses of three steps may be off eager's: other kernels; lower precision."""
+ROUNDS = 12
 OFF_BY, NOISE = 0.05, 0.02
 """Share by which measured bytes may be off the predicted ones, and by which they differ from run to run."""
-ROUGHLY = Patience(5, width=0.1, seconds=2.5)
-"""How long to time where nobody says: nothing is decided by it."""
 
 
-def ort_result(case: Case, subject: Subject, progress: Callable[[str], None]) -> CaseResult:
+def ort_result(
+    case: Case,
+    subject: Subject,
+    progress: Callable[[str], None],
+    latency_bounds: Sequence[float] = (),
+    *,
+    rough: bool = False,
+) -> CaseResult:
     """Run a case in ONNX Runtime where the original runs on the CPU; predict it elsewhere.
 
-    Raises UsageError without the extra, for operators that have no form in ONNX, and for ones that ONNX Runtime has no
-    kernel for.
+    ``latency_bounds`` and ``rough`` are `run_case`'s. Raises UsageError without the extra, for operators that have no
+    form in ONNX, and for ones that ONNX Runtime has no kernel for.
     """
     from magis.strategies.ort.step import check_installed
 
     check_installed()
     name = ort_name(case.strategy)
-    return _OrtCase(case, subject, name, progress).result()
+    return _OrtCase(case, subject, name, progress, tuple(latency_bounds), rough).result()
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class _OrtCase:
     subject: Subject
     name: OrtName
     progress: Callable[[str], None]
+    bounds: tuple[float, ...]
+    rough: bool
 
     def result(self) -> CaseResult:
         from magis.strategies.ort.memory import MEASURED, PREDICTED
@@ -97,13 +105,14 @@ class _OrtCase:
 
         name, subject = self.name, self.subject
         dropout = dropout and has_dropout(subject.fake.module)
-        key = ("onnx", name.precision, name.inference, dropout)
-        if key not in subject.memo:
+
+        def made() -> Exported:
             work = subject.fresh() if self._runs else subject.fake
             if not dropout and has_dropout(work.module):
                 without_dropout(work.module)
-            subject.memo[key] = export_step(work, precision=name.precision, inference=name.inference)
-        return cast("Exported", subject.memo[key])
+            return export_step(work, precision=name.precision, inference=name.inference)
+
+        return subject.memo.get(("onnx", name.precision, name.inference, dropout), made)
 
     def _step(self, *, dropout: bool) -> Step:
         from magis.strategies.ort.step import make_ort_step
@@ -124,9 +133,9 @@ class _OrtCase:
 
     def _timing(self) -> Timing:
         asked = self.case.timing_rounds
-        rounds = ROUGHLY if asked is None else Patience(asked)
+        patience = ROUGHLY if self.rough and asked is None else Patience(asked or ROUNDS, self.bounds)
         eager, step = whole_step(self.subject.eager()), whole_step(self._step(dropout=True))
-        return interleave(eager, step, rounds, warmup=1, device=self.subject.torch_device)
+        return interleave(eager, step, patience, warmup=1, device=self.subject.torch_device)
 
     def _ratio(self, timing: Timing) -> RatioInterval | None:
         """Of an inference there is none: the original is a training step."""

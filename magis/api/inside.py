@@ -43,6 +43,8 @@ class PlannedReplica:
     ratio: float = RATIO
     budget: int = BUDGET
 
+    warm_steps = 1
+
     @property
     def name(self) -> str:
         return "magis+ddp"

@@ -41,7 +41,12 @@ class KeptResults:
     case: Case
 
     def key(
-        self, workspaces: Mapping[str, int] | None, expected_graph: str | None, bounds: Sequence[float] | None
+        self,
+        workspaces: Mapping[str, int] | None,
+        expected_graph: str | None,
+        bounds: Sequence[float],
+        *,
+        rough: bool,
     ) -> str:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back."""
@@ -62,7 +67,7 @@ class KeptResults:
             self.subject.runs,
             _settings(),
             None if workspaces is None else sorted(workspaces.items()),
-            (expected_graph, None if bounds is None else tuple(bounds)),
+            (expected_graph, tuple(bounds), rough),
         )
 
     def load(self, key: str) -> CaseResult | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from magis.api.alone import NOT_RUN
@@ -134,25 +134,24 @@ class _RankedCase:
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
-        normalizes = any(isinstance(m, _BatchNorm) for m in self.subject.fake.module.modules())
+        normalizes = self.case.ranks > 1 and any(map(_normalizes_alone, self.subject.fake.module.modules()))
+        lower = self.technique.name.startswith(("amp+", "half+"))
         if normalizes and (getattr(self.technique, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
+        if normalizes and lower:
+            return f"{NOT_RUN}: what batch norm makes of a share's rounding in lower precision is no error"
         # in data parallelism, of those of a rank's share of the batch
         expected = self._losses_alone(self.case.ranks // self.technique.group if normalizes else 1)
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
-        lower = self.technique.name.startswith(("amp+", "half+"))
         if not off <= (PRECISION if lower else ROUNDING):
             return f"differs: loss by {100 * off:.2g}% of that of one rank"
         return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
 
     def _losses_alone(self, shares: int) -> tuple[float, ...]:
         """Of eager, without dropout; computed once for all cases."""
-        key = ("losses", self.case.seed, shares)
-        if key not in self.subject.memo:
-            self.subject.memo[key] = self._eager_losses(shares)
-        return cast("tuple[float, ...]", self.subject.memo[key])
+        return self.subject.memo.get(("losses", shares), lambda: self._eager_losses(shares))
 
     def _eager_losses(self, shares: int) -> tuple[float, ...]:
         step = self.subject.eager(shares=shares)
@@ -163,6 +162,10 @@ class _RankedCase:
             step.prepare()
             losses.append(float(step.run()))
         return tuple(losses if all(map(math.isfinite, losses)) else ())
+
+
+def _normalizes_alone(part: nn.Module) -> bool:
+    return isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
 
 
 def _distinct(name: str, chosen: Technique, size: int) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from magis.api.forms import redo_graph, signatures
 from magis.api.pricing import UNPRICED, Pricing
 from magis.api.sharing import Sharing
 from magis.api.source import Source, own_dtype, would_change
+from magis.api.values import Memo
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
 from magis.backend.timing import alone
@@ -61,7 +61,7 @@ class Subject:
         self._fronts: dict[int, FissionFront] = {}
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
-        self.memo: dict[tuple[object, ...], Any] = {}  # what one case has made and the next one uses as well
+        self.memo = Memo()
 
     # -- the model ----------------------------------------------------------------------------------------------
 

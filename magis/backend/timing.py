@@ -35,6 +35,7 @@ from magis.results import RatioInterval
 
 __all__ = [
     "CONFIDENCE",
+    "ROUGHLY",
     "Patience",
     "Timing",
     "alone",
@@ -93,6 +94,10 @@ class Patience:
         if self.bounds:
             return not any(found.low <= bound <= found.high for bound in self.bounds)
         return found.high - found.low <= self.width * found.ratio
+
+
+ROUGHLY = Patience(8, width=0.1, seconds=2.5)
+"""Where a ratio is only shown: as few pairs as give an interval."""
 
 
 def interleave(

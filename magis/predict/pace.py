@@ -22,7 +22,7 @@ from magis.capture import Workload
 from magis.cost.devices import DeviceModel
 from magis.cost.roofline import roofline_ns
 from magis.ir import Const, Op, Ref, Value
-from magis.predict.rank import predict_rank
+from magis.predict.rank import predict_rank, warm_steps_of
 from magis.results import RankMemory
 from magis.strategies.base import RankStep, Technique, World
 
@@ -154,7 +154,7 @@ def predict_step(
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
     if technique.name in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
-    return memory, pace.ms(stages=int(getattr(technique, "stages", 1)), chunks=seen.chunks)
+    return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
 
 
 @dataclass
@@ -174,10 +174,19 @@ class _Seen:
     def group(self) -> int:
         return self.technique.group
 
+    @property
+    def warm_steps(self) -> int:
+        return warm_steps_of(self.technique, World())
+
+    @property
+    def stages(self) -> int:
+        return int(getattr(self.technique, "stages", 1))
+
     def prepare(self, work: Workload, world: World) -> RankStep:
         step = self.technique.prepare(work, world)
         self.trained_bytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
-        self.chunks = int(getattr(step, "count", 1))
+        if self.stages > 1:
+            self.chunks = int(getattr(step, "count", 1))
         return step
 
 

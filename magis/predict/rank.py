@@ -23,12 +23,12 @@ from magis.predict.ledger import Ledger
 from magis.results import Memory, RankMemory, Term
 from magis.strategies.base import RankStep, Technique, World
 from magis.strategies.common import local, quiet
-from magis.strategies.names import check_world, is_own
+from magis.strategies.names import check_world
 
 __all__ = ["RankPeak", "fake_rank", "fake_world", "predict_rank", "rank_peak", "warm_steps_of"]
 
-_REBUILD = frozenset({"ddp", "oss"})
-"""Techniques on torch's DistributedDataParallel, whose final buckets come with the second step."""
+_SCALING = 3
+"""Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def rank_peak(
     The measured step runs in ``watched_by``. For real ranks, the process group is set up; nobody else may hold the
     module that ``make_work`` makes.
     """
-    warm_steps = warm_steps_of(technique.name) if warm_steps is None else warm_steps
+    warm_steps = warm_steps_of(technique, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
     try:
@@ -86,11 +86,12 @@ def rank_peak(
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
 
 
-def warm_steps_of(name: str) -> int:
-    """Steps after which a technique's next one is like all later ones: the optimizer's state comes with the first. Of a
-    technique of the user's nothing is known; two are enough for all of torch's."""
-    plain = name.removeprefix("amp+").removeprefix("half+")
-    return 2 if is_own(name) or plain in _REBUILD else 1
+def warm_steps_of(technique: Technique, world: World) -> int:
+    """Steps after which a technique's next one is like all later ones, by its ``warm_steps``; 2 where it has none:
+    the optimizer's state comes with the first, and DistributedDataParallel's final buckets with the second."""
+    steps = int(getattr(technique, "warm_steps", 2))
+    scaled = world.device == "cuda" and not world.fake and technique.name.startswith(("amp+", "half+"))
+    return steps + (_SCALING if scaled else 0)
 
 
 def predict_rank(

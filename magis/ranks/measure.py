@@ -54,7 +54,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     told.release()
     peak, reserved, times, losses = _peak_and_times(job, told, where)
     told.release()
-    if job.losses and told.drops:
+    if job.losses and (told.drops or len(losses) < _COMPARED):
         losses = _losses(job, told, where)
         told.release()
     enter("the end of the job")
@@ -112,6 +112,10 @@ class _Told:
     def group(self) -> int:
         return self.technique.group
 
+    @property
+    def warm_steps(self) -> int:
+        return warm_steps_of(self.technique, World())
+
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""
         self.samples = batch_size(work)
@@ -163,7 +167,7 @@ def _peak_and_times(
     on_gpu = where.world.device == "cuda"
     with _collections_asked_for(), profile(enabled=not on_gpu, profile_memory=True) as log:
         step = _prepared(job, technique, where, dropout=True)
-        for _ in range(warm_steps_of(technique.name)):
+        for _ in range(warm_steps_of(technique, where.world)):
             step.prepare()
             losses.append(_number(step.run()))
             gc.collect()

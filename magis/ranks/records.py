@@ -41,7 +41,7 @@ class RankJob:
     rounds: int = 10
     """Timed steps."""
     losses: bool = True
-    """Whether to run three more steps from fresh weights, dropout off, for their losses."""
+    """Whether to report the losses of three steps from fresh weights, dropout off: further ones where there is some."""
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> RankJob:

@@ -50,7 +50,10 @@ class RankStep(Protocol):
 
 
 class Technique(Protocol):
-    """A way to run a training step on a number of ranks."""
+    """A way to run a training step on a number of ranks.
+
+    It may have ``warm_steps``, how many steps run before the one that is measured; two where it does not say.
+    """
 
     @property
     def name(self) -> str:

@@ -38,6 +38,10 @@ class Halved:
         return self.inner.group
 
     @property
+    def warm_steps(self) -> int:
+        return int(getattr(self.inner, "warm_steps", 2))
+
+    @property
     def stages(self) -> int:
         """Of the pipeline."""
         return int(getattr(self.inner, "stages", 1))

@@ -59,6 +59,8 @@ class ModelParallel:
     micro_batches: int | None = None
     """None: twice the stages, or the most that divide the share of the batch."""
 
+    warm_steps = 1
+
     @property
     def name(self) -> str:
         sizes = [("tp", self.tensor), ("pp", self.stages)]

@@ -56,6 +56,11 @@ class Replicated:
     def group(self) -> int:
         return 1
 
+    @property
+    def warm_steps(self) -> int:
+        """DistributedDataParallel makes its final buckets at the second step."""
+        return 1 if self.plain == "oss+sdp" else 2
+
     def prepare(self, work: Workload, world: World) -> PlainStep:
         """The step on this rank's share of the batch."""
         module = work.module

@@ -24,6 +24,8 @@ class FullyShard:
 
     amp: bool = False
 
+    warm_steps = 1
+
     @property
     def name(self) -> str:
         return "amp+fsdp" if self.amp else "fsdp"

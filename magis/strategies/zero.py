@@ -56,6 +56,8 @@ class Zero:
     bucket_elements: int = BUCKET_ELEMENTS
     persistent: int = PERSISTENT
 
+    warm_steps = 1
+
     @property
     def name(self) -> str:
         return f"amp+zero{self.stage}" if self.amp else f"zero{self.stage}"

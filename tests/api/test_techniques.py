@@ -149,6 +149,21 @@ def test_a_technique_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one
     assert math.isinf(theirs.off_by)
 
 
+def test_ranks_with_batch_norm_train_as_their_shares_do_one_by_one() -> None:
+    """Without dropout, the losses are those of the steps that are measured and timed."""
+    bench = Bench()
+    model = f"{on_ranks.__name__}:normalized_net"
+    try:
+        found = {name: run_case(case(name, model=model, ranks=2), cache=bench) for name in ("zero1", "amp+zero1")}
+    finally:
+        bench.close()
+    zero = found["zero1"]
+    assert zero.numbers.startswith("another order of sums: loss within ")
+    assert zero.optimized.measured is not None
+    assert zero.optimized.simulated.tensor_bytes == pytest.approx(zero.optimized.measured.tensor_bytes, rel=OFF_BY)
+    assert found["amp+zero1"].numbers.startswith("not run: ")
+
+
 @pytest.mark.parametrize(
     ("times", "expected"),
     [(None, (None, None)), ((), (None, None)), ((3.0,), (3.0, 0.0)), ((4.0, 1.0), (2.5, 1.5)),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from magis.api import Bench, run_case
 from magis.aten.optimizers import OptimizerSpec
 from magis.backend.steps import EagerStep
 from magis.capture import Workload
@@ -24,6 +27,8 @@ from magis.models.resnet import ResNetConfig, resnet
 from magis.models.style import REAL
 from magis.models.unet import UNetConfig, unet
 from magis.models.vit import VitConfig, vit
+from magis.results import Case
+from magis.strategies.common import has_dropout
 from magis.strategies.ort.step import check_installed, export_step, make_ort_step, ort_memory, ort_predicted
 
 pytest.importorskip("onnxruntime")
@@ -212,3 +217,31 @@ def test_a_step_says_nothing_on_any_stream() -> None:
     command = [sys.executable, "-W", "error", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_step_is_exported_once_for_all_cases_that_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, bool, bool]] = []
+
+    def counted(work: Workload, *, precision: str, inference: bool) -> Any:
+        made.append((precision, inference, has_dropout(work.module)))
+        return export_step(work, precision=precision, inference=inference)
+
+    monkeypatch.setattr("magis.strategies.ort.step.export_step", counted)
+    bench = Bench()
+    for strategy in ("ort", "ort-unoptimized", "amp+ort", "ort-inference"):
+        run_case(Case("tests.ranks.techniques:small_net", strategy, "cpu", "small"), cache=bench, rough=True)
+    assert sorted(made) == [
+        ("amp-float16", False, False),
+        ("amp-float16", False, True),
+        ("float32", False, False),
+        ("float32", False, True),
+        ("float32", True, True),
+    ]
+
+
+def test_a_rough_ratio_can_be_stored() -> None:
+    case = Case("tests.ranks.techniques:small_net", "ort", "cpu", "small")
+    result = run_case(case, rough=True)
+    assert result.ratio is not None
+    assert 0 < result.ratio.low <= result.ratio.ratio <= result.ratio.high < math.inf
+    assert result.identity["onnxruntime"] == version("onnxruntime")

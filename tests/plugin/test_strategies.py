@@ -130,3 +130,25 @@ def test_the_csv_says_ranks_and_whether_figures_are_predicted(gate):
     assert {row["figures"] for row in rows.values()} == {"predicted"}
     gate("--magis-models=bert", "--magis-strategies=amp")
     assert gate.rows()[0]["figures"] == "measured"
+
+
+def test_latency_is_rough_where_it_is_only_shown(gate):
+    gate.extend_conftest(
+        """
+@pytest.hookimpl(wrapper=True, specname="pytest_magis_run_case")
+def pytest_magis_roughness(case, config, latency_bounds, rough):
+    with (config.rootpath / "rough.txt").open("a") as log:
+        log.write(f"{label_of(case)} {rough} {len(latency_bounds)}\\n")
+    return (yield)
+"""
+    )
+
+    def told(*options):
+        log = gate.root / "rough.txt"
+        log.unlink(missing_ok=True)
+        gate("--magis-models=bert", "--magis-strategies=magis,checkpoint", "--magis-memory-ratios=0.8", *options)
+        return set(log.read_text().splitlines())
+
+    assert told() == {"magis-mem0.8 False 0", "checkpoint True 0"}
+    assert told("--magis-update=new") == {"magis-mem0.8 False 0", "checkpoint False 0"}
+    assert told() == {"magis-mem0.8 False 2", "checkpoint False 2"}, "the baseline's bounds"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from magis.cost.prices import Prices
 from magis.errors import UsageError
 from magis.predict import fake_world
 from magis.predict.pace import Links, Pace, predict_step
+from magis.strategies.base import RankStep, World
 from magis.strategies.names import technique
 
 V100 = find_device("sim:v100")
@@ -105,6 +108,31 @@ def test_nothing_hides_what_an_optimizer_sends() -> None:
         with pace:
             optimizer.step()
             dist.broadcast(sent, 0, async_op=True)
-        optimizer.step()  # nobody counts any more
     assert pace.exposed_ns == pytest.approx(4100.0)
     assert pace.hidden_ns == pytest.approx(4100.0)
+
+
+def test_torch_keeps_nothing_of_it() -> None:
+    def hooks() -> int:
+        found = vars(sys.modules["torch.optim.optimizer"])
+        return len(found["_global_optimizer_pre_hooks"]) + len(found["_global_optimizer_post_hooks"])
+
+    before = hooks()
+    with Pace(V100, LINKS):
+        assert hooks() == before + 2
+    assert hooks() == before
+
+
+def test_a_step_of_the_users_may_count_what_it_likes() -> None:
+    class Counting:
+        name, group = "counting", 1
+
+        def prepare(self, work: Workload, world: World) -> RankStep:
+            step = technique("ddp").prepare(work, world)
+            step.count = 0  # type: ignore[attr-defined]
+            return step
+
+    memory, ms = predict_step(Counting(), net, 2, 0, V100)
+    assert memory.predicted is not None
+    assert memory.predicted.tensor_bytes > 0
+    assert ms > 0

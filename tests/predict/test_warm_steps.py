@@ -8,6 +8,7 @@ from magis.api import Workload
 from magis.models.bert import BertConfig, bert
 from magis.models.style import REAL
 from magis.predict.rank import fake_rank, rank_peak, warm_steps_of
+from magis.strategies.base import World
 from magis.strategies.names import DISTRIBUTED, technique
 
 NAMES = (*DISTRIBUTED, *(f"amp+{name}" for name in DISTRIBUTED), "half+ddp", "half+tp", "half+pp")
@@ -18,21 +19,26 @@ def small() -> Workload:
     return bert(config, REAL, "small", 0)  # its Adam has state, which the first step makes
 
 
-def peak(name: str, device: str, steps: int | None) -> tuple[int, int | None]:
+def peak(name: str, device: str, steps: int | None) -> tuple[int, int]:
+    """Bytes, and how many steps there were."""
     with fake_rank(technique(name), 4, 0, device) as world:
-        found = rank_peak(technique(name), small, world, warm_steps=steps, replays=False)
-    return found.peak_bytes, None if found.losses == () else len(found.losses)
+        found = rank_peak(technique(name), small, world, warm_steps=steps)
+    return found.peak_bytes, len(found.losses)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_more_step_changes_nothing(name: str, device: str) -> None:
-    given = peak(name, device, None)
-    more = peak(name, device, 3)
-    assert given[0] == more[0]
-    assert given[1] == warm_steps_of(name) + 1
+    given, steps = peak(name, device, None)
+    more, _ = peak(name, device, 3)
+    assert given == more
+    assert steps == warm_steps_of(technique(name), World()) + 1
 
 
 def test_some_need_a_second_step_and_what_nobody_knows_gets_it() -> None:
-    assert {name for name in NAMES if warm_steps_of(name) == 2} == {"ddp", "oss", "amp+ddp", "amp+oss", "half+ddp"}
-    assert warm_steps_of("package.module:factory") == 2
+    again = {name for name in NAMES if warm_steps_of(technique(name), World()) == 2}
+    assert again == {"ddp", "oss", "amp+ddp", "amp+oss", "half+ddp"}
+    assert warm_steps_of(technique("tests.ranks.techniques:groups_of_four"), World()) == 2
+    assert warm_steps_of(technique("zero1"), World(device="cuda")) == 1
+    assert warm_steps_of(technique("amp+zero1"), World(device="cuda")) > 3, "the first updates are skipped"
+    assert warm_steps_of(technique("amp+zero1"), World(device="cuda", fake=True)) == 1

@@ -151,3 +151,9 @@ def finds_nothing_left() -> DataParallel:
             raise UsageError(f"{len(found)} tensors are there: {[tuple(each.shape) for each in found]}")
 
     return DataParallel(refusal=refusal)
+
+
+def normalized_net() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]:
+    """A factory: batch norm, and no dropout."""
+    net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
+    return net, torch.randn(8, 64), torch.randn(8, 10), nn.functional.mse_loss

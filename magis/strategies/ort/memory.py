@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ PREDICTED = "ONNX Runtime's allocation planner replayed over the graph that it r
 """The same of a predicted row."""
 
 _STEPS = 2
+_UNCAST = "InsertedPrecisionFreeCast_"
 _FIGURES = ("mem_bytes_requested_in_use", "mem_in_use_peak", "mem_arena_held")
 
 
@@ -101,4 +103,16 @@ def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelPro
         run: onnx.ModelProto = onnx.load(path)
     made = {value for node in run.graph.node for value in node.output}
     run.graph.value_info.extend(value for value in shaped.graph.value_info if value.name in made)
-    return onnx.shape_inference.infer_shapes(run)
+    inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(run)
+    inferred.graph.value_info.extend(_uncast(inferred.graph, shaped.graph))
+    return inferred
+
+
+def _uncast(graph: onnx.GraphProto, before: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """What ONNX Runtime's own operators, whose shapes ONNX does not know, make in float32 where there is no kernel in
+    half: it is called after the value in half, which has the same shape."""
+    known = {value.name for value in (*graph.input, *graph.output, *graph.value_info)}
+    half = {_UNCAST + value.name: value for value in (*before.output, *before.value_info)}
+    for name in (name for node in graph.node for name in node.output if name in half and name not in known):
+        sizes = [dim.dim_value for dim in half[name].type.tensor_type.shape.dim]
+        yield onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes)
