@@ -22,9 +22,9 @@ from magis.capture import Workload
 from magis.cost.devices import DeviceModel
 from magis.cost.roofline import roofline_ns
 from magis.ir import Const, Op, Ref, Value
-from magis.predict.rank import predict_rank, warm_steps_of
+from magis.predict.rank import predict_rank
 from magis.results import RankMemory
-from magis.strategies.base import RankStep, Technique, World
+from magis.strategies.base import RankStep, Technique, World, Wrapping
 
 __all__ = ["LINKS", "Links", "Pace", "predict_step"]
 
@@ -158,29 +158,13 @@ def predict_step(
 
 
 @dataclass
-class _Seen:
+class _Seen(Wrapping):
     """A technique, of whose step is noted what no operator tells."""
 
     technique: Technique
     trained_bytes: int = 0
     chunks: int = 1
     """Micro-batches of a pipeline."""
-
-    @property
-    def name(self) -> str:
-        return self.technique.name
-
-    @property
-    def group(self) -> int:
-        return self.technique.group
-
-    @property
-    def warm_steps(self) -> int:
-        return warm_steps_of(self.technique, World())
-
-    @property
-    def stages(self) -> int:
-        return int(getattr(self.technique, "stages", 1))
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         step = self.technique.prepare(work, world)

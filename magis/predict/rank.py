@@ -21,7 +21,7 @@ from magis.capture.fakes import fake_tensors
 from magis.errors import UsageError
 from magis.predict.ledger import Ledger
 from magis.results import Memory, RankMemory, Term
-from magis.strategies.base import RankStep, Technique, World
+from magis.strategies.base import WARM_STEPS, RankStep, Technique, World
 from magis.strategies.common import local, quiet
 from magis.strategies.names import check_world
 
@@ -87,9 +87,8 @@ def rank_peak(
 
 
 def warm_steps_of(technique: Technique, world: World) -> int:
-    """Steps after which a technique's next one is like all later ones, by its ``warm_steps``; 2 where it has none:
-    the optimizer's state comes with the first, and DistributedDataParallel's final buckets with the second."""
-    steps = int(getattr(technique, "warm_steps", 2))
+    """Steps after which a technique's next one is like all later ones."""
+    steps = int(getattr(technique, "warm_steps", WARM_STEPS))
     scaled = world.device == "cuda" and not world.fake and technique.name.startswith(("amp+", "half+"))
     return steps + (_SCALING if scaled else 0)
 

@@ -28,7 +28,7 @@ from magis.models import registry
 from magis.predict.rank import rank_peak, warm_steps_of
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
-from magis.strategies.base import RankStep, Technique, World, batch_size
+from magis.strategies.base import RankStep, Technique, World, Wrapping, batch_size
 from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.names import check_world, technique
 
@@ -92,7 +92,7 @@ class _Where:
 
 
 @dataclass
-class _Told:
+class _Told(Wrapping):
     """A technique whose steps tell when they begin; notes what the workload is like."""
 
     technique: Technique
@@ -103,18 +103,6 @@ class _Told:
     """In the global batch."""
     drops: bool = False
     """Whether the network has dropout."""
-
-    @property
-    def name(self) -> str:
-        return self.technique.name
-
-    @property
-    def group(self) -> int:
-        return self.technique.group
-
-    @property
-    def warm_steps(self) -> int:
-        return warm_steps_of(self.technique, World())
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The technique's step."""

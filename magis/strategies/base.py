@@ -17,7 +17,22 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.errors import UsageError
 
-__all__ = ["RankStep", "Technique", "World", "batch_size", "loss_of_shares", "samples_of", "share_of_batch"]
+__all__ = [
+    "WARM_STEPS",
+    "RankStep",
+    "Technique",
+    "World",
+    "Wrapping",
+    "batch_size",
+    "loss_of_shares",
+    "samples_of",
+    "share_of_batch",
+]
+
+
+WARM_STEPS = 2
+"""Of a technique that does not say: optimizers make their state in the first step, DistributedDataParallel its final
+buckets in the second."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,8 @@ class RankStep(Protocol):
 class Technique(Protocol):
     """A way to run a training step on a number of ranks.
 
-    It may have ``warm_steps``, how many steps run before the one that is measured; two where it does not say.
+    It may have ``warm_steps``, how many steps run before the one that is measured, else `WARM_STEPS`; and ``stages``,
+    of a pipeline.
     """
 
     @property
@@ -68,6 +84,29 @@ class Technique(Protocol):
 
         Raises UsageError, in one line with the numbers, for a world or a network that the technique is not for.
         """
+
+
+class Wrapping:
+    """What a technique around another one, its ``technique``, says of itself: what the inner one does."""
+
+    technique: Technique
+
+    @property
+    def name(self) -> str:
+        return self.technique.name
+
+    @property
+    def group(self) -> int:
+        return self.technique.group
+
+    @property
+    def warm_steps(self) -> int:
+        return int(getattr(self.technique, "warm_steps", WARM_STEPS))
+
+    @property
+    def stages(self) -> int:
+        """Of a pipeline; 1: there is none."""
+        return int(getattr(self.technique, "stages", 1))
 
 
 def batch_size(work: Workload) -> int:

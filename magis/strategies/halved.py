@@ -17,39 +17,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import Workload
-from magis.strategies.base import RankStep, Technique, World
+from magis.strategies.base import RankStep, Technique, World, Wrapping
 from magis.strategies.common import LossScaler, half, local, make_optimizer, trained
 
 __all__ = ["Halved", "Masters"]
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Wrapping):
     """`half+ddp`, `half+tp2`, `half+pp2`, ...: another technique, in half precision with float32 masters."""
 
-    inner: Technique
+    technique: Technique
 
     @property
     def name(self) -> str:
-        return f"half+{self.inner.name}"
-
-    @property
-    def group(self) -> int:
-        return self.inner.group
-
-    @property
-    def warm_steps(self) -> int:
-        return int(getattr(self.inner, "warm_steps", 2))
-
-    @property
-    def stages(self) -> int:
-        """Of the pipeline."""
-        return int(getattr(self.inner, "stages", 1))
+        return f"half+{self.technique.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The inner technique's step on the halved network, with the optimizer on masters."""
         dtype = half(world)
-        step: Any = self.inner.prepare(work.to(str(dtype).removeprefix("torch.")), world)
+        step: Any = self.technique.prepare(work.to(str(dtype).removeprefix("torch.")), world)
         weights = trained(step.module)
         step.optimizer = Masters(weights, lambda masters: make_optimizer(step.work, masters, self.name))
         step.scale(LossScaler(world, enabled=world.device == "cuda"))
