@@ -147,7 +147,8 @@ class _RankedCase:
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
         if not off <= (PRECISION if lower else ROUNDING):
             return f"differs: loss by {100 * off:.2g}% of that of one rank"
-        return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of one rank"
+        whose = "one rank on the shares" if normalizes else "one rank"
+        return f"another {'precision' if lower else 'order of sums'}: loss within {100 * off:.2g}% of that of {whose}"
 
     def _losses_alone(self, shares: int) -> tuple[float, ...]:
         """Of eager, without dropout; computed once for all cases."""
