@@ -13,8 +13,8 @@ WORKERS ?= 2
 ARGS ?=
 GPU_PYTHON ?= 3.12
 
-# Not under coverage: bars in milliseconds, and interrupts that may strike while the tracer holds its own lock.
-UNTRACED := --deselect tests/models/test_presets.py \
+# Not under coverage: interrupts that may strike while the tracer holds its own lock.
+UNTRACED := \
             --deselect tests/backend/test_turns.py::test_an_interrupt_at_any_moment_leaves_no_thread_behind
 COMPILED := tests/simulate tests/schedule tests/search/test_cut.py
 

@@ -99,7 +99,7 @@ class Peers:
     def of(subject: Subject) -> Peers:
         known = Scratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
         compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
-        modules = subject.fake.module.named_modules()
+        modules = subject.traced.module.named_modules()
         called = [path for path, module in modules if type(module).forward is not nn.Module.forward]
         setting = Setting(compiled.problem, origins(compiled, called, subject.blocks))
         return Peers(two_level(setting), selective(setting), Relaxation(compiled.problem))

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 
 from magis.api.bench import Bench
-from magis.api.cases import TIMING_ROUNDS, CaseRun, once_in_turns
-from magis.backend.timing import Patience, in_turns, ratio_interval
+from magis.api.cases import CaseRun
+from magis.api.looks import TIMING_ROUNDS, once_in_turns
+from magis.backend.timing import Patience, agreed, in_turns
 from magis.backend.turns import Step, Turn
 from magis.results import Case, CaseResult
 from pytest_magis.baseline_files import read_baseline, write_baseline
@@ -71,13 +72,17 @@ def child(model: str, baseline: str, runs: int) -> None:
         sys.exit(f"{model}: its steps cannot take turns here")
     stored = stored_case(file, LABEL, case)
     bounds = latency_bounds(stored, Tolerances())
-    eager, step = once_in_turns(subject.eager()), once_in_turns(subject.generated(run.graph))
-    for kind, second in zip(KINDS, (step, slower(step)), strict=True):
+    patience = Patience(TIMING_ROUNDS, bounds)
+    for kind, changed in zip(KINDS, (lambda step: step, slower), strict=True):
         for _ in range(runs):
-            found = ratio_interval(in_turns(eager, second, Patience(TIMING_ROUNDS, bounds)))
+            looks = []
+            for _ in range(2):
+                step = once_in_turns(subject.generated(run.graph))
+                looks.append(in_turns(once_in_turns(subject.eager()), changed(step), patience))
+            found = agreed(looks[0], looks[1], bounds)
             verdict = judge(replace(base, ratio=found), stored)
             red = any(finding.kind == WORSE for finding in verdict.findings)
-            unsure = any("too uncertain" in note for note in verdict.notes)
+            unsure = any("too uncertain" in note or "not gated" in note for note in verdict.notes)
             row = {"kind": kind, "red": red, "unsure": unsure, "ratio": found.ratio, "pairs": found.pairs}
             print(json.dumps(row), flush=True)
 

@@ -245,6 +245,8 @@ class RatioInterval:
     low: float
     high: float
     pairs: int
+    doubt: str = ""
+    """Why it is shown, but neither stored nor compared with another; empty: it may be."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,8 @@ class CaseResult:
     """Only where they were asked for."""
     ranks: tuple[RankMemory, ...] = ()
     """Of a strategy that runs on several ranks; ``optimized`` then is the one with the highest peak."""
+    conformance: str = "not checked"
+    """How far the captured step was compared with what eager runs: "whole step", "batch of 2", "not checked: <why>"."""
     samples: int = 0
     """In the global batch of one step; 0: not known."""
     off_by: float = 0.0

@@ -261,13 +261,13 @@ def constants(result: CaseResult) -> str | None:
 def latency(result: CaseResult) -> tuple[float | None, float | None, float | None]:
     """Latency ratio (opt/ori) of a result and the ends of its interval; all None where there is none to gate.
 
-    Measured rows that were not timed have none, nor has the eager step, which would be compared with itself. A
-    simulated ratio is exact: its interval is a point.
+    Measured rows that were not timed have none, nor those whose ratio is in doubt, nor the eager step, which would be
+    compared with itself. A simulated ratio is exact: its interval is a point.
     """
     if result.case.strategy == "eager":
         return None, None, None
     if result.ratio is not None:
-        return result.ratio.ratio, result.ratio.low, result.ratio.high
+        return (None, None, None) if result.ratio.doubt else (result.ratio.ratio, result.ratio.low, result.ratio.high)
     simulated = not (result.optimized.is_measured or result.original.is_measured)
     if not simulated or not result.priced or not result.original.simulated_ms > 0:
         return None, None, None

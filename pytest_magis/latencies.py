@@ -53,6 +53,9 @@ def latency_parts(
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:
     """What of the latency is not gated, and why."""
+    if result.ratio is not None and result.ratio.doubt:
+        yield f"latency is not gated: {result.ratio.doubt}"
+        return
     if measured is None:
         return
     if not _comparable(result, measured):
@@ -63,8 +66,9 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
         return
     if (latency(result)[0] is None) != (measured.latency_ratio is None):
         where = "the baseline" if measured.latency_ratio is None else "this run"
-        yield f"latency is not gated: {where} has no latency ratio"
-    if lacks_latencies(result, measured):
+        way_out = "; --magis-update=new adds one" if lacks_latencies(result, measured) else ""
+        yield f"latency is not gated: {where} has no latency ratio{way_out}"
+    elif lacks_latencies(result, measured):
         what = "latency is not gated" if result.case.strategy == "eager" else "of latency only the ratio is gated"
         yield f"{what}: the baseline has no simulated latencies; --magis-update=new adds them"
     judged = (
@@ -77,10 +81,12 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
 
 
 def lacks_latencies(result: CaseResult, measured: Measured | None) -> bool:
-    """Whether the baseline was stored without figures that this result would be compared with, or with those of
-    other constants: it takes them over where new figures are permitted."""
-    if measured is None or simulated_ns(result) is None:
+    """Whether the baseline was stored without figures that this result would be compared with (a ratio, say, on a busy
+    machine), or with those of other constants: it takes them over where new figures are permitted."""
+    if measured is None:
         return False
+    if simulated_ns(result) is None:
+        return measured.latency_ratio is None and latency(result)[0] is not None
     return measured.original_latency_ns is None or not _comparable(result, measured)
 
 

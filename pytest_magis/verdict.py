@@ -95,7 +95,7 @@ def judge(
     foreign = stored is not None and measured is None
     stopped = result.search.stopped_by_seconds
     notes = list(_notes(result, stored, measured, tolerances))
-    broken = tuple(_broken(result, foreign=foreign))
+    broken = tuple(_broken(result, tolerances.memory, foreign=foreign))
     if broken:  # nothing else matters: figures of a broken step are no figures
         return Verdict(False, "FAIL broken", broken, tuple(notes))
     findings = tuple(_compared(result, stored, measured, tolerances, held, stopped=stopped))
@@ -139,7 +139,7 @@ def judge_against(
     return replace(judge(result, found, tolerances=tolerances, held=held), against=revision)
 
 
-def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:
+def _broken(result: CaseResult, tolerance: float, *, foreign: bool) -> Iterator[Finding]:
     if result.numbers.startswith("differs"):
         yield Finding(BROKEN, f"numbers: {' '.join(result.numbers.split())}")
     steps = [("original", result.original), ("optimized", result.optimized)]
@@ -148,7 +148,9 @@ def _broken(result: CaseResult, *, foreign: bool) -> Iterator[Finding]:
     for name, step in steps:
         # other techniques keep what is no part of the graph (generator states): their tensors must be as simulated
         theirs = name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS)
-        share = CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
+        share = max(
+            Fraction(tolerance), CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
+        )
         if theirs:
             if math.isinf(result.off_by):
                 continue
@@ -172,7 +174,12 @@ def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_onl
     for what, expected, seen in pairs:
         if abs(expected - seen) > share * seen:
             text = f"simulated {expected:,}, measured {seen:,} ({expected - seen:+,})"
-            yield Finding(BROKEN, f"{name} {what} are not as simulated: {text}")
+            enough = math.ceil(abs(expected - seen) / max(seen, 1) * 10_000) / 10_000
+            yield Finding(
+                BROKEN,
+                f"{name} {what} are not as simulated: {text}",
+                why=f"report the operator that a note names; --magis-memory-tolerance={enough:g} lets it pass",
+            )
             return  # a wrong peak follows from wrong tensors: one line says it
 
 

@@ -37,7 +37,7 @@ class Workspaces:
         missing: dict[str, tuple[Op, Mapping[int, Value]]] = {}
         for graph in graphs:
             for once, values in every_op(graph):
-                for op in (once, redo_form(once)):
+                for op in (once, redo_form(once, graph)):
                     key = signature(op, values)
                     if key not in self._known and not op.target.startswith("magis."):
                         missing[key] = (op, values)
@@ -158,7 +158,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     """Equal bit for bit, not-a-number included."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    raw = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
     return torch.equal(*raw)
 
 

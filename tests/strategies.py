@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from magis.analysis.hazards import dependency_graph
-from magis.ir import GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.ir import BITS, GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Int8s, Problem
 from tests.nets import FORWARD, Block, Net
@@ -38,7 +38,8 @@ words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True)
 small = st.integers(0, 40)
 wide = st.integers(-(10**15), 10**15)
 literals = st.one_of(
-    wide, st.floats(allow_nan=False), st.booleans(), st.none(), names, words.map(Scalar), small.map(Ref),
+    wide, st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.booleans(), st.none(), names,
+    words.map(Scalar), small.map(Ref),
     st.builds(Const, st.sampled_from(["dtype", "device", "layout", "memory_format"]), words),
 )  # fmt: skip
 args: st.SearchStrategy[Arg] = st.recursive(
@@ -60,9 +61,11 @@ def written_graphs(draw: st.DrawFn) -> Graph:
         values[key] = Value(
             key, tuple(size for size, _ in dims), tuple(step for _, step in dims), draw(st.sampled_from([*ITEM_SIZE])),
             draw(small), draw(st.integers(0, 10**12)), draw(names),
+            draw(st.sampled_from([(), BITS[:1], BITS[1:], BITS])),
         )  # fmt: skip
     ops = draw(st.lists(written_ops(), max_size=4))
-    data = st.lists(st.one_of(wide, st.floats(allow_nan=False), st.booleans()), max_size=3).map(tuple)
+    number = st.one_of(wide, st.floats(allow_nan=False), st.complex_numbers(allow_nan=False), st.booleans())
+    data = st.lists(number, max_size=3).map(tuple)
     inputs, outputs = (tuple(draw(st.lists(small, max_size=3))) for _ in range(2))
     return Graph(storages, values, tuple(ops), inputs, outputs, draw(st.dictionaries(small, data, max_size=2)))
 

@@ -6,8 +6,8 @@ from magis.ir import Storage, Value
 
 
 def fills(value: Value, storage: Storage) -> bool:
-    """Whether the window is the whole storage, each byte once."""
-    return value.offset == 0 and value.nbytes == storage.nbytes and is_dense(value)
+    """Whether the window is the whole storage, each byte once and as it is stored."""
+    return not value.bits and value.offset == 0 and value.nbytes == storage.nbytes and is_dense(value)
 
 
 def is_dense(value: Value) -> bool:

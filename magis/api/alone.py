@@ -48,8 +48,10 @@ def attempt(run: Callable[[], T]) -> T | None:
 
 
 def fits_alone(subject: Subject, peak_bytes: int) -> bool:
-    """Whether a step with this peak fits where nothing else of the case is but a copy of the module."""
-    return not subject.simulated_only and peak_bytes + subject.captured.graph.persistent_bytes() <= subject.free_bytes
+    """Whether a step with this peak is run where nothing else of the case is but a copy of the module."""
+    if subject.simulated_only or subject.too_slow:
+        return False
+    return peak_bytes + subject.captured.graph.persistent_bytes() <= subject.free_bytes
 
 
 def run_alone(subject: Subject, make: Callable[[], Step]) -> Alone | None:

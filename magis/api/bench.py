@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import torch
 
+from magis.api.affordable import running_seconds
 from magis.api.pricing import Pricing, Profiles
 from magis.api.sharing import Sharing
 from magis.api.source import Source
@@ -66,17 +67,20 @@ class Bench:
         if case.preset not in PRESETS:
             raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
         check_device(case.device)
+        seconds = running_seconds(case.seconds)
         if make is not None:
-            source = Source(case.model, make, _checked(case.dtype or "", case.device), case.device, case.seed, True)
+            dtype = _checked(case.dtype or "", case.device)
+            source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
             return self.keep((case.model, make), source)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
-        source = Source(case.model, build, _dtype(spec, case), case.device, case.seed, is_factory(case.model))
+        dtype, of_user = _dtype(spec, case), is_factory(case.model)
+        source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
         return self.keep((case.model, case.preset), source)
 
     def keep(self, what: tuple[object, ...], source: Source) -> Subject:
         """The subject of a source; ``what`` tells sources of one name apart."""
-        key = (*what, source.dtype, source.device, source.seed)
+        key = (*what, source.dtype, source.device, source.seed, source.running_seconds)
         subject = self._subjects.pop(key, None) or Subject(
             source, self._sharing, self.pricing(source.device, source.dtype), self.kept
         )

@@ -22,6 +22,7 @@ from magis.api.bench import Bench, Make
 from magis.api.in_ort import ort_result
 from magis.api.insight import Replayed
 from magis.api.kept_results import KeptResults
+from magis.api.looks import TIMING_ROUNDS, Looks
 from magis.api.planning import Plan, plan, planning_workspaces
 from magis.api.precision import products_of
 from magis.api.ranked import ranked_result
@@ -29,10 +30,7 @@ from magis.api.subject import Subject
 from magis.api.values import median
 from magis.api.variants import Candidate, check_precision, numbers_of, of_technique, technique_of
 from magis.backend.measure import collector_spared, device_identity
-from magis.backend.steps import Step, whole_step
-from magis.backend.timing import ROUGHLY, Patience, Timing, in_turns, interleave, ratio_interval
-from magis.backend.turns import Step as TurningStep
-from magis.backend.turns import Turn
+from magis.backend.steps import Step
 from magis.errors import UsageError
 from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
@@ -40,13 +38,6 @@ from magis.simulate.tables import changes
 from magis.strategies.base import samples_of
 from magis.strategies.parts import PLANS, family
 from magis.units import share_of
-
-TIMING_ROUNDS = 12
-ROUNDS_WHOLE = 3
-SHORTEST_MS = 30.0
-"""Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
-WARM_UP = 1
-"""Untimed pairs: both steps have run several times before they are timed."""
 
 Progress = Callable[[str], None]
 
@@ -67,10 +58,10 @@ def run_case(
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
-    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``); it ends soon if that
-    may be ``rough``, since nothing is decided by the ratio and nobody stores it. ``progress`` is
-    told what is going on. ``timelines``: the result has those of both steps, call by call. Raises MagisError for what
-    cannot be captured or run.
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``), for two looks at steps
+    made anew; it ends soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it.
+    ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call. Raises
+    MagisError for what cannot be captured or run.
     """
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
@@ -90,14 +81,6 @@ def run_case(
             key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough)
             bench.remember(case, key)
             return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Milliseconds of whole steps, and the latency ratio."""
-
-    whole: Timing
-    ratio: RatioInterval
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,9 @@ class CaseRun:
     def _result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         subject, case = self._subject, self._case
         self._progress("capturing")
-        original_ns = subject.latency_ns(subject.captured.graph)
+        original_ns = subject.latency_ns(subject.captured.original.graph)
+        if subject.kind == "cpu":
+            self._progress("timing one step")
         refusal = self._refusal()
         measured = None
         if refusal is None:
@@ -228,7 +213,7 @@ class CaseRun:
         subject = self._subject
         if subject.runs:
             return None
-        return "" if subject.simulated_only else too_large(subject)
+        return "" if subject.simulated_only else subject.too_slow or too_large(subject)
 
     def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
         """The optimized step alone if it fits, else nothing."""
@@ -267,7 +252,7 @@ class CaseRun:
         )
 
     def _compared(self, candidate: Candidate, measured: Memory) -> _Outcome:
-        subject = self._subject
+        subject, looks = self._subject, self._looks
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
@@ -276,34 +261,34 @@ class CaseRun:
             self._progress("measuring memory")
             memory = subject.measure(step, compiled=self._is_compiled)
             self._progress("timing")
-            times = self._time(eager, step)
-        return _Outcome(measured, times.whole.first_ms, memory, times.whole.second_ms, times.ratio, numbers)
+            found = [looks.look(eager, step)]
+            if self._is_compiled and looks.wants_another(found[0]):  # to compile it again would take a minute
+                found.append(looks.look(eager, step))
+            del eager, step
+        if not self._is_compiled and looks.wants_another(found[0]):
+            self._progress("timing again")
+            with ExitStack() as stack:
+                found.append(looks.look(subject.eager(), candidate.make(stack)))
+        whole = found[0].whole
+        return _Outcome(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
+
+    @property
+    def _looks(self) -> Looks:
+        subject = self._subject
+        rounds = self._case.timing_rounds
+        rough = self._rough and rounds is None
+        turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
+        return Looks(subject.torch_device, rounds or TIMING_ROUNDS, self._bounds, rough=rough, turning=turning)
 
     @property
     def _is_compiled(self) -> bool:
         return self._technique is not None and not self._technique.is_captured
 
-    def _time(self, eager: Step, step: Step) -> _Times:
-        """Milliseconds of both steps, and their ratio: of the same pairs or, where steps can take turns, of those."""
-        rounds = self._case.timing_rounds or TIMING_ROUNDS
-        subject = self._subject
-        whole = partial(interleave, whole_step(eager), whole_step(step), device=subject.torch_device)
-        if self._rough and self._case.timing_rounds is None:
-            timing = whole(ROUGHLY, warmup=WARM_UP)
-            return _Times(timing, ratio_interval(timing))
-        patience = Patience(rounds, self._bounds)
-        if subject.runs_together and not self._is_compiled:  # which nobody can interrupt
-            some = whole(Patience(min(rounds, ROUNDS_WHOLE), most=0), warmup=WARM_UP)
-            if min(some.first_ms) >= SHORTEST_MS:
-                return _Times(some, ratio_interval(in_turns(once_in_turns(eager), once_in_turns(step), patience)))
-        timing = whole(patience, warmup=WARM_UP)
-        return _Times(timing, ratio_interval(timing))
-
     def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
         case, subject, opt_step = self._case, self._subject, candidate.replayed
-        ori_step = Replayed(subject, subject.captured.graph, subject.captured)
-        eager = subject.reserved_bytes(subject.captured.graph, subject.captured.deaths)
-        expected_ns = subject.predicted_ns(subject.captured.graph, original_ns)
+        ori_step = Replayed(subject, subject.captured.original.graph, subject.captured.original)
+        eager = subject.reserved_bytes(subject.captured.original.graph, subject.captured.original.deaths)
+        expected_ns = subject.predicted_ns(subject.captured.original.graph, original_ns)
         original = StepFigures(
             subject.original,
             expected_ns / 1e6,
@@ -325,10 +310,13 @@ class CaseRun:
         if case.strategy == "eager":
             opt = original
         latency = original.measured_ms or original.simulated_ms
+        partings = [_parting("original", original, ori_step, subject.eager)]
+        if opt_step is not None and opt is not original:
+            partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, opt_step.graph)))
         return CaseResult(
             case=case,
             dtype=subject.source.dtype,
-            identity={**device_identity(case.device), **_unlike_others(outcome), **_prices(subject)},
+            identity={**device_identity(case.device), **_unlike_others(outcome, subject), **_prices(subject)},
             original=original,
             optimized=opt,
             ratio=outcome.ratio,
@@ -341,16 +329,31 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             graph_digest=subject.digest,
-            note=outcome.note or candidate.note,
+            note="; ".join(filter(None, (outcome.note or candidate.note, subject.scratches.note, *partings))),
             search=candidate.stats,
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
-            samples=samples_of(subject.fake),
+            samples=samples_of(subject.traced),
+            conformance=subject.conformance,
             off_by=candidate.off_by,
             priced=candidate.priced,
             portable=not self._is_compiled,
             timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
         )
+
+
+def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
+    """Which operator's bytes are not as simulated; empty where they are, or where nobody can say."""
+    seen, simulated = figures.measured, figures.simulated
+    if seen is None or step.subject.kind != "cpu" or seen.peak_bytes == simulated.peak_bytes:
+        return ""
+    ready = make()
+    for _ in range(2):  # the first step makes the optimizer's state
+        ready.prepare()
+        ready.run()
+    ready.prepare()
+    found = attempt(lambda: step.parting(ready.run))
+    return "" if found is None else f"the {name} step's bytes part from the simulated ones at {found}"
 
 
 def _prices(subject: Subject) -> dict[str, str]:
@@ -359,12 +362,12 @@ def _prices(subject: Subject) -> dict[str, str]:
     return {"profile": digest} if digest and subject.kind != "cpu" else {}
 
 
-def _unlike_others(outcome: _Outcome) -> dict[str, str]:
+def _unlike_others(outcome: _Outcome, subject: Subject) -> dict[str, str]:
     """Part of the device identity of a row with a step that did not fit: its figures compare with such rows alone."""
     if not outcome.note:
         return {}
     if outcome.original is None and outcome.optimized is None:
-        return {"simulated": "too large to run"}
+        return {"simulated": "too slow to run" if subject.too_slow else "too large to run"}
     return {"simulated": "not compared" if outcome.original else "the original, too large to run"}
 
 
@@ -381,13 +384,3 @@ def check_amounts(case: Case) -> None:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")
-
-
-def once_in_turns(step: Step) -> TurningStep:
-    """What is timed of a step that takes turns: what is timed of one that does not."""
-
-    def once(turn: Turn) -> object:
-        step.prepare()
-        return step.run_in_turns(turn)
-
-    return once

@@ -15,16 +15,8 @@ from magis.api.alone import attempt
 from magis.api.bench import Bench, Make
 from magis.api.subject import Subject
 from magis.api.variants import technique_of
-from magis.capture import Workload
 from magis.errors import CaptureError, UsageError
-from magis.ir import Graph
 from magis.results import Case
-
-PRODUCTS = frozenset(
-    f"aten.{name}.default"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
-)
-"""Operators whose kernels, on every device, refuse operands of different data types."""
 
 EAGER_FIRST = "the step must run eagerly before it can be optimized"
 
@@ -37,41 +29,14 @@ def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = No
     branch on data, tensors on another device, data types that eager refuses to mix.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
-    if subject.keeps_dtypes:
-        _check_dtypes(subject.fake)
     technique = technique_of(case, subject)
-    captured = subject.captured_as(technique)[0] if technique and technique.is_captured else subject.captured
-    _check_products(captured.graph)
+    if technique and technique.is_captured:
+        subject.captured_as(technique)
+    else:
+        _ = subject.captured
     if subject.runs:
         _check_eager(subject)
-
-
-def _check_dtypes(work: Workload) -> None:
-    """Parameters and inputs must have one data type: a step that mixes them there cannot be captured."""
-    named = [*work.module.named_parameters(), *((f"input {index}", t) for index, t in enumerate(work.inputs))]
-    first: tuple[str, torch.dtype] | None = None
-    for name, tensor in named:
-        if not tensor.is_floating_point():
-            continue
-        first = first or (name, tensor.dtype)
-        if tensor.dtype != first[1]:
-            raise CaptureError(
-                f"mixed data types: {first[0]} is {_short(first[1])}, {name} is {_short(tensor.dtype)}",
-                hint=f"convert the module and its inputs to one, with .to(torch.{_short(first[1])}) say, or have that "
-                "done to every tensor (dtype of the case, --magis-dtype)",
-            )
-
-
-def _check_products(graph: Graph) -> None:
-    for op in graph.ops:
-        if op.target not in PRODUCTS:
-            continue
-        dtypes = sorted({graph.values[value].dtype for value in op.inputs()})
-        if len(dtypes) > 1:
-            raise CaptureError(
-                f"mixed data types: {op.target} in module {op.module or '(root)'!r} is given {' and '.join(dtypes)}",
-                hint=EAGER_FIRST,
-            )
+    _ = subject.conformance
 
 
 def _check_eager(subject: Subject) -> None:
@@ -96,7 +61,3 @@ def _place(error: BaseException) -> str:
         if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
             return f" at {Path(frame.filename).name}:{frame.lineno}"
     return ""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

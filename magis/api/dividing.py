@@ -41,7 +41,7 @@ def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
         return True
     if subject.source.device == "cpu":
         return False
-    return goal.memory_limit is None or plain.latency_ns > FREE * subject.latency_ns(subject.captured.graph)
+    return goal.memory_limit is None or plain.latency_ns > FREE * subject.latency_ns(subject.captured.original.graph)
 
 
 def divided(request: Request, plain: Plan) -> Plan:
@@ -67,7 +67,7 @@ def divided(request: Request, plain: Plan) -> Plan:
         return _without(request, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    if _better(goal, best, plain, subject.latency_ns(subject.captured.graph)):
+    if _better(goal, best, plain, subject.latency_ns(subject.captured.original.graph)):
         chosen = best
     else:
         chosen = _without(request, plain)
@@ -98,7 +98,7 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
     """Plans of a step cut along its batch."""
     subject, scratch = request.subject, request.scratch
     around = searched(found.level.compiled.graph)
-    known = scratch.known((subject.captured.graph, *around))
+    known = scratch.known((subject.captured.original.graph, *around))
 
     def planned(aim: Goal) -> Divided:
         if not known and aim == request.wanted.goal:

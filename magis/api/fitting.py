@@ -86,7 +86,7 @@ class _Sizes:
     def start(self) -> int:
         """The model's own size."""
         if self.keyword is None:
-            return extent(self.bench.subject(self.case).fake, self.dim)
+            return extent(self.bench.subject(self.case).traced, self.dim)
         return factory_default(self.case.model, self.keyword) or FIRST
 
     def subject(self, size: int) -> Subject:
@@ -272,12 +272,14 @@ def _plan(subject: Subject, limit: int, case: Case) -> Plan:
 
 
 def _ratio(subject: Subject, found: Plan) -> float:
-    return found.latency_ns / max(1, subject.latency_ns(subject.captured.graph))
+    return found.latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
 def _eager_point(subject: Subject, size: int, *, run: bool) -> FitPoint:
     measured = subject.original_measured.peak_bytes if run and subject.runs else None
-    return FitPoint(size, subject.original.peak_bytes, subject.latency_ns(subject.captured.graph) / 1e6, 1.0, measured)
+    return FitPoint(
+        size, subject.original.peak_bytes, subject.latency_ns(subject.captured.original.graph) / 1e6, 1.0, measured
+    )
 
 
 def _planned_point(subject: Subject, size: int, found: Plan, limit: int, *, run: bool) -> FitPoint:

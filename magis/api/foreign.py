@@ -17,6 +17,7 @@ def foreign_operator(graph: Graph, step: Graph) -> str | None:
     own = {op.target for op, _ in every_op(step)}
     for op, _ in every_op(graph):
         plain = op.target.startswith("aten.") and name_of(op.target) in FAMILIES
-        if not (op.target in own or op.target in FORMS or plain or op.target.startswith("magis.")):
+        of_plans = op.target.startswith("magis.") and op.target.count(".") == 1
+        if not (op.target in own or op.target in FORMS or plain or of_plans):
             return op.target
     return None

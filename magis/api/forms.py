@@ -12,11 +12,11 @@ from magis.simulate.compile import redo_form
 
 def redo_graph(graph: Graph) -> Graph:
     """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
-    return replace(graph, ops=tuple(_redone(op) for op in graph.ops))
+    return replace(graph, ops=tuple(_redone(op, graph) for op in graph.ops))
 
 
-def _redone(op: Op) -> Op:
-    form = redo_form(op)
+def _redone(op: Op, graph: Graph) -> Op:
+    form = redo_form(op, graph)
     return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
 
 

@@ -85,7 +85,7 @@ def _is_amount(number: object) -> bool:
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
     """The front of a subject; of the case only names, seed, budget and seconds count."""
-    original = subject.captured.graph
+    original = subject.captured.original.graph
     eager_ms = subject.latency_ns(original) / 1e6
     started = time.perf_counter()
 
@@ -120,7 +120,7 @@ def realized_front(
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
     scratch = Scratch(subject, None)
     wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
-    known = scratch.known((subject.captured.graph, *searched(subject.normal)))
+    known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
     whole = joined(hasty, subject.whole_front(known, partial(over, WHOLE)))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from magis.api.alone import NOT_RUN
+from magis.api.looks import Look, Looks
 from magis.api.numbers import compare_losses
 from magis.api.rows import original_figures, other_result
 from magis.api.subject import Subject
 from magis.api.values import median
-from magis.backend.steps import Step, whole_step
-from magis.backend.timing import ROUGHLY, Patience, Timing, interleave, ratio_interval
+from magis.backend.steps import Step
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
 from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.parts import OrtName, ort_name
@@ -66,7 +66,7 @@ class _OrtCase:
         self.progress("predicting")
         predicted, terms = self._predicted()
         original = original_figures(subject, measured=self._runs)
-        simulated_ms = subject.latency_ns(subject.captured.graph) / 1e6
+        simulated_ms = subject.latency_ns(subject.captured.original.graph) / 1e6
         row = other_result(self.case, subject, original, StepFigures(predicted, simulated_ms))
         found = replace(
             row,
@@ -80,10 +80,10 @@ class _OrtCase:
         self.progress("measuring in ONNX Runtime")
         memory = self._measured()
         numbers = self._numbers()
-        timing = self._timing()
-        figures = StepFigures(predicted, simulated_ms, memory, *median(timing.second_ms))
+        looks = self._timed()
+        figures = StepFigures(predicted, simulated_ms, memory, *median(looks[0].whole.second_ms))
         note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
-        return replace(found, optimized=figures, ratio=self._ratio(timing), numbers=numbers, note=note)
+        return replace(found, optimized=figures, ratio=self._ratio(looks), numbers=numbers, note=note)
 
     @property
     def _runs(self) -> bool:
@@ -92,22 +92,22 @@ class _OrtCase:
     def _predicted(self) -> tuple[Memory, tuple[Term, ...]]:
         from magis.strategies.ort.step import ort_predicted
 
-        return ort_predicted(self._exported(dropout=True), self.subject.fake.name, optimized=self.name.optimized)
+        return ort_predicted(self._exported(dropout=True), self.subject.traced.name, optimized=self.name.optimized)
 
     def _measured(self) -> Memory:
         from magis.strategies.ort.step import ort_memory
 
-        return ort_memory(self._exported(dropout=True), self.subject.fake.name, optimized=self.name.optimized)
+        return ort_memory(self._exported(dropout=True), self.subject.traced.name, optimized=self.name.optimized)
 
     def _exported(self, *, dropout: bool) -> Exported:
         """The step as ONNX, made once for all cases that run it."""
         from magis.strategies.ort.step import export_step
 
         name, subject = self.name, self.subject
-        dropout = dropout and has_dropout(subject.fake.module)
+        dropout = dropout and has_dropout(subject.traced.module)
 
         def made() -> Exported:
-            work = subject.fresh() if self._runs else subject.fake
+            work = subject.fresh() if self._runs else subject.traced
             if not dropout and has_dropout(work.module):
                 without_dropout(work.module)
             return export_step(work, precision=name.precision, inference=name.inference)
@@ -131,12 +131,18 @@ class _OrtCase:
             return f"differs: loss by {100 * off:.2g}%"
         return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
 
-    def _timing(self) -> Timing:
+    @property
+    def _looks(self) -> Looks:
         asked = self.case.timing_rounds
-        patience = ROUGHLY if self.rough and asked is None else Patience(asked or ROUNDS, self.bounds)
-        eager, step = whole_step(self.subject.eager()), whole_step(self._step(dropout=True))
-        return interleave(eager, step, patience, warmup=1, device=self.subject.torch_device)
+        return Looks(self.subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
 
-    def _ratio(self, timing: Timing) -> RatioInterval | None:
+    def _timed(self) -> list[Look]:
+        """One look or two, each at steps made anew."""
+        found: list[Look] = []
+        while not found or (len(found) == 1 and self._looks.wants_another(found[0])):
+            found.append(self._looks.look(self.subject.eager(), self._step(dropout=True)))
+        return found
+
+    def _ratio(self, found: Sequence[Look]) -> RatioInterval | None:
         """Of an inference there is none: the original is a training step."""
-        return None if self.name.inference else ratio_interval(timing)
+        return None if self.name.inference else self._looks.ratio(found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from magis.api.subject import Subject
+from magis.backend.parting import Parting, first_parting
 from magis.capture import Captured
 from magis.ir import Graph
 from magis.results import Peak, Span
@@ -33,6 +34,10 @@ class Replayed:
             return self.subject.simulate(self.captured)
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         return replay(self.graph, costs.workspace, rounding=costs.rounding)
+
+    def parting(self, run: Callable[[], object]) -> Parting | None:
+        """Where the measured bytes of the step, which `run` runs, part from the simulated ones."""
+        return first_parting(run, self.graph, self._profile())
 
     def at_peak(self) -> Peak:
         """What makes the peak of tensors that is reported for the step."""

@@ -28,7 +28,7 @@ from magis.results import Case, CaseResult, Memory
 
 __all__ = ["KeptResults"]
 
-FORMAT = 1
+FORMAT = 2
 MOST = float(1 << 62)
 
 
@@ -50,7 +50,7 @@ class KeptResults:
     ) -> str:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back."""
-        captured = self.subject.captured
+        captured = self.subject.captured.original
         technique = technique_of(self.case, self.subject)
         wrapped = digest(self.subject.captured_as(technique)[0].graph) if technique and technique.is_captured else ""
         return self.kept.key(
@@ -75,9 +75,11 @@ class KeptResults:
         return self.kept.load(key, self._read)
 
     def save(self, key: str, result: CaseResult) -> CaseResult:
-        """Keep a result, unless it depends on the moment: it did not fit into memory, or a cap in seconds ended it.
+        """Keep a result, unless it depends on the moment: it did not fit into memory, a cap in seconds ended it,
+        or the machine was too busy to time it.
         Returns the result."""
-        if result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
+        doubtful = result.ratio is not None and bool(result.ratio.doubt)
+        if doubtful or result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
             return result
         day = dt.datetime.now(tz=dt.UTC).date().isoformat()
         text = json.dumps({"day": day, "result": to_plain(result)}, sort_keys=True)

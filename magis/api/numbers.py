@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from magis.api.subject import Subject
-from magis.backend.reference import closeness, exact, gradient_values, with_gradients
+from magis.aten.states import generator_of
+from magis.backend.equal import furthest, off_by, same
+from magis.backend.reference import closeness, exact, gradient_values, wide, with_gradients
 from magis.backend.steps import EagerStep, GraphStep, Step
 from magis.ir import Graph
 
@@ -30,28 +31,49 @@ def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: St
 def compare(eager: Step, step: Step, seed: int) -> str:
     """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
     for index in range(STEPS_COMPARED):
-        returned = []
+        returned, drawn = [], []
         for each in (eager, step):
-            torch.manual_seed(seed + index)
+            _seed(each, seed + index)
             each.prepare()
             each.run()
             returned.append(each.results())
+            drawn.append(_states(each))
         if len(returned[0]) != len(returned[1]):
             return f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
         for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
-            if not torch.equal(theirs, ours):
+            if not same(ours, theirs):
                 what = "loss" if position == 0 else f"result {position}"
-                error = (theirs.double() - ours.double()).abs().max().item()
-                return f"differs: {what} of step {index + 1}, by up to {error:.3g}"
+                return f"differs: {what} of step {index + 1}, by up to {furthest(ours, theirs):.3g}"
+        for said in _moved(*drawn):
+            return f"differs: {said} {index + 1}"
     expected, found = eager.module.state_dict(), step.module.state_dict()
     for name, tensor in expected.items():
-        if not torch.equal(tensor, found[name]):
+        if not same(found[name], tensor):
             return f"differs: {name} after {STEPS_COMPARED} steps"
     kept = step.state()
     for name, tensor in eager.state().items():
-        if not torch.equal(tensor, kept[name]):
+        if not same(kept[name], tensor):
             return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
     return SAME
+
+
+def _seed(step: Step, seed: int) -> None:
+    """The same random numbers to come for every step, of generators of its own, too."""
+    torch.manual_seed(seed)
+    for number, generator in enumerate(step.generators.values(), 1):
+        generator.manual_seed(seed + number)
+
+
+def _states(step: Step) -> dict[str, Tensor]:
+    """Where the generators stand, by what they are called in a sentence."""
+    device = next((tensor.device for tensor in step.module.parameters()), "cpu")
+    own = {f"generator {name!r}": generator.get_state() for name, generator in step.generators.items()}
+    return {"the generator": generator_of(device).get_state(), **own}
+
+
+def _moved(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator[str]:
+    """The generators that a step leaves elsewhere than eager's does."""
+    yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
 
 
 def compare_losses(eager: Step, step: Step, seed: int) -> float:
@@ -60,11 +82,10 @@ def compare_losses(eager: Step, step: Step, seed: int) -> float:
     for index in range(STEPS_COMPARED):
         losses = []
         for each in (eager, step):
-            torch.manual_seed(seed + index)
+            _seed(each, seed + index)
             each.prepare()
             losses.append(float(each.run()))
-        difference = abs(losses[1] - losses[0]) / max(abs(losses[0]), 1e-12)
-        worst = max(worst, difference if math.isfinite(difference) else math.inf)
+        worst = max(worst, off_by(losses[1], losses[0]))
     return worst
 
 
@@ -83,26 +104,39 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     ours = _ran(subject.generated(before), seed).results()
     eager = subject.eager()
     _ran(eager, seed)
+    drawn = _states(eager)
     gradients = eager.gradients()
+    yield from _captured_otherwise(subject, eager, seed)
     yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
     _ran(full, seed)
+    yield from (f"differs: {said} 1" for said in _moved(drawn, _states(full)))
     for position, (alone, shipped) in enumerate(zip(ours, full.results(), strict=False)):
-        if not torch.equal(alone, shipped):
+        if not same(shipped, alone):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     yield from _otherwise_updated(subject, dict(zip(names, ours[len(ours) - len(names) :], strict=True)), full)
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():
-        if torch.equal(tensor, buffers[name]):
+        if same(tensor, buffers[name]):
             continue
-        expected = buffers[name].double()
-        error = (tensor.double() - expected).abs().max().item()
-        if not error <= BUFFER_SLACK * expected.abs().max().item():
+        error = furthest(tensor, buffers[name])
+        if not error <= BUFFER_SLACK * wide(buffers[name]).abs().max().item():
             yield f"differs: buffer {name}, by up to {error:.3g}"
 
 
+def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int) -> Iterator[str]:
+    """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
+    graph, names = with_gradients(subject.captured.graph)
+    alone = replace(graph, ops=tuple(op for op in graph.ops if op.phase != "update"))
+    ours = _ran(subject.generated(alone), seed).results()
+    theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
+    yield from (
+        "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
+    )
+
+
 def _ran(step: EagerStep | GraphStep, seed: int) -> EagerStep | GraphStep:
-    torch.manual_seed(seed)
+    _seed(step, seed)
     step.prepare()
     step.run()
     return step
@@ -118,8 +152,9 @@ def _far(
     if not len(ours) == len(theirs) == len(wanted):
         yield f"differs: {len(ours)} results, eager has {len(theirs)}"
         return
-    torch.manual_seed(seed)
-    reference = exact(captured, subject.generated(captured).tensors, wanted)
+    same = subject.generated(captured)
+    _seed(same, seed)
+    reference = exact(captured, same.tensors, wanted, same.generators)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
     for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
         found = closeness(name, our, their, right)
@@ -136,8 +171,8 @@ def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: Gra
     twin.update(gradients)
     weights = dict(step.module.named_parameters())
     for name, parameter in twin.module.named_parameters():
-        if not torch.equal(parameter, weights[name]):
+        if not same(weights[name], parameter):
             yield f"differs: {name} after the step, by the same gradient"
     for name, tensor in twin.state().items():
-        if not torch.equal(tensor, step.state()[name]):
+        if not same(step.state()[name], tensor):
             yield f"differs: optimizer state {name} after the step, by the same gradients"

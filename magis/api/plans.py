@@ -74,7 +74,7 @@ class Scratch:
         ``around`` are the graphs that the search worked on.
         """
         verify(graph)
-        graphs = (self.subject.captured.graph, *around, graph)
+        graphs = (self.subject.captured.original.graph, *around, graph)
         table = self.known(graphs)
         costs = self.subject.costs(table)
         profile = replay(graph, costs.workspace, rounding=costs.rounding)
@@ -105,7 +105,7 @@ def attempts(
     """
     subject = scratch.subject
     around = searched(graph)
-    known = scratch.known((subject.captured.graph, *around))
+    known = scratch.known((subject.captured.original.graph, *around))
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Goal) -> Plan:

@@ -134,7 +134,7 @@ class _RankedCase:
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
-        normalizes = self.case.ranks > 1 and any(map(_normalizes_alone, self.subject.fake.module.modules()))
+        normalizes = self.case.ranks > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
         lower = self.technique.name.startswith(("amp+", "half+"))
         if normalizes and (getattr(self.technique, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"

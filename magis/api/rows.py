@@ -15,7 +15,7 @@ __all__ = ["original_figures", "other_result"]
 
 def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
     """Eager on one rank, which takes the whole batch; not measured where it runs out of memory."""
-    captured = subject.captured
+    captured = subject.captured.original
     memory = attempt(lambda: subject.original_measured) if measured else None
     return StepFigures(
         subject.original,
@@ -44,6 +44,7 @@ def other_result(case: Case, subject: Subject, original: StepFigures, optimized:
         lower_bound_bytes=0,
         numbers=NOT_RUN,
         graph_digest=subject.digest,
-        provenance=subject.provenance(subject.captured.graph),
-        samples=samples_of(subject.fake),
+        provenance=subject.provenance(subject.captured.original.graph),
+        samples=samples_of(subject.traced),
+        conformance=subject.conformance,
     )

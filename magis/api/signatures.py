@@ -24,9 +24,10 @@ __all__ = ["signatures_of_model"]
 def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, ...]:
     """The signatures in the order in which they are met: of the step as eager runs it and under checkpointing, of the
     forms that the search works on, and with `parts` at all sizes that fission asks for."""
-    graphs = [subject.captured.graph]
+    steps = [subject.captured]
     if subject.blocks:
-        graphs.append(subject.captured_as(local("checkpoint", subject.kind))[0].graph)
+        steps.append(subject.captured_as(local("checkpoint", subject.kind))[0])
+    graphs = [graph for step in steps for graph in (step.original.graph, step.graph)]
     found = [key for graph in graphs for key in signatures_of(graph)]
     for graph in (subject.normal, subject.aggregated):
         found += _planned(graph)

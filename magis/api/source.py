@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from magis.api.affordable import RUNNING_SECONDS
 from magis.capture import Workload
 
 
@@ -24,6 +25,8 @@ class Source:
     """Whether a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
     reuse: bool = True
     """Whether an operator may take over the memory of an input that dies with it."""
+    running_seconds: float = RUNNING_SECONDS
+    """How long running a case may take; what takes longer is simulated."""
 
 
 def own_dtype(workload: Workload) -> str:

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
+from magis.api.affordable import too_slow
+from magis.api.conformance import MOST_BYTES, conformance
 from magis.api.forms import redo_graph, signatures
 from magis.api.pricing import UNPRICED, Pricing
+from magis.api.scratch import Scratches
 from magis.api.sharing import Sharing
-from magis.api.source import Source, own_dtype, would_change
+from magis.api.source import Source
+from magis.api.traced import TracedModel
 from magis.api.values import Memo
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
 from magis.backend.timing import alone
-from magis.backend.workspaces import measure_workspaces
-from magis.capture import Captured, Workload, capture
-from magis.capture.fakes import fake_tensors
+from magis.capture import Captured, Workload
+from magis.capture.copies import deep_copy
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.prices import Prices
 from magis.cost.shares import shares
-from magis.cost.signature import signature
-from magis.dtypes import autocast_type, tensor_type
+from magis.dtypes import autocast_type
+from magis.errors import UsageError
 from magis.fission.floor import Floor, floor
-from magis.ir import Graph, digest, every_op, verify
+from magis.ir import Graph, digest, verify
 from magis.report.kept import Kept
 from magis.results import Memory, Provenance
 from magis.rewrite.normalize import functionalize
@@ -39,95 +43,46 @@ from magis.search.judge import Over, Wanted, never
 from magis.simulate.replay import MemoryProfile, replay
 from magis.simulate.reserved import reserved
 from magis.strategies.base import loss_of_shares
-from magis.strategies.local import Local
 
 ROUNDS_ALONE = 5
 ALONE = Sharing()
 
 
-class Subject:
+class Subject(TracedModel):
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
     def __init__(
         self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED, kept: Kept | None = None
     ) -> None:
-        self._asked = source
+        super().__init__(source)
         self.pricing = pricing
         self.kept = kept
         self._share = sharing if sharing.needed else None
-        self.simulated_only = source.device.startswith("sim:")
-        self.kind = "cpu" if source.device == "cpu" else "cuda"
-        self._workspaces: dict[str, int] = {}
+        self.scratches = Scratches()
         self._fronts: dict[int, FissionFront] = {}
-        self._variants: dict[str, tuple[Captured, int]] = {}
         self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
         self.memo = Memo()
 
-    # -- the model ----------------------------------------------------------------------------------------------
-
     @cached_property
-    def source(self) -> Source:
-        """With the model's own data type, where none was asked for."""
-        return self._asked if self._asked.dtype else replace(self._asked, dtype=own_dtype(self.fake))
-
-    @property
-    def keeps_dtypes(self) -> bool:
-        """Whether tensors stay of the data types that they are built with."""
-        return not self._asked.dtype
-
-    @cached_property
-    def workload(self) -> Workload:
-        """The real workload, on the CPU."""
-        return self.make()
-
-    @cached_property
-    def fake(self) -> Workload:
-        """The workload on fake tensors. The real one, which capture takes as well, of a factory that does on real
-        tensors what fake ones cannot: it reads their data, or converts what was made before it was called."""
+    def conformance(self) -> str:
+        """How far the captured step was compared with what eager runs (`conformance`). Raises CaptureError where it is
+        another one."""
+        if self.traced.optimizer.kind == "none":  # torch's fused layers step aside where anybody watches
+            return "not checked: inference"
+        if not self.runs and not self._asked.of_user:
+            return "not checked: built in, and simulated"
+        if self.too_slow:
+            return f"not checked: {self.too_slow}"
+        on_cpu = self.captured if self.kind == "cpu" else None
+        weights = sum(p.numel() * p.element_size() for p in self.traced.module.parameters())
         try:
-            with fake_tensors():
-                return self.make()
-        except Exception:
-            if not self._asked.of_user:
+            work = self._settled if 4 * weights <= MOST_BYTES else self.traced
+        except UsageError as error:
+            if self.runs:
                 raise
-        return self.workload
-
-    def make(self) -> Workload:
-        """The workload anew, on whatever kind of tensors is in force."""
-        made = self._asked.make(self._asked.seed)
-        if not self._asked.dtype:
-            return made
-        dtype = tensor_type(self._asked.dtype)
-        if self._asked.of_user and would_change(made.module, getattr(torch, dtype)):
-            made = replace(made, module=copy.deepcopy(made.module))  # the user may have it at hand: it stays as it is
-        return made.to(dtype)
-
-    @cached_property
-    def captured(self) -> Captured:
-        """The step in program order, with eager's in-place operators; verified."""
-        return self._captured(self.fake)
-
-    def captured_as(self, technique: Local) -> tuple[Captured, int]:
-        """The same under a technique that can be captured, and the bytes that it moves over the host's link; kept."""
-        if technique.name not in self._variants:
-            with technique.in_capture(self.fake, self.kind) as moved:
-                captured = self._captured(self.fake, technique.cast)
-            self._variants[technique.name] = captured, moved.nbytes
-        return self._variants[technique.name]
-
-    def _captured(self, workload: Workload, cast: str = "") -> Captured:
-        found = capture(
-            workload.module,
-            workload.inputs,
-            workload.targets,
-            workload.loss_fn,
-            workload.optimizer,
-            device=self.kind,
-            explicit_attention=workload.explicit_attention,
-            autocast=cast or autocast_type(self._asked.dtype),
-        )
-        verify(found.graph)
-        return found
+            return f"not checked: {error}"
+        cast = autocast_type(self._asked.dtype)
+        return conformance(work, on_cpu, self.predicted_bytes, weights, autocast=cast, seed=self._asked.seed)
 
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never) -> FissionFront:
         """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
@@ -214,25 +169,23 @@ class Subject:
         prices = self.pricing.prices(self._prices.device)
         return RooflineCosts(prices.device, prices.profile, {}, prices)
 
-    def workspaces(self, graph: Graph) -> Mapping[str, int]:
-        """Workspace bytes of this machine for every operator of the graph, measured in isolation.
+    def workspaces(self, graph: Graph, *, runs: bool = True) -> Mapping[str, int]:
+        """Workspace bytes of this machine for every operator of the graph, which `runs` as a step.
 
         Empty (estimates then take their place) on other devices than the CPU, and where not even the best plan fits.
         """
         if self.kind != "cpu" or not self.may_run:
             return {}
-        missing = [(op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")]
-        missing = [(op, values) for op, values in missing if signature(op, values) not in self._workspaces]
-        if missing:
-            self._workspaces.update(measure_workspaces(missing, None if self.runs else self.free_bytes))
-        return self._workspaces
+        step = partial(self.generated, graph) if self.runs and runs else None
+        self.scratches.add(graph, None if self.runs else self.free_bytes, step, self.traced.optimizer)
+        return self.scratches.known
 
     @cached_property
     def base_workspaces(self) -> Mapping[str, int]:
         """Those of the original step, of its normal form, and of operators as they are recomputed."""
-        for graph in (self.captured.graph, self.normal, redo_graph(self.normal)):
+        for graph in (self.captured.original.graph, self.normal):
             self.workspaces(graph)
-        return dict(self._workspaces)
+        return dict(self.workspaces(redo_graph(self.normal), runs=False))
 
     # -- the original -------------------------------------------------------------------------------------------
 
@@ -243,18 +196,13 @@ class Subject:
     def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
         graph = captured.graph
         costs = self.costs(workspaces)
-        return replay(
-            graph,
-            costs.workspace,
-            deaths=captured.deaths,
-            rounding=costs.rounding,
-            numbers=captured.numbers if self.kind == "cpu" else (),
-        )
+        numbers = captured.numbers if self.kind == "cpu" else ()
+        return replay(graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding, numbers=numbers)
 
     @cached_property
     def original(self) -> Memory:
         """Simulated memory of the original step."""
-        profile = self.simulate(self.captured)
+        profile = self.simulate(self.captured.original)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     @cached_property
@@ -273,8 +221,8 @@ class Subject:
 
     def original_with(self, workspaces: Mapping[str, int]) -> Memory:
         """The original's memory if operators had these workspaces, and none where there is no entry."""
-        known = {**dict.fromkeys(signatures(self.captured.graph), 0), **workspaces}
-        profile = self._profile(self.captured, known)
+        known = {**dict.fromkeys(signatures(self.captured.original.graph), 0), **workspaces}
+        profile = self._profile(self.captured.original, known)
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
     def simulate_graph(self, graph: Graph) -> Memory:
@@ -328,24 +276,27 @@ class Subject:
     @cached_property
     def predicted_bytes(self) -> int:
         """Free memory that running the case takes: two modules with their state beside one step's peak."""
-        graph = self.captured.graph
-        profile = replay(
-            graph,
-            self.roofline.workspace,
-            deaths=self.captured.deaths,
-            rounding=self.roofline.rounding,
-        )
-        return profile.peak_bytes + 2 * graph.persistent_bytes()
+        step, costs = self.captured.original, self.roofline
+        profile = replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding)
+        return profile.peak_bytes + 2 * step.graph.persistent_bytes()
 
     @cached_property
     def runs(self) -> bool:
-        """Whether cases run for real: there is a device, and the step fits into what is free there."""
-        return not self.simulated_only and self.predicted_bytes <= self.free_bytes
+        """Whether cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
+        return not self.simulated_only and self.predicted_bytes <= self.free_bytes and not self.too_slow
+
+    @cached_property
+    def too_slow(self) -> str:
+        """Why a step that fits is not run: it would take too long. Empty: it would not."""
+        if self._asked.running_seconds == math.inf:
+            return ""
+        fits = self.kind == "cpu" and self.predicted_bytes <= self.free_bytes
+        return too_slow(self.eager, self._asked.running_seconds) if fits else ""
 
     @cached_property
     def may_run(self) -> bool:
         """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
-        if self.runs or self.simulated_only:
+        if self.runs or self.simulated_only or self.too_slow:
             return self.runs
         least = floor(self.untangled, self.roofline.workspace, self.roofline.rounding).nbytes
         return least + self.captured.graph.persistent_bytes() <= self.free_bytes
@@ -356,7 +307,7 @@ class Subject:
 
         Not for inference: torch's fused layers step aside where anybody watches its functions.
         """
-        if self.fake.optimizer.kind == "none":
+        if self.traced.optimizer.kind == "none":
             return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
 
@@ -373,12 +324,14 @@ class Subject:
     def fresh(self) -> Workload:
         """A workload of its own, with the same weights and batch, on the device."""
         device = self.torch_device
-        base = self.workload
+        base = self._settled
+        # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
+        inputs, targets = copy.deepcopy((base.inputs, base.targets))
         return replace(
             base,
-            module=copy.deepcopy(base.module).to(device),
-            inputs=tuple(t.to(device) for t in base.inputs),
-            targets=tuple(t.to(device) for t in base.targets),
+            module=deep_copy(base.module).to(device),
+            inputs=tuple(t.to(device) for t in inputs),
+            targets=tuple(t.to(device) for t in targets),
         )
 
     def eager(self, *, shares: int = 1) -> EagerStep:
@@ -386,15 +339,16 @@ class Subject:
         work = self.fresh()
         by_shares = None if shares == 1 else loss_of_shares(work, shares)
         return EagerStep(
-            work.module,
-            work.inputs,
-            work.targets,
-            work.loss_fn,
-            work.optimizer,
-            explicit_attention=work.explicit_attention,
-            around=self._around,
+            work.module, work.inputs, work.targets, work.loss_fn, work.optimizer,
+            explicit_attention=work.explicit_attention, around=self._around,
             transform=None if by_shares is None else lambda _: by_shares,
-        )
+            seed=self._step_seed,
+        )  # fmt: skip
+
+    @property
+    def _step_seed(self) -> int | None:
+        """What every step is seeded with, where another draw would make it another step."""
+        return self._asked.seed if self.captured.drawn else None
 
     def _around(self) -> AbstractContextManager[object]:
         """The context of eager's forward and loss."""
@@ -403,7 +357,10 @@ class Subject:
 
     def generated(self, graph: Graph) -> GraphStep:
         work = self.fresh()
-        return GraphStep(graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device)
+        return GraphStep(
+            graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
+            loss_fn=work.loss_fn, seed=self._step_seed,
+        )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:
         """Measured memory of one step that has run before. In compiled code tensors are not told from scratch."""
@@ -414,7 +371,3 @@ class Subject:
         tensors = peak.peak_bytes if compiled else tensor_peak(step.run)
         reserved_bytes = None if peak.reserved_bytes is None else persistent + peak.reserved_bytes
         return Memory(persistent + tensors, persistent + peak.peak_bytes, reserved_bytes)
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        return self.fake.blocks

@@ -61,7 +61,7 @@ def technique_of(case: Case, subject: Subject) -> Local | None:
     if kind != "local":
         return None
     technique = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
-    technique.check(subject.fake)
+    technique.check(subject.traced)
     return replace(technique, given=autocast_type(case.dtype or "") or "")
 
 
@@ -83,9 +83,10 @@ def check_precision(case: Case) -> None:
 
 def of_technique(subject: Subject, technique: Local | None) -> Candidate:
     """The step under a technique; None: the original itself."""
-    captured, moved_ns = subject.captured, 0
+    captured, moved_ns = subject.captured.original, 0
     if technique is not None and technique.is_captured:
-        captured, moved = subject.captured_as(technique)
+        under, moved = subject.captured_as(technique)
+        captured = under.original
         moved_ns = subject.roofline.transfer_ns(moved) if moved else 0
     profile = subject.simulate(captured)
     found = Candidate(
@@ -101,7 +102,7 @@ def of_technique(subject: Subject, technique: Local | None) -> Candidate:
     )
     if technique is None or technique.is_captured:
         return found
-    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.fake)
+    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.traced)
     return replace(
         found,
         simulated=Memory(nbytes, nbytes),
@@ -117,7 +118,7 @@ def _step(subject: Subject, technique: Local | None, stack: ExitStack) -> Step:
     if technique is None:
         return subject.eager()
     work = subject.fresh()
-    stack.enter_context(technique.wrapped(work.module, work.blocks, capturing=False))
+    stack.enter_context(technique.wrapped(work.module, work.blocks))
     return technique.step(work)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+import magis.aten.states  # noqa: F401  (registers operators of our own)
 from magis.aten.mixed import as_mixed
 from magis.errors import MagisError
 from magis.ir.types import Arg, Const, Op, Ref, Scalar
@@ -54,13 +55,23 @@ def resolve(target: str) -> OpOverload:
     return found
 
 
-def constant(const: Const, device: torch.device | str) -> Any:
+def constant(const: Const, device: torch.device | str, generators: Mapping[str, torch.Generator] | None = None) -> Any:
     """The torch object that `const` stands for; every device constant becomes `device`.
 
-    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name.
+    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Without
+    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one.
     """
     if const.kind == "device":
         return torch.device(device)
+    if const.kind == "generator":
+        if generators is None:
+            return torch.Generator(device).manual_seed(0)
+        if const.name not in generators:
+            raise CallError(
+                f"the step draws from a generator that was found at {const.name!r}, where there is none now",
+                hint="put it back, or plan the step anew",
+            )
+        return generators[const.name]
     found = getattr(torch, const.name, None) if const.kind in _KINDS else None
     if found is None or not isinstance(found, _KINDS[const.kind]):
         raise CallError(f"torch {torch.__version__} has no {const.kind} named {const.name!r}")
@@ -72,6 +83,7 @@ def to_torch(
     tensors: Mapping[int, torch.Tensor],
     scalars: Mapping[str, float],
     device: torch.device | str = "cpu",
+    generators: Mapping[str, torch.Generator] | None = None,
 ) -> Any:
     """`arg` as torch takes it: tensors by value id, scalars by name, constants on `device`, lists as lists.
 
@@ -88,9 +100,9 @@ def to_torch(
                 raise CallError(f"no number for the scalar {name!r}; given: {known}")
             return scalars[name]
         case Const():
-            return constant(arg, device)
+            return constant(arg, device, generators)
         case tuple():
-            return [to_torch(item, tensors, scalars, device) for item in arg]
+            return [to_torch(item, tensors, scalars, device, generators) for item in arg]
         case _:
             return arg
 
@@ -100,7 +112,7 @@ def from_torch(value: object) -> Arg:
 
     Raises CallError for anything else, a symbolic size or a generator say.
     """
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(from_torch(item) for item in value)
@@ -123,8 +135,9 @@ def call(
     tensors: Mapping[int, torch.Tensor],
     scalars: Mapping[str, float],
     device: torch.device | str = "cpu",
+    generators: Mapping[str, torch.Generator] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Run one operator and return its outputs (`outputs`); `tensors` holds its inputs by value id."""
-    args = [to_torch(arg, tensors, scalars, device) for arg in op.args]
-    kwargs = {name: to_torch(arg, tensors, scalars, device) for name, arg in op.kwargs}
+    args = [to_torch(arg, tensors, scalars, device, generators) for arg in op.args]
+    kwargs = {name: to_torch(arg, tensors, scalars, device, generators) for name, arg in op.kwargs}
     return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))

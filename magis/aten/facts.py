@@ -1,4 +1,4 @@
-"""What the schemas of ATen operators say, and what they leave out: views, writes, randomness, in-place forms.
+"""What the schemas of ATen operators say, and what they leave out: views, writes, in-place forms.
 
 Targets are strings such as ``"aten.mm.default"``. Nothing here needs torch, so that rewriting and simulating a
 graph stay independent of it. Sources: the operators' schemas (``native_functions.yaml``) and DESIGN section 3,
@@ -6,6 +6,8 @@ which lists the writes that schemas do not declare.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from magis.ir.types import Arg
 
@@ -18,7 +20,7 @@ VIEWS = frozenset(
         "split_with_sizes.default", "unbind.int", "diagonal.default", "unfold.default", "view.dtype",
         "view_as_real.default", "view_as_complex.default", "chunk.default", "narrow.default", "lift_fresh.default",
         "swapaxes.default", "movedim.int", "flatten.using_ints", "real.default", "_reshape_alias.default",
-        "select.Dimname", "numpy_T.default",
+        "select.Dimname", "numpy_T.default", "_conj.default", "_neg_view.default",
     )
 )  # fmt: skip
 """Operators that may return a window on their input. Whether a call did is read off the storages at capture."""
@@ -43,33 +45,17 @@ UNDECLARED_WRITES: dict[str, tuple[int, ...]] = {
 }
 """Arguments (by position) that an operator writes in training although its schema does not say so."""
 
+SCALED_GRADIENTS: dict[str, int] = {
+    f"aten._fused_{name}_.default": 1 for name in ("adam", "adamw", "sgd", "adagrad")
+}  # fmt: skip
+"""Arguments (by position) that an operator's schema says are written, which they are only with a ``grad_scale``."""
+
 STATISTICS_FLAG: dict[str, int] = {
     "aten.native_batch_norm.default": 5,
     "aten.cudnn_batch_norm.default": 5,
     "aten.miopen_batch_norm.default": 5,
 }
 """Position of the ``training`` argument: the undeclared writes happen only where it is True."""
-
-RANDOM = frozenset(
-    f"aten.{name}"
-    for name in (
-        "bernoulli_.float", "bernoulli.default", "bernoulli.p", "bernoulli_.Tensor", "native_dropout.default",
-        "rand.default", "rand_like.default", "randn.default", "randn_like.default", "randint.default",
-        "randint.low", "randint_like.default", "randint_like.low_dtype", "randperm.default", "normal_.default",
-        "normal.Tensor_Tensor", "uniform_.default", "exponential_.default", "multinomial.default",
-        "rrelu_with_noise.default", "rrelu_with_noise_.default", "random_.default", "random_.from", "random_.to",
-        "poisson.default", "_fused_dropout.default", "log_normal_.default", "cauchy_.default", "geometric_.default",
-    )
-)  # fmt: skip
-"""Operators that always draw random numbers. They keep their order and are never recomputed."""
-
-DROPOUT_ARGUMENT: dict[str, int] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 3,
-    "aten._scaled_dot_product_flash_attention.default": 3,
-    "aten._scaled_dot_product_efficient_attention.default": 5,
-    "aten._scaled_dot_product_cudnn_attention.default": 5,
-}
-"""Attention kernels draw random numbers when their dropout probability, at this position, is not zero."""
 
 FUNCTIONAL_FORM: dict[str, str] = {
     "aten.relu_.default": "aten.relu.default",
@@ -101,6 +87,14 @@ FUNCTIONAL_FORM: dict[str, str] = {
 IN_PLACE_FORM: dict[str, str] = {functional: inplace for inplace, functional in FUNCTIONAL_FORM.items()}
 """Functional operator -> in-place operator on its first argument."""
 
+_EXACT_FOR_COMPLEX = frozenset(
+    f"aten.{name}"
+    for name in ("add.Tensor", "sub.Tensor", "neg.default", "mul.Tensor", "mul.Scalar", "masked_fill.Scalar")
+)
+"""Operators on complex numbers whose in-place form computes the same bits, for add and sub without ``alpha``, for mul
+by a real number. The others multiply complex numbers: whether the compiled loop fuses a product and a sum (and so
+rounds once) depends on whether result and input share memory, and on which factor is the first."""
+
 COMMUTATIVE = frozenset({"aten.add.Tensor", "aten.mul.Tensor"})
 """The in-place form may as well take over the second argument (for add only without ``alpha``)."""
 
@@ -129,26 +123,47 @@ KEEPS_INPUT_SIZE = frozenset(
 """Operators that allocate their result as large as their input and then shrink it (to the mean, say): the memory
 stays, while fake tensors know the final shape only."""
 
+ELEMENT_WISE = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "elu_backward", "hardsigmoid_backward", "hardtanh_backward", "hardswish_backward", "softplus_backward",
+    )
+)  # fmt: skip
+"""Operators whose result is laid out by all of their operands, where torch's shape functions follow one of them."""
+
+ROW_BY_ROW = frozenset({"aten.log_sigmoid_forward.default"})
+"""Operators all of whose results are laid out row by row."""
+
+ONE_MORE: dict[str, int] = {"aten._embedding_bag.default": 1, "aten._embedding_bag_forward_only.default": 1}
+"""Operators whose result at this position, where it has elements, was made with one more."""
+
+
+def least_bytes(target: str, position: int, count: int, item: int, largest: int) -> int:
+    """Bytes of the memory behind a fresh result of `count` elements of `item` bytes, if it is more than they take;
+    `largest` is the size of the largest input."""
+    if ONE_MORE.get(target) == position and count:
+        return (count + 1) * item
+    return largest if target in KEEPS_INPUT_SIZE else 0
+
+
 CONTIGUOUS_RESULT = frozenset(
     f"aten.{name}.default"
     for name in (
         "mse_loss_backward", "huber_loss_backward", "_log_softmax_backward_data", "log_sigmoid_forward",
-        "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward", "rrelu_with_noise",
+        "smooth_l1_loss_backward", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward",
+        "rrelu_with_noise", "rrelu_with_noise_backward",
     )
 )  # fmt: skip
 """Operators whose first result is laid out row by row (or channels last) whatever the layout of the input, which
 torch's shape functions for fake tensors copy."""
 
-SAVED_NUMBERS: dict[str, int] = {
-    "aten.mul.Tensor": 1,
-    "aten.mul_.Tensor": 1,
-    "aten.div.Tensor": 1,
-    "aten.div_.Tensor": 1,
-}
-"""Operators whose autograd formula keeps the operand at this position; where it is a Python number, eager keeps an
-8-byte tensor of it (on the CPU, even for a step on a GPU) until the backward formula has run."""
 
-NUMBER_BYTES = 8
+def may_change_place(target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], *, dtype: str) -> bool:
+    """Whether the functional operator ``target``, its in-place form or out variant make the same bits of ``dtype``."""
+    if not dtype.startswith("complex"):
+        return True
+    real = not target.startswith("aten.mul.") or isinstance(args[1], (int, float))
+    return target in _EXACT_FOR_COMPLEX and real and not kwargs
 
 
 def is_view(target: str) -> bool:
@@ -164,14 +179,9 @@ def undeclared_writes(target: str, args: tuple[object, ...]) -> tuple[int, ...]:
     return positions
 
 
-def is_random(target: str, args: tuple[object, ...]) -> bool:
-    """Whether this call draws random numbers. ``args`` are the graph's arguments."""
-    if target in RANDOM:
-        return True
-    position = DROPOUT_ARGUMENT.get(target)
-    if position is None or position >= len(args):
-        return False
-    return args[position] != 0.0
+def spared(target: str, kwargs: Mapping[str, object]) -> int | None:
+    """Position of the argument that this call leaves as it is although its schema says otherwise."""
+    return SCALED_GRADIENTS.get(target) if kwargs.get("grad_scale") is None else None
 
 
 def without_statistics(target: str, args: tuple[Arg, ...]) -> tuple[Arg, ...]:

@@ -1,8 +1,9 @@
 """Weight updates written out as the in-place operators that ``torch.optim`` runs without foreach or fusing.
 
 Operator for operator the single-tensor loops of ``torch.optim.SGD`` and ``torch.optim.Adam(W)``, so that captured and
-eager steps agree bit for bit and byte for byte. What changes from step to step (learning rate, bias corrections)
-appears as named scalars: at capture they are sentinels, numbers that occur nowhere else.
+eager steps agree bit for bit and byte for byte; its updates by lists are in ``updates``. What changes from step to step
+(learning rate, bias corrections) appears as named scalars: at capture they are sentinels, numbers that occur nowhere
+else.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ class ParameterGroup:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    foreach: bool | None = None
+    fused: bool | None = None
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class OptimizerSpec:
 
     The numbers hold for all parameters but those in `groups`. `kind` "sgd" is `SGD` without momentum, "momentum" `SGD`
     with it, "adam" and "adamw" are themselves, "gradients" stops after the backward and returns the gradients, "none"
-    means inference: neither gradients nor an update.
+    means inference: neither gradients nor an update. `foreach` and `fused` are torch's: None, and the device decides
+    (see `way`).
     """
 
     kind: str
@@ -45,10 +52,33 @@ class OptimizerSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     groups: tuple[ParameterGroup, ...] = ()
+    foreach: bool | None = None
+    fused: bool | None = None
+    dampening: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+    amsgrad: bool = False
+    """Of all parameters: it decides which state there is."""
 
     def __post_init__(self) -> None:
         if self.kind not in OPTIMIZER_KINDS:
             raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
+        ways = [(self.foreach, self.fused), *((group.foreach, group.fused) for group in self.groups)]
+        if len({bool(fused) for _, fused in ways}) > 1 or any(foreach and fused for foreach, fused in ways):
+            raise UsageError("an optimizer is fused in all of its groups or in none, and then not foreach")
+
+    def way(self, device: str) -> str:
+        """How torch runs the update of the parameters in no group on a device type: "loop" (weight by weight),
+        "foreach" (list by list) or "fused"; as `torch.optim` chooses where nothing is set."""
+        if self.fused:
+            return "fused"
+        chosen = device != "cpu" if self.foreach is None and self.fused is None else self.foreach
+        return "foreach" if chosen else "loop"
+
+    def looped(self) -> OptimizerSpec:
+        """The same update weight by weight."""
+        groups = tuple(replace(group, foreach=False, fused=False) for group in self.groups)
+        return replace(self, foreach=False, fused=False, groups=groups)
 
     def alone(self) -> tuple[OptimizerSpec, ...]:
         """The rule of every group as one without groups: that of the parameters in none first."""
@@ -72,8 +102,9 @@ class OptimizerSpec:
 
 
 OPTIMIZER_KINDS = ("sgd", "momentum", "adam", "adamw", "gradients", "none")
-SCALAR_NAMES = ("neg_lr", "neg_step_size", "decay", "bias_correction2_sqrt")
+SCALAR_NAMES = ("neg_lr", "neg_step_size", "decay", "bias_correction2_sqrt", "lr", "undampened")
 _SENTINEL_BASE = 0.0078125
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -99,25 +130,43 @@ def _of_group(name: str, number: int) -> str:
 
 
 def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
-    """Names of the tensors that the optimizer keeps per parameter, as in ``optimizer.state``."""
+    """Names of the tensors that the optimizer keeps per parameter, as in ``optimizer.state``.
+
+    Counters of steps belong to them where the device counts, in fused updates; else the host does.
+    """
     if rule.kind == "momentum":
         return ("momentum_buffer",)
     if rule.kind in ("adam", "adamw"):
-        return ("exp_avg", "exp_avg_sq")
+        moments = (*MOMENTS, "max_exp_avg_sq") if rule.amsgrad else MOMENTS
+        return ("step", *moments) if rule.fused else moments
     return ()
 
 
-def scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
-    """Values of the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host."""
+def new_state(kind: str, parameter: Tensor) -> Tensor:
+    """The state of this name before the first step."""
+    if kind == "step":
+        return torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def scalars(rule: OptimizerSpec, step: int | Sequence[int]) -> dict[str, float]:
+    """Values of the named scalars at a step (1 is the first), computed as ``torch.optim`` does on the host.
+
+    ``step`` may hold one number for each rule in ``alone``.
+    """
+    groups = rule.alone()
+    steps = [step] * len(groups) if isinstance(step, int) else step
     return {
         _of_group(name, number): value
-        for number, group in enumerate(rule.alone())
-        for name, value in _scalars(group, step).items()
+        for number, (group, count) in enumerate(zip(groups, steps, strict=True))
+        for name, value in _scalars(group, count).items()
     }
 
 
 def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
-    found = {"neg_lr": -rule.lr}
+    found = {"lr": rule.lr, "neg_lr": -rule.lr}
+    if rule.kind == "momentum":  # the first step takes the gradient whole: the buffer is a copy of it
+        found["undampened"] = 1 - rule.dampening if step > 1 else 1
     if rule.kind in ("adam", "adamw"):
         beta1, beta2 = rule.betas
         # torch.optim counts steps in a float32 tensor and reads it back; exact up to 2**24 steps.
@@ -129,7 +178,7 @@ def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
 
 
 def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
-    """The same update as an unfused, non-foreach ``torch.optim`` optimizer; None for "gradients" and "none"."""
+    """The same update as a ``torch.optim`` optimizer; None for "gradients" and "none"."""
     if rule.kind in ("gradients", "none"):
         return None
     tensors = list(params.values())
@@ -138,74 +187,73 @@ def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> torch.
         for group, positions in zip(rule.alone(), rule.split(tuple(params)), strict=True)
     ]
     if rule.kind in ("sgd", "momentum"):
-        return torch.optim.SGD(groups, foreach=False)
+        return torch.optim.SGD(groups, foreach=rule.foreach, fused=rule.fused)
     cls = torch.optim.AdamW if rule.kind == "adamw" else torch.optim.Adam
-    return cls(groups, foreach=False, fused=False)
+    return cls(groups, foreach=rule.foreach, fused=rule.fused)
 
 
 def _numbers(rule: OptimizerSpec) -> dict[str, Any]:
     """A group's numbers, as torch calls them."""
+    ways = {"foreach": rule.foreach, "fused": rule.fused, "maximize": rule.maximize}
     if rule.kind in ("sgd", "momentum"):
         momentum = rule.momentum if rule.kind == "momentum" else 0.0
-        return {"lr": rule.lr, "momentum": momentum, "weight_decay": rule.weight_decay}
-    return {"lr": rule.lr, "betas": rule.betas, "eps": rule.eps, "weight_decay": rule.weight_decay}
+        own: dict[str, Any] = {"momentum": momentum, "dampening": rule.dampening, "nesterov": rule.nesterov}
+        return {"lr": rule.lr, "weight_decay": rule.weight_decay, **own, **ways}
+    own = {"betas": rule.betas, "eps": rule.eps, "amsgrad": rule.amsgrad}
+    return {"lr": rule.lr, "weight_decay": rule.weight_decay, **own, **ways}
 
 
-def update(
-    rule: OptimizerSpec,
-    params: Mapping[str, Tensor],
-    grads: Sequence[Tensor | None],
-    states: Sequence[Mapping[str, Tensor]],
-    numbers: Mapping[str, float],
-) -> None:
-    """Run the update, group by group; one gradient and one state mapping (names as in ``state_names``) per parameter.
-    Gradients may be missing."""
-    if rule.kind in ("gradients", "none"):
-        return
-    tensors = list(params.values())
-    for number, (group, positions) in enumerate(zip(rule.alone(), rule.split(tuple(params)), strict=True)):
-        _STEPS[rule.kind](
-            group,
-            [tensors[position] for position in positions],
-            [grads[position] for position in positions],
-            [states[position] for position in positions],
-            {name: numbers[_of_group(name, number)] for name in SCALAR_NAMES},
-        )
+def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[str, float], ...]:
+    """The named scalars of each rule in ``alone``, by their names without the group."""
+    return tuple(
+        {name: numbers[there] for name in SCALAR_NAMES if (there := _of_group(name, each)) in numbers}
+        for each in range(len(rule.alone()))
+    )
+
+
+def by_loop(
+    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
+) -> None:  # fmt: skip
+    """Run the update of a rule without groups, weight by weight; states are named as in ``state_names``."""
+    _STEPS[rule.kind](rule, params, grads, states, numbers)
 
 
 def _sgd(
-    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor | None],
+    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
 ) -> None:  # fmt: skip
-    for param, grad, state in zip(params, grads, states, strict=True):
-        if grad is None:
-            continue
+    for param, given, state in zip(params, grads, states, strict=True):
+        grad = -given if rule.maximize else given  # one name for all of them: each lives as long as in torch
         if rule.weight_decay != 0:
-            grad = grad.add(param, alpha=rule.weight_decay)  # noqa: PLW2901  (the same name lives as long as in torch)
+            grad = grad.add(param, alpha=rule.weight_decay)
         if rule.kind == "momentum":
             buffer = state["momentum_buffer"]
-            buffer.mul_(rule.momentum).add_(grad, alpha=1)
-            grad = buffer  # noqa: PLW2901
+            buffer.mul_(rule.momentum).add_(grad, alpha=numbers["undampened"] if rule.dampening else 1)
+            grad = grad.add(buffer, alpha=rule.momentum) if rule.nesterov else buffer
         param.add_(grad, alpha=numbers["neg_lr"])
 
 
 def _adam(
-    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor | None],
+    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
 ) -> None:  # fmt: skip
     beta1, beta2 = rule.betas
-    for param, grad, state in zip(params, grads, states, strict=True):
-        if grad is None:
-            continue
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    for whole, given, state in zip(params, grads, states, strict=True):
+        grad, param = -given if rule.maximize else given, whole
+        exp_avg, exp_avg_sq, most = state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq")
         if rule.weight_decay != 0:
             if rule.kind == "adamw":
                 param.mul_(numbers["decay"])
             else:
-                grad = grad.add(param, alpha=rule.weight_decay)  # noqa: PLW2901
+                grad = grad.add(param, alpha=rule.weight_decay)
+        if param.is_complex():  # pairs of real numbers, each with moments of its own
+            grad, exp_avg, exp_avg_sq, param = map(torch.view_as_real, (grad, exp_avg, exp_avg_sq, param))
+            most = None if most is None else torch.view_as_real(most)
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denom = (exp_avg_sq.sqrt() / numbers["bias_correction2_sqrt"]).add_(rule.eps)
+        second = exp_avg_sq if most is None else torch.maximum(most, exp_avg_sq, out=most)
+        denom = (second.sqrt() / numbers["bias_correction2_sqrt"]).add_(rule.eps)
         param.addcdiv_(exp_avg, denom, value=numbers["neg_step_size"])
 
 

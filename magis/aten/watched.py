@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-_IN_PLACE: dict[Any, tuple[Any, int]] = {
-    torch.ops.aten.add.Tensor: (torch.ops.aten.add_.Tensor, 0),
-    torch.ops.aten.scatter_add.default: (torch.ops.aten.scatter_add_.default, 0),
-    torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0),
-    torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1),
+_SELECTED = ("Max", "Min", "Median", "Nanmedian", "Mode", "Kthvalue", "Sort", "Topk")
+_IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
+    torch.ops.aten.add.Tensor: (torch.ops.aten.add_.Tensor, 0, ()),
+    torch.ops.aten.scatter_add.default: (torch.ops.aten.scatter_add_.default, 0, ("Gather", "Cummax", "Cummin")),
+    torch.ops.aten.scatter.src: (torch.ops.aten.scatter_.src, 0, _SELECTED),
+    torch.ops.aten.index_put.default: (torch.ops.aten.index_put_.default, 1, ("Index",)),
 }
-"""Operator -> its in-place form, and how many references more than an addition its call itself holds."""
+"""Operator -> its in-place form, how many references more than an addition its call itself holds, and whose backward
+formulas call it on zeros of their own (empty: sums of gradients, by the engine). Other formulas, that of `index_put`
+itself say, call the same operator on a gradient that they go on reading."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,11 @@ class Unwatched:
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
-        form, held = _IN_PLACE.get(func, (None, 0))
-        if form is None or torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+        form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
+        node: Any = torch._C._current_autograd_node()
+        if form is None or node is None or torch.is_grad_enabled():
+            return func
+        if formulas and node.name().rstrip("0123456789").removesuffix("Backward") not in formulas:
             return func
         first, others = args[0], [arg for arg in args[1:] if isinstance(arg, Tensor)]
         if func is torch.ops.aten.add.Tensor:

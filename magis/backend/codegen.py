@@ -14,10 +14,12 @@ from torch import Tensor
 
 from magis.analysis.liveness import last_uses
 from magis.aten.call import constant, resolve
+from magis.aten.packed import IN_TRAINING
 from magis.backend.halo import add_rows, take_rows
 from magis.backend.streams import AnyHost, make_host
 from magis.ir import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
 from magis.ir.loops import JOIN, PART, REDUCE, rows_around
+from magis.ir.text import complex_text
 
 Name: TypeAlias = Callable[[int], str]
 """How the source calls a value."""
@@ -75,7 +77,11 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
         if forget:
             # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
             yield from _ready(arriving, [graph.values[value].storage for value in forget], name, indent)
-            yield f"{indent}del {', '.join(name(value) for value in forget)}"
+        gone = [name(value) for value in forget]
+        if op.many and None in op.outputs:
+            gone.append("none")  # some kernels make what nobody asked for
+        if gone:
+            yield f"{indent}del {', '.join(gone)}"
     yield from _ready(arriving, list(arriving), name, indent)
 
 
@@ -120,7 +126,8 @@ def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
     if op.target == JOIN:
         return f"{stretch}.copy_({name(part.id)})"
     if part.storage != graph.values[whole].storage:
-        return f"{name(part.id)} = {name(whole)}.new_empty_strided({part.shape}, {part.stride}).copy_({stretch})"
+        like = f"{part.shape}, {part.stride}, dtype={name(whole)}.dtype, device=device"
+        return f"{name(part.id)} = empty({like}).copy_({stretch})"
     return f"{name(part.id)} = {stretch}"
 
 
@@ -129,16 +136,19 @@ def compile_step(
     device: torch.device | str = "cpu",
     between: Callable[[], None] | None = None,
     host: AnyHost | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
 ) -> Step:
     """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
 
-    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out.
+    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out. ``generators`` are the step's
+    own, by name.
     """
     host = make_host(device) if host is None else host
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
     }  # fmt: skip
+    trains = any(op.phase == "backward" for op in graph.ops)
     for op, values in every_op(graph):
         if op.body is not None:
             for value in op.made():
@@ -147,9 +157,11 @@ def compile_step(
         elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
             # The builtin behind the overload: one Python call less per operator.
             function = resolve(op.target)._op
+            if trains and op.target in IN_TRAINING:
+                function = torch.enable_grad()(function)
             namespace[_function(op.target)] = function if between is None else _followed(function, between)
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
-            namespace[_constant(const)] = constant(const, device)
+            namespace[_constant(const)] = constant(const, device, generators or {})
     source = generate(graph)
     exec(compile(source, "<magis step>", "exec"), namespace)  # noqa: S102  (our own source, made a line above)
     body = namespace["step"]
@@ -193,6 +205,8 @@ def _arg(arg: Arg, name: Name) -> str:
         return _constant(arg)
     if isinstance(arg, tuple):
         return f"[{', '.join(_arg(item, name) for item in arg)}]"
+    if isinstance(arg, complex):
+        return f"complex({complex_text(arg)!r})"
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):  # noqa: PLR0124
         return f"float({str(arg)!r})"
     return repr(arg)
@@ -203,7 +217,7 @@ def _function(target: str) -> str:
 
 
 def _constant(const: Const) -> str:
-    return f"{const.kind}_{const.name}".replace(":", "_")
+    return f"{const.kind}_{const.name}".replace(":", "_").replace(".", "\u00b7")  # paths of generators stay apart
 
 
 def _walk(arg: Arg) -> list[Arg]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
 def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A copy, of this shape and these strides, of the rows of ``dim`` from ``first`` on; zeros outside of the whole."""
-    made = whole.new_empty_strided(shape, stride)
+    made = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
     low, high = _within(whole, dim, first, shape[dim])
     made.narrow(dim, 0, low - first).zero_()
     made.narrow(dim, low - first, high - low).copy_(whole.narrow(dim, low, high - low))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, default_generator
-from torch.cuda._utils import _get_device_index
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.aten.states import generator_of
 
 
 @dataclass(frozen=True)
@@ -23,31 +24,26 @@ class Stored:
 
 
 class GeneratorStates:
-    """The states of a device's default generator. They are bytes in host memory, a GPU's as well."""
+    """States of a device's default generator, or of a step's own: bytes in host memory, a GPU's as well."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        where = torch.device(device)
-        if where.type == "cuda":
-            torch.cuda.init()  # makes the generators
-            self._generator = torch.cuda.default_generators[_get_device_index(where, optional=True)]
-        else:
-            self._generator = default_generator
+        self._generator = generator_of(device)
 
-    def rng_save(self) -> npt.NDArray[np.uint8]:
+    def rng_save(self, own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
         """The generator's state."""
         with _disable_current_modes():  # torch hands states out as tensors; those are none of the step's
-            return self._generator.get_state().numpy().copy()
+            return (own or self._generator).get_state().numpy().copy()
 
-    def rng_enter(self, state: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    def rng_enter(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
         """Put an earlier state back; returns the present one."""
-        present = self.rng_save()
-        self.rng_leave(state)
+        present = self.rng_save(own)
+        self.rng_leave(state, own)
         return present
 
-    def rng_leave(self, state: npt.NDArray[np.uint8]) -> None:
+    def rng_leave(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> None:
         """Put back the state in which ``rng_enter`` found the generator."""
         with _disable_current_modes():
-            self._generator.set_state(torch.from_numpy(state))
+            (own or self._generator).set_state(torch.from_numpy(state))
 
 
 class Host(GeneratorStates):

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from magis.aten.call import resolve, to_torch
-from magis.backend.workspaces import make_tensors, measure_workspaces, scalar_names
+from magis.backend.made_up import make_tensors, scalar_names
+from magis.backend.workspaces import measure_workspaces
 from magis.cost.shapes import made
 from magis.cost.signature import parse
 from magis.cost.store import Entry, target_of

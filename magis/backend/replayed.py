@@ -22,17 +22,18 @@ from torch import Tensor
 
 from magis.aten import optimizers
 from magis.aten.optimizers import OptimizerSpec
+from magis.aten.states import GET_STATE, SEED, SET_STATE
 from magis.backend.steps import GraphStep
 from magis.backend.turns import Turn
 from magis.errors import MagisError
-from magis.ir import Graph, Scalar, every_op
+from magis.ir import Const, Graph, Scalar, every_op
 
 __all__ = ["WARM_UP", "CudaRecorder", "Recorder", "Recording", "ReplayedStep", "obstacle"]
 
 WARM_UP = 3
 """Runs as they are, on another stream, before the one that is recorded: libraries set themselves up in those."""
 
-_ON_THE_HOST = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
+_ON_THE_HOST = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave", GET_STATE, SET_STATE, SEED)
 
 
 class Recording(Protocol):
@@ -100,6 +101,9 @@ def obstacle(graph: Graph, rule: OptimizerSpec) -> str | None:
     for op, _ in every_op(graph):
         if op.target in _ON_THE_HOST:
             return f"{op.target} reads or sets the generator's state on the host, which a recording leaves out"
+        for arg in (*op.args, *(arg for _, arg in op.kwargs)):
+            if isinstance(arg, Const) and arg.kind == "generator":
+                return f"{op.target} draws from a generator of the step's own, which a recording would not move on"
     return None
 
 
@@ -131,6 +135,7 @@ class ReplayedStep:
         if warm_up < 1:
             raise ValueError(f"a step must run before it is recorded, not {warm_up} times: its buffers are made then")
         self.module = step.module
+        self.generators = step.generators
         self._step = step
         self._recorder = recorder if recorder is not None else CudaRecorder()
         self._warm_up = warm_up

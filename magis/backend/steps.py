@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.aten import optimizers
+from magis.aten.bits import bits_of, with_bits
+from magis.aten.generators import held_generators
+from magis.aten.held import PREFIX, look_up
+from magis.aten.host_random import seed_all
 from magis.aten.optimizers import OptimizerSpec
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
@@ -29,6 +33,8 @@ class Step(Protocol):
     """What measurement needs of a step."""
 
     module: nn.Module
+    generators: Mapping[str, torch.Generator]
+    """The step's own, beside the default one of its device."""
 
     def prepare(self) -> None:
         """Everything that happens before the window: gradients to None."""
@@ -57,7 +63,7 @@ def whole_step(step: Step) -> Callable[[], object]:
 
 
 class EagerStep:
-    """The original of SPEC section 3: eager mode, autograd, unfused, non-foreach ``torch.optim``."""
+    """The original: eager mode, autograd, and ``torch.optim``, by lists or fused where torch or the user says so."""
 
     def __init__(
         self,
@@ -71,10 +77,14 @@ class EagerStep:
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
         scaler: torch.amp.GradScaler | None = None,
         transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
+        seed: int | None = None,
     ) -> None:
         """``around`` makes the context of forward and loss: autocast, say; ``scaler`` scales the loss, ``transform``
-        makes what is called of the function that computes both: compiled code, say."""
+        makes what is called of the function that computes both: compiled code, say. With a ``seed`` every step draws
+        the same random numbers."""
         self.module = module
+        self._seed = seed
+        self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
         self._around = around
         self._inputs = tuple(inputs)
         self._targets = tuple(targets)
@@ -89,6 +99,8 @@ class EagerStep:
 
     def prepare(self) -> None:
         self._outputs = ()
+        if self._seed is not None:
+            seed_all(self._seed)
         for _, parameter in self._trained:
             parameter.grad = None
 
@@ -166,8 +178,9 @@ class EagerStep:
 class GraphStep:
     """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers.
 
-    ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by name, where it has some
-    already ("exp_avg:layer.weight"); the others are zeros.
+    ``loss_fn`` is where tensors and generators are looked up that only the loss holds. With a ``seed`` every step draws
+    the same random numbers. ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by
+    name, where it has some already ("exp_avg:layer.weight"); the others are zeros.
     """
 
     def __init__(
@@ -181,18 +194,25 @@ class GraphStep:
         device: torch.device | str = "cpu",
         runtime: Runtime | None = None,
         states: Mapping[str, Tensor] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         self.module = module
+        self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
+        self._seed = seed
+        self._holders = {"module": module, "loss": loss_fn}
         self._rule = rule
         self._steps = 0
         self._graph = graph
         self._device = device
         self._host = make_host(device, runtime)
-        self._step = compile_step(graph, device, host=self._host)
+        self._step = compile_step(graph, device, host=self._host, generators=self.generators)
         self._interrupted: Program | None = None
         self._turn: Turn | None = None
         self._state: dict[str, Tensor] = dict(states or {})
         self._tensors = self._bind(graph, inputs, targets, device)
+        names = (graph.values[value].name for value in graph.inputs)
+        self._held = tuple(name for name in names if name.startswith(PREFIX))
         self._outputs: tuple[Tensor, ...] = ()
 
     def _bind(
@@ -210,10 +230,12 @@ class GraphStep:
             kind, _, rest = value.name.partition(":")
             if kind == "state":
                 like = known[f"parameter:{rest.partition(':')[2]}"]
-                tensor = self._state.setdefault(rest, torch.zeros_like(like, requires_grad=False))
+                tensor = self._state.setdefault(rest, optimizers.new_state(rest.partition(":")[0], like))
             elif kind == "constant":
                 dtype = getattr(torch, value.dtype)
                 tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
+            elif value.name.startswith(PREFIX):
+                tensor = look_up(self._holders, value.name).to(device)
             else:
                 tensor = known[value.name]
             if tuple(tensor.shape) != value.shape or tensor.dtype != getattr(torch, value.dtype):
@@ -236,7 +258,10 @@ class GraphStep:
         Raises MagisError if weights that the graph wants side by side lie elsewhere by now.
         """
         self._outputs = ()
+        if self._seed is not None:
+            seed_all(self._seed)
         check_places(self._graph, self._tensors)
+        self.feed({name: look_up(self._holders, name).to(self._device) for name in self._held})
 
     def run(self) -> Tensor:
         self._steps += 1
@@ -250,7 +275,7 @@ class GraphStep:
     def feed(self, batch: Mapping[str, Tensor]) -> None:
         """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data types.
 
-        One with other strides is copied, since kernels were planned for those of the example.
+        One with other strides or bits is copied, since kernels were planned for those of the example.
         """
         for position, value_id in enumerate(self._graph.inputs):
             value = self._graph.values[value_id]
@@ -261,10 +286,9 @@ class GraphStep:
                 raise MagisError(
                     f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the step is for {value.dtype}{value.shape}"
                 )
-            if tensor.stride() != value.stride:
-                tensor = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device).copy_(
-                    tensor
-                )
+            if (tensor.stride(), bits_of(tensor)) != (value.stride, value.bits):
+                copy = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
+                tensor = with_bits(copy, value.bits).copy_(tensor)
             self._tensors[position] = tensor
 
     def finish(self) -> None:
@@ -275,7 +299,9 @@ class GraphStep:
         self._turn = turn
         if self._interrupted is None:
             with turn.rest():
-                self._interrupted = compile_step(self._graph, self._device, between=self._between, host=self._host)
+                self._interrupted = compile_step(
+                    self._graph, self._device, between=self._between, host=self._host, generators=self.generators
+                )
         self._steps += 1
         self._outputs = self._interrupted(self._tensors, optimizers.scalars(self._rule, self._steps))
         return self._outputs[0]

@@ -12,6 +12,11 @@ steps each, two busy cores): standard deviation of the estimate over the 23 calm
     ratio of lower quartiles      0.022   0.092
     Hodges-Lehmann of the pairs   0.016   0.075
 
+Pairs during which a thread of ours waited for a core are no pairs of equals (`magis.backend.waiting`): only the others
+count. And one look is not believed: what makes a process's ratio differ from another's (where buffers lie, on which
+cores threads stay) holds for all its pairs alike. `agreed` makes one ratio of two looks at steps made anew, or says why
+there is none.
+
 See docs/notes/timing.md for how many pairs a verdict needs, and why OpenMP should wait passively.
 """
 
@@ -23,7 +28,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,6 +36,7 @@ from typing import Any, TypeAlias
 import torch
 
 from magis.backend import turns
+from magis.backend.waiting import longest_wait, waits
 from magis.results import RatioInterval
 
 __all__ = [
@@ -38,10 +44,12 @@ __all__ = [
     "ROUGHLY",
     "Patience",
     "Timing",
+    "agreed",
     "alone",
     "event_clock",
     "in_turns",
     "interleave",
+    "is_too_busy",
     "ratio_interval",
     "settle",
 ]
@@ -53,8 +61,18 @@ CONFIDENCE = 0.99
 SLICE_MS = 3.0
 STEADY, SETTLING_GROUPS, SETTLING_SECONDS = 0.02, 15, 10.0
 """Of a device's clock: when it counts as steady, and how long to wait for that."""
-MEASURING, DECIDING = (4, 12.0), (8, 30.0)
+MEASURING, DECIDING = (6, 8.0), (12, 20.0)
 """Times as many pairs at most as there are rounds, and seconds: to know a ratio, and to decide something by it."""
+BRISK_SECONDS = 1.5
+"""Short steps may be timed that long, however many pairs it makes."""
+BUSY = 0.1
+"""Of a pair's time: for which share a thread of ours may wait for a core (quiet: 0.001; one busy neighbour: 0.4)."""
+HOPELESS, HOPE = 0.1, 1 / 3
+"""A machine is given up that left us alone in fewer than that share of the pairs, in that share of the seconds."""
+WIDEST = 0.1
+"""Of an agreed ratio: what two looks tell no better than that is nothing to compare others with."""
+FEWEST = 8
+"""Pairs that give an interval at 0.99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +81,28 @@ class Timing:
 
     first_ms: tuple[float, ...]
     second_ms: tuple[float, ...]
+    waited: tuple[float, ...] = field(default=(), compare=False)
+    """Share of each pair's time for which one of our threads waited for a core; empty: not known."""
+
+    def undisturbed(self) -> Timing:
+        """The pairs of which a quiet machine would have made the same."""
+        if not self.waited:
+            return self
+        kept = [index for index, share in enumerate(self.waited) if share <= BUSY]
+        return Timing(
+            tuple(self.first_ms[index] for index in kept),
+            tuple(self.second_ms[index] for index in kept),
+            tuple(self.waited[index] for index in kept),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to time: `rounds` pairs, then a third of that at a time while the ratio is too uncertain.
+    """How long to time: `rounds` undisturbed pairs, then a third of that at a time while the ratio is too uncertain.
 
     With `bounds` the ratio is certain enough when none of them lies in its interval, without when the interval is at
     most the share `width` of the ratio. There are at most `most` pairs, and no more after `seconds`; something to
-    decide is worth more of both.
+    decide is worth more of both. A machine that stays busy is given up before.
     """
 
     rounds: int
@@ -87,10 +118,18 @@ class Patience:
     def ends(self, timing: Timing, seconds: float) -> bool:
         """Whether these pairs, which took so long, are enough."""
         most, longest = DECIDING if self.bounds else MEASURING
-        most = most * self.rounds if self.most is None else self.most
-        if len(timing.first_ms) >= most or seconds >= (longest if self.seconds is None else self.seconds):
+        longest = longest if self.seconds is None else self.seconds
+        undisturbed = timing.undisturbed()
+        done, count = len(timing.first_ms), len(undisturbed.first_ms)
+        if seconds >= longest or (self.most is not None and done >= self.most):
             return True
-        found = ratio_interval(timing)
+        if count < HOPELESS * done and seconds >= HOPE * longest:
+            return True
+        if count < self.rounds:
+            return False
+        if self.most is None and count >= most * self.rounds and seconds >= min(BRISK_SECONDS, longest):
+            return True
+        found = ratio_interval(undisturbed)
         if self.bounds:
             return not any(found.low <= bound <= found.high for bound in self.bounds)
         return found.high - found.low <= self.width * found.ratio
@@ -119,7 +158,7 @@ def interleave(
     with _collector_at_rest():
         if clock is not host_clock:
             settle(lambda: sum(pair(0)))
-        return _collected(pair, patience)
+        return _collected(pair, patience, waits if clock is host_clock else dict[str, int])
 
 
 def in_turns(first: turns.Step, second: turns.Step, patience: Patience, *, slice_ms: float = SLICE_MS) -> Timing:
@@ -130,18 +169,25 @@ def in_turns(first: turns.Step, second: turns.Step, patience: Patience, *, slice
     """
     with _collector_at_rest(), turns.Turns(first, second, slice_ms) as pairs:
         pairs.pair(0)
-        return _collected(pairs.pair, patience)
+        return _collected(pairs.pair, patience, waits)
 
 
-def _collected(pair: Callable[[int], tuple[float, float]], patience: Patience) -> Timing:
+def _collected(
+    pair: Callable[[int], tuple[float, float]], patience: Patience, waits: Callable[[], dict[str, int]]
+) -> Timing:
     """Pairs until patience ends, the leader alternating."""
     pairs: list[tuple[float, float]] = []
+    waited: list[float] = []
     begun = time.perf_counter_ns()
+    before = waits()
     while True:
         wanted = len(pairs) + (max(1, patience.rounds // 3) if pairs else patience.rounds)
         while len(pairs) < wanted:
             pairs.append(pair(len(pairs) % 2))
-        timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs))
+            after = waits()
+            waited.append(longest_wait(before, after) / 1e6 / max(sum(pairs[-1]), 1e-6))
+            before = after
+        timing = Timing(tuple(times[0] for times in pairs), tuple(times[1] for times in pairs), tuple(waited))
         if patience.ends(timing, (time.perf_counter_ns() - begun) / 1e9):
             return timing
 
@@ -245,6 +291,36 @@ def ratio_interval(timing: Timing, confidence: float = CONFIDENCE) -> RatioInter
     rank = _rank(count, confidence)
     low, high = (ratios[rank - 1], ratios[count - rank]) if rank else (0.0, math.inf)
     return RatioInterval(statistics.median(ratios), low, high, count)
+
+
+def agreed(first: Timing, second: Timing | None, bounds: tuple[float, ...] = ()) -> RatioInterval:
+    """The ratio that two looks agree on: between their medians, with an interval that holds both of theirs.
+
+    What makes a process's ratio differ from another's makes all pairs of a look alike: more pairs would not tell.
+
+    ``second`` is None where there was no use for one. A ratio is in ``doubt`` if the machine left too few pairs
+    undisturbed, or if the looks do not repeat each other closely enough, unless both lie above every bound.
+    """
+    looks = [look for look in (first, second) if look is not None]
+    for look in looks:
+        if is_too_busy(look):
+            share = statistics.median(look.waited)
+            why = f"the machine is too busy: threads waited for a core {share:.0%} of the time"
+            return replace(ratio_interval(look), doubt=why)
+    seen = [ratio_interval(look.undisturbed() if look.undisturbed().first_ms else look) for look in looks]
+    ratio, pairs = statistics.mean(each.ratio for each in seen), sum(each.pairs for each in seen)
+    low, high = min(each.low for each in seen), max(each.high for each in seen)
+    wide = math.isfinite(high) and high - low > WIDEST * ratio and not (bounds and low > max(bounds))
+    doubt = ""
+    if second is not None and wide:
+        told = ", ".join(f"{each.ratio:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in seen)
+        doubt = f"the machine is too busy: two looks at the ratio do not repeat each other closely enough ({told})"
+    return RatioInterval(ratio, low, high, pairs, doubt)
+
+
+def is_too_busy(timing: Timing) -> bool:
+    """Whether too few pairs were undisturbed to know a ratio, of enough that were timed."""
+    return len(timing.first_ms) >= FEWEST > len(timing.undisturbed().first_ms)
 
 
 def _rank(count: int, confidence: float) -> int:

@@ -18,16 +18,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Turn", "Turns", "Watched"]
+__all__ = ["Between", "Turn", "Turns", "Watched"]
 
 _FRAME_SLOTS = 1 << 15
 """A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
@@ -121,10 +121,19 @@ class Turns:
         return 2 * (1 - share) * self._slice_ns, 2 * share * self._slice_ns
 
 
+class Between(Protocol):
+    """What is called between operators: a turn, say."""
+
+    def __call__(self, _gradients: object = None) -> None: ...
+
+    def rest(self) -> AbstractContextManager[None]:
+        """What goes on meanwhile is no part of the step."""
+
+
 class Watched(TorchFunctionMode):
     """Eager mode that calls ``turn`` after every torch function and before every node of a backward pass."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Between) -> None:
         super().__init__()
         self._turn = turn
 

@@ -13,8 +13,8 @@ from magis.errors import CaptureError, UsageError
 
 __all__ = ["Batch", "Key", "as_batch", "own_loss", "with_keywords"]
 
-Key: TypeAlias = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]
-"""What a plan depends on: names, shapes, data types and devices of a batch."""
+Key: TypeAlias = tuple[tuple[Any, ...], ...]
+"""What a plan depends on of a batch: names, shapes, strides, data types and devices, and what lies in one memory."""
 
 EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
 
@@ -34,12 +34,30 @@ class Batch:
         found.update({f"target:{number}": tensor for number, tensor in enumerate(self.targets)})
         return found
 
-    @property
-    def key(self) -> Key:
+    def key(self, places: Mapping[int, int] | None = None) -> Key:
+        """`places` are the addresses of memory that the step has besides: the module's parameters and buffers."""
+        met: dict[int, tuple[object, int]] = {address: (place, 0) for address, place in (places or {}).items()}
         return tuple(
-            (f"{name} {self.names}" if self.names else name, tuple(tensor.shape), tensor.dtype, tensor.device)
+            (
+                f"{name} {self.names}" if self.names else name, tuple(tensor.shape), _strides(tensor), tensor.dtype,
+                tensor.device, tensor.is_conj(), tensor.is_neg(), _overlap(name, tensor, met),
+            )
             for name, tensor in self.by_name.items()
-        )
+        )  # fmt: skip
+
+
+def _strides(tensor: Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
+
+
+def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> tuple[object, int] | None:
+    """With what a tensor shares its memory, and the bytes in between; None: with nothing met so far."""
+    storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    if not storage or not tensor.numel():
+        return None
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    known = met.setdefault(storage, (name, start))
+    return None if known[0] == name else (known[0], start - known[1])
 
 
 def as_batch(given: Any) -> Batch:

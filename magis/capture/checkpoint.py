@@ -34,8 +34,8 @@ SAVED = frozenset(
 def checkpointed(module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True) -> Iterator[nn.Module]:
     """The module with the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant).
 
-    The module is changed for the duration of the context only. ``preserve_rng_state`` False is for capture, where no
-    random numbers are drawn.
+    The module is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is
+    compiled, which keeps no states.
     """
     with _replaced(module, blocks, preserve_rng_state=preserve_rng_state):
         yield module

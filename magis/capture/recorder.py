@@ -7,43 +7,55 @@ decomposition table, no functionalization). Unlike ``make_fx`` it keeps storages
 
 from __future__ import annotations
 
-import sys
+import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
 from magis.aten.facts import (
-    CONTIGUOUS_RESULT,
-    KEEPS_INPUT_SIZE,
-    SAVED_NUMBERS,
     VIEW_FORM,
-    is_random,
+    least_bytes,
+    spared,
     undeclared_writes,
 )
-from magis.aten.layouts import masked, row_by_row
-from magis.aten.mixed import as_mixed
+from magis.aten.kept import TakenNumber, kept_bytes, kinds, takes_number
+from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
-from magis.capture.lines import Lines
+from magis.capture.layout import check_dense, tensors_in
+from magis.capture.places import Places
+from magis.capture.randomness import Own, draws
 from magis.errors import CaptureError
-from magis.ir import GENERATOR, Arg, Graph, Op, Ref, Scalar, Storage, Value
+from magis.ir import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 
-ONLY_DENSE = "only dense, strided tensors can be captured"
+_ADDED_UP = ("aten.add.Tensor", "aten.add_.Tensor")
+_LIST_BYTES = 4096
 
 
 class Recorder(TorchDispatchMode):
     """Collects storages, values and operators. Use as a context manager around the step, then call ``graph``."""
 
-    def __init__(self, scalars: dict[float, str]) -> None:
+    def __init__(
+        self,
+        scalars: dict[float, str],
+        find: Callable[[Tensor], str | None] = lambda _tensor: None,
+        generators: Mapping[str, torch.Generator] | None = None,
+    ) -> None:
+        """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
+        ``generators`` are the step's own by name."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels = scalars
+        self._find = find
+        self._own = Own(generators or {})
+        self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -52,19 +64,18 @@ class Recorder(TorchDispatchMode):
         self._storage_of: dict[int, int] = {}
         self._value_of: dict[tuple[Any, ...], int] = {}
         self._made_at: dict[int, int] = {}  # value -> version of its storage
-        self._constants: dict[int, tuple[float, ...]] = {}
+        self._constants: dict[int, tuple[complex, ...]] = {}
         self._inputs: list[int] = []
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._numbers: list[tuple[int, int]] = []  # position of the forward operator, sequence of its autograd node
+        self._numbers: list[TakenNumber] = []
+        self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
         self._number_uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
         self._last_of_node: dict[int, int] = {}
-        self._modules: list[str] = [""]
-        self._module_of_node: dict[int, str] = {}
-        self._lines = Lines()
-        self._line_of_node: dict[int, str] = {}
-        self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
+        # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
+        self._resolved: set[tuple[Any, ...]] = set()
+        self.places = Places()
         self.phase = "forward"
 
     # -- what exists before the step ---------------------------------------------------------------------------
@@ -84,12 +95,20 @@ class Recorder(TorchDispatchMode):
         self._inputs.append(value)
         return value
 
-    def _unknown(self, tensor: Tensor) -> CaptureError:
-        return CaptureError(
-            f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input is used in"
-            f" module {self.module or '(root)'!r}",
-            hint="register it as a buffer of the module, so that it moves and counts with it",
-        )
+    def _held(self, tensor: Tensor) -> None:
+        """Declare a tensor that the step meets without having made it, where it can be found again."""
+        what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
+        where = f"in module {self.places.module or '(root)'!r}"
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"{what} and requires a gradient is used {where}", hint="register it as a parameter, or detach it"
+            )
+        name = self._find(tensor)
+        if name is None:
+            raise CaptureError(
+                f"{what} is used {where}", hint="register it as a buffer of the module, so that it moves with it"
+            )
+        self.register(tensor, "buffer", name)
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -99,36 +118,58 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
-            return self._made_from_numbers(func, args[0])
+        if func is torch.ops.aten.lift_fresh.default and not self._all_known(args):
+            return self._made_from_numbers(args[0])
+        if func is torch.ops.aten._conj.default and not isinstance(args[0], Tensor):
+            # A Python number that autograd kept: a mode gets it back as such.
+            func, args = torch.ops.aten.scalar_tensor.default, (args[0].conjugate(),)
+            kwargs = {"dtype": torch.complex128}
         if self.phase == "backward":
             func = self._unwatched.form(func, args, kwargs)
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
-        _check_dense(out)
-        if str(func) in CONTIGUOUS_RESULT:
-            out = row_by_row(out)
-        out = as_mixed(str(func), args, masked(func, args, out))
+        check_dense(out)
         self._record(func, args, kwargs, out, before)
         return out
 
-    def _made_from_numbers(self, func: Any, data: Tensor) -> Any:
+    def _made_from_numbers(self, data: Tensor) -> Any:
         """``torch.tensor(...)`` in the forward: eager makes the tensor in every step, hence a copy of a constant."""
-        out = func(data)
-        known = self._constant(data)
-        self._record(torch.ops.aten.clone.default, (data,), {}, out, {id(data): known})
+        clone = torch.ops.aten.clone.default
+        out = clone(data)
+        self._record(clone, (data,), {}, out, {id(data): self._constant(data)})
         return out
+
+    def _fill(self, args: Any, written: set[int]) -> None:
+        """Numbers that C++ put into memory out of sight, as it makes a tensor of a list of them, are constants, too."""
+        for tensor in tensors_in(args):
+            storage = self._storage_of[tensor.untyped_storage()._cdata]
+            position = self._bare.pop(storage, None)
+            if position is None or storage in written or self._versions[storage]:
+                continue
+            op = self._ops[position]
+            whole = self._values[op.made()[0]]
+            data = torch.empty(0, dtype=tensor.dtype)
+            with _disable_current_modes():
+                data.set_(tensor.untyped_storage(), 0, whole.shape, whole.stride)
+                known = self._constant(data.clone())
+            self._ops[position] = replace(
+                op,
+                target="aten.clone.default",
+                args=(Ref(known),),
+                kwargs=(),
+                reads=((self._values[known].storage, 0),),
+            )
 
     def _snapshot(self, args: Any, kwargs: Any) -> dict[int, int]:
         """Value id of every tensor argument, looked up before the call (which may change an argument's shape)."""
         found: dict[int, int] = {}
-        _check_dense((args, tuple(kwargs.values())))
-        for tensor in _tensors((args, tuple(kwargs.values()))):
+        check_dense((args, tuple(kwargs.values())))
+        for tensor in tensors_in((args, tuple(kwargs.values()))):
             key = self._key(tensor)
             known = self._value_of.get(key)
             if known is None:
                 if tensor.untyped_storage()._cdata not in self._storage_of:
-                    raise self._unknown(tensor)
+                    self._held(tensor)
                 known = self._value(tensor, "temporary", "")
             found[id(tensor)] = known
         return found
@@ -137,45 +178,64 @@ class Recorder(TorchDispatchMode):
         target = VIEW_FORM.get(str(func), str(func))
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
-        if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func):
+        sets = target in (SET_STATE, SEED)
+        if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func) and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
-        random = is_random(target, graph_args)
+        random = draws(func, args, kwargs)
+        source = self._drawn_from((*args, *kwargs.values()))
         written = set() if str(func) in VIEW_FORM else self._written(func, target, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
-            (storage, self._versions[storage]) for storage in fresh_inputs | ({GENERATOR} if random else set())
+            (storage, self._versions[storage])
+            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set())
         )
-        if random:
-            written.add(GENERATOR)
+        if random or sets:
+            written.add(source)
         writes = []
         for storage in sorted(written):
             self._versions[storage] += 1
             writes.append((storage, self._versions[storage]))
         view = not writes and not random and self._all_known(returned)
         if view:
-            if all(self._is_current(item) for item in _tensors(returned)):
+            if all(self._is_current(item) for item in tensors_in(returned)):
                 return  # detach and the like, or a window that exists already
             reads = []  # a view looks at no data
-        least = max(t.numel() * t.element_size() for t in _tensors(args)) if target in KEEPS_INPUT_SIZE else 0
-        outputs = [self._output(item, written, renew=view, least=least) for item in returned]
+        else:
+            self._fill((*args, *kwargs.values()), written)
+        # The state of a GPU's generator lies in memory of the host, which does not count.
+        kind = "host" if target == GET_STATE and args[0] != STATE_BYTES["cpu"] else "temporary"
+        largest = max((t.numel() * t.element_size() for t in tensors_in(args)), default=0)
+        outputs = [
+            self._output(item, written, kind, renew=view, least=_least(target, position, item, largest))
+            for position, item in enumerate(returned)
+        ]
+        if target == "aten.empty.memory_format" and returned[0].untyped_storage().nbytes() <= _LIST_BYTES:
+            self._bare[self._values[outputs[0] or 0].storage] = len(self._ops)
         node: Any = torch._C._current_autograd_node()  # None outside of the backward, whatever the stub says
         # In the forward the node has just been made, before the operator was called: it has the last number given out.
         # A write through a view gets a node around that one (CopySlices), made after the call: the next number.
         wrapped = bool(writes) and isinstance(args[0], Tensor) and args[0]._is_view()
         sequence = _get_sequence_nr() - (0 if wrapped else 1) if node is None else node._sequence_nr()
         if self.phase == "forward":
-            module, line = self._modules[-1], self._lines.here()
-            self._module_of_node.setdefault(sequence, module)
-            self._line_of_node.setdefault(sequence, line)
-            if _takes_number(target, graph_args) and args[0].requires_grad:
-                self._numbers.append((len(self._ops), sequence))
+            module, line = self.places.of_forward(sequence)
+            given = kinds(args) if takes_number(func, args) else None
+            if given is not None and isinstance(args[0], Tensor) and self._key(args[0]) in self._resolved:
+                given = ((*given[0][:2], True), *given[1:])
+            if given is not None and any(grad for _, _, grad in given):
+                self._numbers.append(TakenNumber(len(self._ops), sequence, func, given, graph_kwargs, bool(writes)))
         else:
-            module, line = self._module_of_node.get(sequence, ""), self._line_of_node.get(sequence, "")
-            self._last_of_node[sequence] = len(self._ops)
-            if _takes_number(target, graph_args):
+            module, line = self.places.of_backward(sequence)
+            # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
+            if node is not None and target not in _ADDED_UP:
+                self._last_of_node[sequence] = len(self._ops)
+            if takes_number(func, args):
                 self._number_uses.setdefault(sequence, []).append(len(self._ops))
+        if func is not torch.ops.aten.clone.default:
+            self._resolved.clear()
+        elif bits_of(args[0]) and args[0].requires_grad:
+            self._resolved.add(self._key(out))
         self._ops.append(
             Op(
                 id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
@@ -194,13 +254,14 @@ class Recorder(TorchDispatchMode):
         before: dict[int, int],
     ) -> set[int]:
         tensors: list[Tensor] = []
+        kept = spared(target, kwargs)
         for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            if argument.alias_info is None or not argument.alias_info.is_write or position == kept:
                 continue
             given = args[position] if position < len(args) else kwargs.get(argument.name)
-            tensors.extend(_tensors(given))
+            tensors.extend(tensors_in(given))
         for position in undeclared_writes(target, graph_args):
-            tensors.extend(_tensors(args[position]))
+            tensors.extend(tensors_in(args[position]))
         return {self._values[before[id(tensor)]].storage for tensor in tensors}
 
     def _is_current(self, tensor: Tensor) -> bool:
@@ -210,15 +271,15 @@ class Recorder(TorchDispatchMode):
 
     def _all_known(self, returned: Any) -> bool:
         """Whether all returned tensors lie on storages that existed before the call."""
-        return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in _tensors(returned))
+        return all(tensor.untyped_storage()._cdata in self._storage_of for tensor in tensors_in(returned))
 
-    def _output(self, item: Any, written: set[int], *, renew: bool, least: int) -> int | None:
+    def _output(self, item: Any, written: set[int], kind: str, *, renew: bool, least: int) -> int | None:
         if not isinstance(item, Tensor):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
             self._value_of.pop(self._key(item), None)  # the same window, but on new contents: a value of its own
-        return self._value(item, "temporary", "", least)
+        return self._value(item, kind, "", least)
 
     # -- identities ---------------------------------------------------------------------------------------------
 
@@ -226,7 +287,7 @@ class Recorder(TorchDispatchMode):
         # Autograd hands out new tensor objects for what it saved: the window on the storage is the identity.
         return (
             tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
-            tensor.dtype,
+            tensor.dtype, bits_of(tensor),
         )  # fmt: skip
 
     def _value(self, tensor: Tensor, kind: str, name: str, least: int = 0) -> int:
@@ -246,7 +307,7 @@ class Recorder(TorchDispatchMode):
         value = len(self._values)
         self._values[value] = Value(
             id=value, shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=str(tensor.dtype)[6:],
-            storage=storage, offset=int(tensor.storage_offset()), name=name,
+            storage=storage, offset=int(tensor.storage_offset()), name=name, bits=bits_of(tensor),
         )  # fmt: skip
         self._made_at[value] = self._versions[storage]
         self._value_of[key] = value
@@ -271,45 +332,24 @@ class Recorder(TorchDispatchMode):
             return tuple(self._arg(item, before) for item in arg)
         if isinstance(arg, float) and arg in self._sentinels:
             return Scalar(self._sentinels[arg])
+        if isinstance(arg, torch.Generator):
+            name = self._own.name_of(arg, self.places.module)
+            return Const("generator", name) if name else None
         return from_torch(arg)
 
-    # -- modules ------------------------------------------------------------------------------------------------
+    def _drawn_from(self, given: tuple[Any, ...]) -> int:
+        """Storage of the generator that a call is given; else that of the default one."""
+        for arg in given:
+            name = self._own.name_of(arg, self.places.module) if isinstance(arg, torch.Generator) else ""
+            if name and name not in self._generators:
+                storage = self._generators[name] = len(self._storages)
+                self._storages[storage] = Storage(storage, 0, "generator")
+                self._versions[storage] = 0
+            if name:
+                return self._generators[name]
+        return GENERATOR
 
-    @contextmanager
-    def watch(self, module: nn.Module) -> Iterator[None]:
-        """Note for every operator the path of the sub-module whose forward is running."""
-        handles = []
-        for path, child in module.named_modules():
-            handles.append(child.register_forward_pre_hook(self._enter(path)))
-            handles.append(child.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any) -> None:
-            self._modules.append(path)
-
-        return hook
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        error = sys.exc_info()[1]  # torch calls this hook while an error of the forward passes, too
-        if error is not None and id(error) != self._failure[0]:
-            # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
-            self._failure = (id(error), self.module)
-        if len(self._modules) > 1:
-            self._modules.pop()
-
-    @property
-    def module(self) -> str:
-        """Path of the sub-module whose forward is running."""
-        return self._modules[-1]
-
-    def module_of(self, error: BaseException) -> str:
-        """Path of the innermost sub-module whose forward ``error`` has left, else of the one that is running."""
-        return self._failure[1] if id(error) == self._failure[0] else self.module
+    # -- what eager kept ----------------------------------------------------------------------------------------
 
     @property
     def deaths(self) -> dict[int, int]:
@@ -317,19 +357,34 @@ class Recorder(TorchDispatchMode):
         return dict(self._deaths)
 
     @property
-    def numbers(self) -> tuple[tuple[int, int], ...]:
-        """Lives, as first and last position, of the Python numbers that eager keeps as tensors for its backward.
+    def numbers(self) -> tuple[tuple[int, int, int], ...]:
+        """Lives, as first and last position, and bytes of the Python numbers that eager keeps for its backward.
 
         Operators that take the number are left out: there, it is part of their workspace.
         """
         lives = []
-        for made, sequence in self._numbers:
-            born = made + 1
-            for use in self._number_uses.get(sequence, ()):
-                lives.append((born, use - 1))
+        for number in self._numbers:
+            nbytes = kept_bytes(number.func, number.given, number.named, number.in_place)
+            born = number.made + 1
+            for use in self._number_uses.get(number.sequence, ()):
+                lives.append((born, use - 1, nbytes))
                 born = use + 1
-            lives.append((born, self._last_of_node.get(sequence, len(self._ops))))
-        return tuple((born, last) for born, last in lives if born <= last)
+            lives.append((born, self._last_of_node.get(number.sequence, len(self._ops)), nbytes))
+        return tuple((born, last, nbytes) for born, last, nbytes in lives if born <= last and nbytes)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Forget what is recorded within: another way to go on. Tensors made there must be gone at its end."""
+        names = (
+            "_storages", "_versions", "_values", "_ops", "_storage_of", "_value_of", "_made_at", "_keys_of", "_deaths",
+            "_watched", "_last_of_node", "_resolved",
+        )  # fmt: skip
+        kept = {name: copy.copy(getattr(self, name)) for name in names}
+        kept["_keys_of"] = {address: [*keys] for address, keys in self._keys_of.items()}
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     # -- result -------------------------------------------------------------------------------------------------
 
@@ -345,34 +400,8 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _tensors(part)
-
-
-def _check_dense(item: Any) -> None:
-    for tensor in _tensors(item):
-        problem = layout_problem(tensor)
-        if problem:
-            raise CaptureError(f"the step handles a tensor that is {problem}", hint=ONLY_DENSE)
-
-
-def layout_problem(tensor: Tensor) -> str:
-    """What keeps a tensor from being a strided window on plain memory; empty if nothing does."""
-    if tensor.is_nested:
-        return "nested"
-    if tensor.layout != torch.strided:
-        return str(tensor.layout).removeprefix("torch.")
-    return "quantized" if tensor.is_quantized else ""
-
-
-def _takes_number(target: str, args: tuple[Arg, ...]) -> bool:
-    """Whether the operand that an operator's autograd formula keeps is a Python number in this call."""
-    position = SAVED_NUMBERS.get(target)
-    return position is not None and not isinstance(args[position], Ref)
+def _least(target: str, position: int, item: Any, largest: int) -> int:
+    return least_bytes(target, position, item.numel(), item.element_size(), largest) if isinstance(item, Tensor) else 0
 
 
 def _declared_writes(func: Any) -> bool:

@@ -1,42 +1,51 @@
 """Captures a training step (or an inference) of any module as one graph.
 
-The step runs once on fake CPU tensors: nothing is computed and nothing allocated, whatever the sizes. Device forms
-(a fused dropout, an attention kernel) are substituted by ``device_table`` while tracing; devices themselves are
-replaced when the step is realized.
+The step runs once on hollow CPU tensors (`hollow.py`): nothing is computed and nothing allocated, whatever the sizes.
+Device forms (a fused dropout, an attention kernel) are substituted by ``device_table`` while tracing; devices are
+replaced when the step is realized. `record_eager` runs the same step for real, to compare the two.
 """
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.stateless import _reparametrize_module
 
 from magis.aten import optimizers
-from magis.aten.call import CallError
+from magis.aten.generators import held_generators, own_kept
+from magis.aten.held import find
+from magis.aten.host_random import HostGenerators, generators_kept
+from magis.aten.recorded import states_recorded
+from magis.aten.updates import Weight, by_lists, update
+from magis.capture.attributes import attributes_kept, changed
 from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
+from magis.capture.checks import (
+    INFERENCE,
+    check_buffers,
+    check_contents,
+    check_loss,
+    check_products,
+    check_tensors,
+    clear_errors,
+)
 from magis.capture.device_table import device_forms
-from magis.capture.recorder import ONLY_DENSE, Recorder, layout_problem
-from magis.errors import CaptureError, MagisError
+from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
+from magis.capture.recorder import Recorder
+from magis.capture.stand_ins import StandIns, stand_ins
+from magis.errors import CaptureError
 from magis.ir import Graph
 
-INFERENCE = "use optimizer kind 'none' for inference"
+LISTS = 16
+"""A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
+READABLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -45,19 +54,34 @@ class Captured:
 
     ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
     operators after which eager frees it (missing: it lives to the end), so that the graph in program order
-    reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) of Python numbers that
-    eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names of the
-    trained parameters.
+    reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) and bytes of Python
+    numbers that eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names
+    of the trained parameters.
     """
 
     graph: Graph
     deaths: Mapping[int, int]
-    numbers: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, int, int], ...]
     parameters: tuple[str, ...]
     dtype: str
     rule: optimizers.OptimizerSpec
     graded: tuple[str, ...] = ()
     """Those of the trained parameters that have a gradient."""
+    left: tuple[str, ...] = ()
+    """Attributes of the module that its forward changed."""
+    drawn: bool = False
+    """Whether Python drew random numbers: the graph is that of one draw, another step may run another."""
+    after: HostGenerators | None = field(default=None, compare=False)
+    """Then Python's and numpy's generators as the step leaves them."""
+    contents: frozenset[str] = frozenset()
+    """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    listed: Captured | None = None
+    """Eager's own step, where that updates weights list by list (foreach, fused): this one does it weight by weight."""
+
+    @property
+    def original(self) -> Captured:
+        """The step as eager runs it."""
+        return self.listed or self
 
 
 def capture(
@@ -70,103 +94,193 @@ def capture(
     device: str = "cpu",
     explicit_attention: bool = False,
     autocast: str | None = None,
+    settled: bool = True,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
-    The tensors may be real or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators that
-    this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to. Raises
-    CaptureError, naming module and line, for steps that are not one static graph.
+    The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
+    that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
+    With ``settled`` False the module may replace buffers, as some do in their first step. Raises CaptureError, naming
+    module and line, for steps that are not one static graph.
     """
-    _check_tensors(module, inputs, targets)
-    mode = _fake_mode([*module.parameters(), *module.buffers(), *inputs, *targets])
+    check_tensors(module, inputs, targets)
+    settings = (device, explicit_attention, autocast, settled)
+    mode = Hollow()
+    try:
+        return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
+    except CaptureError:
+        if not mode.drawn:
+            raise
+    return _captured(Hollow(draws=True), module, inputs, targets, loss_fn, rule, *settings)
+
+
+def _captured(
+    mode: Hollow,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    device: str,
+    explicit_attention: bool,
+    autocast: str | None,
+    settled: bool,
+) -> Captured:
+    trained = _trained(module, rule)
+    with ExitStack() as stack:
+        hosts = stack.enter_context(generators_kept())
+        twins = partial(hollow_like, known=is_readable)
+        stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
+        own = held_generators(stand.module, loss_fn)
+        stack.enter_context(own_kept(own))
+        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own)
+        stack.enter_context(clear_errors(recorder.places))
+        kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
+        if explicit_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+        stack.enter_context(device_forms(device))
+        if device == "cuda":  # with autocast of the module's own, too
+            stack.enter_context(as_on_cuda())
+        with states_recorded(device, own), hollow(mode):
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
+        if settled:
+            check_buffers(stand)
+        check_products(found.graph)
+        check_contents(found.graph, mode.read)
+        drawn = mode.drawn or hosts.moved()
+        return replace(
+            found,
+            contents=frozenset(mode.read),
+            left=changed(kept),
+            drawn=drawn,
+            after=HostGenerators() if drawn else None,
+        )
+
+
+def record_eager(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    *,
+    explicit_attention: bool = False,
+    autocast: str | None = None,
+) -> Captured:
+    """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
+
+    The graph ends before the update. Modules, tensors and the random-number generator are left as they were.
+    """
+    rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
+    trained = _trained(module, rule)
+    with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
+        own = held_generators(stand.module, loss_fn)
+        recorder = Recorder({}, _finder(stand, loss_fn), own)
+        with ExitStack() as stack:
+            stack.enter_context(own_kept(own))
+            stack.enter_context(clear_errors(recorder.places))
+            stack.enter_context(attributes_kept(stand.module, loss_fn))
+            if explicit_attention:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(states_recorded("cpu", own))
+            return _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+
+
+def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[[Tensor], str | None]:
+    """Names tensors by where the module or the loss function holds them."""
+    roots = {"module": stand.module, "loss": loss_fn}
+
+    def found(tensor: Tensor) -> str | None:
+        owner = stand.owner_of(tensor)
+        if owner is not None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
+                hint="make the view in the forward, or register it as a buffer",
+            )
+        return find(roots, tensor)
+
+    return found
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    memory: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in memory:
+            memory[storage._cdata] = storage.clone()
+    return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
+
+
+def _recorded(
+    recorder: Recorder,
+    stand: StandIns,
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    trained: tuple[str, ...],
+    autocast: str | None,
+    device: str,
+) -> Captured:
+    """Run the step on the stand-ins, and say what it did."""
+    training = rule.kind != "none"
+    kinds = optimizers.state_names(rule)
+    leaves = [stand.parameters[name] for name in trained]
+    states = [{kind: optimizers.new_state(kind, leaf) for kind in kinds} for leaf in leaves]
+    numbers = optimizers.sentinels(rule).numbers
+    for name, tensor in stand.named().items():
+        kind = name.partition(":")[0]
+        recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
+    with recorder.places.watch(stand.module), recorder:
+        with torch.set_grad_enabled(training), casting(autocast):
+            result = _forward(stand, loss_fn)
+        grads: Sequence[Tensor | None] = ()
+        if training:
+            check_loss(result)
+            recorder.phase = "backward"
+            # Held to the end of the step, as ``.grad`` holds them in eager.
+            grads = _gradients(result, leaves)
+            recorder.phase = "update"
+            _register_states(recorder, trained, grads, states)
+        returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
+
+        def found() -> Captured:
+            return Captured(
+                graph=recorder.graph(tuple(recorder.value_of(t) for t in returned)),
+                deaths=recorder.deaths,
+                numbers=recorder.numbers,
+                parameters=trained,
+                dtype=_main_dtype(stand.module),
+                rule=rule,
+                graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
+            )
+
+        listed, most = None, 0
+        weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
+        with torch.no_grad():
+            if by_lists(rule, device):
+                with recorder.aside():
+                    update(rule, weights, numbers, device=device)
+                    listed = found()
+                weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
+            update(rule, weights, numbers, device=device, most_bytes=most)
+        return replace(found(), listed=listed)
+
+
+def _trained(module: nn.Module, rule: optimizers.OptimizerSpec) -> tuple[str, ...]:
     training = rule.kind != "none"
     trained = tuple(name for name, p in module.named_parameters() if training and p.requires_grad)
     if training and not trained:
         raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
-    fakes = _fakes(mode, module, inputs, targets, trained)
-    marks = optimizers.sentinels(rule)
-    recorder = Recorder(marks.names)
-    with mode:
-        states = [{kind: torch.zeros_like(fakes.params[n]) for kind in optimizers.state_names(rule)} for n in trained]
-        _register(recorder, fakes)
-        with ExitStack() as stack:
-            stack.enter_context(_clear_errors(recorder))
-            if explicit_attention:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            # To the end of the backward: activation checkpointing runs parts of the forward again in it.
-            stack.enter_context(_reparametrize_module(module, {**fakes.params, **fakes.buffers}, tie_weights=True))
-            stack.enter_context(recorder.watch(module))
-            stack.enter_context(device_forms(device))
-            if device == "cuda":  # with autocast of the module's own, too
-                stack.enter_context(as_on_cuda())
-            stack.enter_context(recorder)
-            with torch.set_grad_enabled(training), casting(autocast):
-                result = _forward(module, fakes, loss_fn)
-            _check_buffers(module, fakes)
-            grads: Sequence[Tensor | None] = ()
-            if training:
-                _check_loss(result)
-                recorder.phase = "backward"
-                leaves = [fakes.params[name] for name in trained]
-                # Held to the end of the step, as ``.grad`` holds them in eager.
-                grads = _gradients(result, leaves)
-                recorder.phase = "update"
-                _register_states(recorder, trained, grads, states)
-                with torch.no_grad():
-                    optimizers.update(rule, dict(zip(trained, leaves, strict=True)), grads, states, marks.numbers)
-            returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
-            outputs = tuple(recorder.value_of(t) for t in returned)
-            deaths = recorder.deaths
-    return Captured(
-        graph=recorder.graph(outputs),
-        deaths=deaths,
-        numbers=recorder.numbers,
-        parameters=trained,
-        dtype=_main_dtype(module),
-        rule=rule,
-        graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
+    return trained
+
+
+def is_readable(name: str, tensor: Tensor) -> bool:
+    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
+    return (
+        not name.startswith("parameter:")
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
     )
-
-
-@dataclass(frozen=True)
-class _Fakes:
-    params: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    inputs: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
-
-
-def _fakes(
-    mode: FakeTensorMode,
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    trained: Sequence[str],
-) -> _Fakes:
-    """Fake copies of real tensors, sharing storages where the real ones do (tied weights, views)."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor.detach()
-        return mode.from_tensor(tensor.detach(), static_shapes=True)
-
-    return _Fakes(
-        params={name: fake(p).requires_grad_(name in trained) for name, p in module.named_parameters()},
-        buffers={name: fake(b) for name, b in module.named_buffers()},
-        inputs=tuple(fake(t) for t in inputs),
-        targets=tuple(fake(t) for t in targets),
-    )
-
-
-def _register(recorder: Recorder, fakes: _Fakes) -> None:
-    for name, tensor in fakes.params.items():
-        recorder.register(tensor, "parameter", f"parameter:{name}")
-    for name, tensor in fakes.buffers.items():
-        recorder.register(tensor, "buffer", f"buffer:{name}")
-    for index, tensor in enumerate(fakes.inputs):
-        recorder.register(tensor, "batch", f"input:{index}")
-    for index, tensor in enumerate(fakes.targets):
-        recorder.register(tensor, "batch", f"target:{index}")
 
 
 def _register_states(
@@ -183,10 +297,22 @@ def _register_states(
             recorder.register(tensor, "state", f"state:{kind}:{name}")
 
 
-def _forward(module: nn.Module, fakes: _Fakes, loss_fn: Callable[..., Tensor] | None) -> Any:
+def _soonest(recorder: Recorder, weights: Sequence[Weight]) -> list[Weight]:
+    """In the order in which their gradients are there; those without one, which groups may name, come last."""
+    graded = [(recorder.value_of(each.grad), each) for each in weights if each.grad is not None]
+    return [*(each for _, each in sorted(graded, key=lambda pair: pair[0])), *(w for w in weights if w.grad is None)]
+
+
+def _of_a_list(weights: Sequence[Weight], device: str) -> int:
+    """Bytes of weights that a planned step updates in one call: few, since their gradients wait for one another. One
+    weight at a time on a CPU, where a call on a list is a loop."""
+    return 0 if device == "cpu" else sum(each.param.nbytes for each in weights) // LISTS
+
+
+def _forward(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Any:
     if loss_fn is None:
-        return module(*fakes.inputs)
-    return loss_fn(module(*fakes.inputs), *fakes.targets)
+        return stand.module(*stand.inputs)
+    return loss_fn(stand.module(*stand.inputs), *stand.targets)
 
 
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -198,102 +324,6 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [leaf.grad for leaf in leaves]
-
-
-def _fake_mode(tensors: Iterable[Tensor]) -> FakeTensorMode:
-    """The mode of those that are fake already: two modes do not mix."""
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode()
-
-
-def _check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    named = [
-        *module.named_parameters(),
-        *module.named_buffers(),
-        *((f"input {i}", t) for i, t in enumerate(inputs)),
-        *((f"target {i}", t) for i, t in enumerate(targets)),
-    ]
-    for name, tensor in named:
-        problem = layout_problem(tensor)
-        if problem:
-            raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
-        if tensor.device.type != "cpu":
-            raise CaptureError(
-                f"{name} is on device {tensor.device}",
-                hint="pass the module and its batch on the CPU (module.cpu())",
-            )
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
-    if len(dtypes) > 1:
-        raise CaptureError(
-            f"the parameters mix data types: {', '.join(dtypes)}",
-            hint="convert the module with module.to(dtype)",
-        )
-    for name, tensor in named[len([*module.parameters(), *module.buffers()]) :]:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtypes and name.startswith("input") and tensor.dtype.is_floating_point and dtype != dtypes[0]:
-            raise CaptureError(
-                f"{name} is {dtype} while the parameters are {dtypes[0]}",
-                hint=f"convert it with .to(torch.{dtypes[0]})",
-            )
-
-
-def _check_buffers(module: nn.Module, fakes: _Fakes) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer is not fakes.buffers.get(name):
-            raise CaptureError(
-                f"the forward replaces buffer {name!r}: the next step would not see that",
-                hint="update it in place, with copy_ say",
-            )
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
-        raise CaptureError(
-            f"the loss is not a single number but of {what}", hint="pass a loss_fn that returns a scalar"
-        )
-    if not loss.requires_grad:
-        raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
-
-
-@contextmanager
-def _clear_errors(recorder: Recorder) -> Iterator[None]:
-    """Errors of the step as one line that says where; torch's own report of a failed fake call is held back."""
-    chatter = logging.getLogger(FakeTensorMode.__module__)
-    was_disabled, chatter.disabled = chatter.disabled, True
-    try:
-        yield
-    except CallError as error:
-        raise CaptureError(f"{error} ({_place(recorder, error)})") from error
-    except MagisError:
-        raise
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise CaptureError(
-            f"the step depends on the data of a tensor ({error.func}) {_place(recorder, error)}",
-            hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
-        ) from error
-    except Exception as error:
-        raise CaptureError(
-            f"{type(error).__name__} {_place(recorder, error)}: {error}",
-            hint="the step must run eagerly before it can be captured",
-        ) from error
-    finally:
-        chatter.disabled = was_disabled
-
-
-def _place(recorder: Recorder, error: BaseException) -> str:
-    """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
-    here = Path(__file__).parent
-    own = (Path(torch.__file__).parent, here, here.parent / "aten")
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in own)
-    ]
-    line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"in module {recorder.module_of(error) or '(root)'!r}{line}"
 
 
 def _flat(item: Any) -> Iterator[Tensor]:

@@ -38,7 +38,7 @@ __all__ = [
     "gpu_name",
 ]
 
-CONSTANTS_VERSION = 1
+CONSTANTS_VERSION = 2
 """Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
 it."""
 
@@ -87,6 +87,8 @@ class DeviceModel:
     fault_ns_per_byte: float = 0.0
     """Cost of touching fresh memory for the first time, for storages of at least `fault_bytes`."""
     fault_bytes: int = 0
+    loops_lists: bool = False
+    """Whether a call on lists of tensors launches once for each of them, not once for many."""
 
 
 _GPU_RATES = {
@@ -241,6 +243,7 @@ CPU = DeviceModel(
     },
     fault_ns_per_byte=0.33,
     fault_bytes=32 * MIB,  # glibc maps larger blocks afresh each time: its dynamic threshold ends here
+    loops_lists=True,
 )  # fmt: skip
 
 _DEVICES = {"cpu": CPU, **{f"sim:{gpu.name}": replace(gpu, name=f"sim:{gpu.name}") for gpu in _GPUS}}

@@ -13,6 +13,7 @@ from math import prod
 
 from magis.aten.facts import is_view
 from magis.cost.families import Family, family, name_of
+from magis.cost.lists import counts, is_on_lists
 from magis.ir.types import ITEM_SIZE, Op, Ref, Value
 
 __all__ = ["Work", "work"]
@@ -61,6 +62,10 @@ class Work:
     """Elements gone through one by one: of inputs or outputs, windows of a pooling, attention scores."""
     smallest_dimension: int = 0
     """Of a matrix product's three dimensions; 0 for other operators."""
+    tensors: int = 1
+    """Of an operator on lists: how many tensors it goes through."""
+    launches: int = 1
+    """Of an operator on lists: the kernels that a GPU runs for it (`magis.cost.lists`)."""
 
     @property
     def moved_bytes(self) -> int:
@@ -80,16 +85,19 @@ def work(op: Op, values: Mapping[int, Value]) -> Work:
     written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
     known = family(op.target)
     elements = _elements(op, known, inputs, outputs)
+    tensors, launches = counts(op, values)
     matrix = known is not None and known.kind in ("matmul", "conv", "conv_backward")
     done = Work(
         kind=known.kind if known is not None else "unknown",
-        name=name_of(op.target),
+        name=name_of(op.target).removeprefix("_foreach_"),
         dtype=dtype,
         read_bytes=read,
         written_bytes=written,
         fresh_bytes=sum(output.nbytes for output in outputs if output.storage not in given),
         results=max((value.numel for value in outputs), default=0) if matrix else elements,
         elements=elements,
+        tensors=tensors,
+        launches=launches,
     )
     return done if known is None else _refined(done, known, op, values, outputs)
 
@@ -119,6 +127,8 @@ def _refined(done: Work, known: Family, op: Op, values: Mapping[int, Value], out
 def _elements(op: Op, known: Family | None, inputs: list[Value], outputs: list[Value]) -> int:
     """What an operator goes through one by one; for a pooling forward, its outputs times the window."""
     elements = max((value.numel for value in (*outputs, *inputs)), default=0)
+    if is_on_lists(op.target):
+        return sum(value.numel for value in (outputs or inputs))
     if not outputs:
         return sum(value.numel for value in inputs)
     if known is not None and known.kind == "pool" and len(op.args) > 1 and isinstance(op.args[1], tuple):

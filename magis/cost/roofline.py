@@ -1,7 +1,7 @@
 """Time of one operator from what it does and what the device can do: the roofline, with small operators
 charged.
 
-    time = launch + arithmetic (+) traffic        (+) is max where the device hides one behind the other, else
+    time = launches + arithmetic (+) traffic        (+) is max where the device hides one behind the other, else
     sum
 
 Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of
@@ -46,7 +46,8 @@ def _nanoseconds(device: DeviceModel, done: Work) -> int:
     busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
     if done.fresh_bytes >= device.fault_bytes > 0:
         busy += done.fresh_bytes * device.fault_ns_per_byte
-    return device.launch_ns + rates.overhead_ns + round(busy)
+    launches = done.tensors if device.loops_lists else done.launches
+    return launches * device.launch_ns + rates.overhead_ns + round(busy)
 
 
 def _share(size: int, half: int) -> float:

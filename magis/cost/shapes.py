@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses import FakeTensorMode
 
+from magis.aten.bits import bits_of, with_bits
 from magis.aten.call import call
-from magis.aten.facts import KEEPS_INPUT_SIZE
+from magis.aten.facts import least_bytes
 from magis.aten.layouts import as_made
 from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
@@ -25,7 +26,7 @@ class Made:
     """One tensor that a call returns; shape, stride and offset in elements.
 
     ``base`` is the position in ``op.inputs()`` of the tensor on whose storage it lies, ``offset`` then counts from that
-    tensor's own; None: on a fresh storage of ``nbytes`` bytes.
+    tensor's own (see ``offset_on``); None: on a fresh storage of ``nbytes`` bytes.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +35,11 @@ class Made:
     offset: int
     base: int | None
     nbytes: int
+    bits: tuple[str, ...] = ()
+
+    def offset_on(self, base: Value) -> int:
+        """Where it lies on the storage of ``base``, in elements of its own data type, which may be another one."""
+        return base.offset * ITEM_SIZE[base.dtype] // ITEM_SIZE[self.dtype] + self.offset
 
 
 def made(text: str) -> tuple[Op, dict[int, Value]]:
@@ -50,7 +56,7 @@ def made(text: str) -> tuple[Op, dict[int, Value]]:
             continue
         number = len(values)
         storage = number if found.base is None else values[inputs[found.base]].storage
-        values[number] = Value(number, found.shape, found.stride, found.dtype, storage)
+        values[number] = Value(number, found.shape, found.stride, found.dtype, storage, bits=found.bits)
         outputs.append(number)
     return replace(op, outputs=tuple(outputs)), values
 
@@ -73,8 +79,7 @@ def _describe(text: str) -> tuple[Made | None, ...]:
             raise VerifyError(f"{op.target} refuses the sizes of a part: {reason}") from error
         owners = {tensors[number].untyped_storage()._cdata: at for at, number in reversed([*enumerate(op.inputs())])}
         largest = max((values[number].nbytes for number in op.inputs()), default=0)
-        least = largest if op.target in KEEPS_INPUT_SIZE else 0
-        return tuple(_made(tensor, owners, least) for tensor in as_made(op, results))
+        return tuple(_made(op, at, tensor, owners, largest) for at, tensor in enumerate(as_made(op, results, tensors)))
 
 
 @contextmanager
@@ -94,17 +99,19 @@ def _unlogged() -> Iterator[None]:
 def _fake(value: Value) -> torch.Tensor:
     reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     flat = torch.empty(reach if value.numel else 0, dtype=getattr(torch, value.dtype))
-    return flat.as_strided(value.shape, value.stride)
+    return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
 
 
-def _made(tensor: torch.Tensor | None, owners: Mapping[int, int], least: int) -> Made | None:
+def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int], largest: int) -> Made | None:
     if tensor is None:
         return None
     storage = tensor.untyped_storage()
+    least = least_bytes(op.target, at, tensor.numel(), tensor.element_size(), largest)
     dtype = str(tensor.dtype).removeprefix("torch.")
     base = owners.get(storage._cdata)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return Made(shape, stride, dtype, int(tensor.storage_offset()), base, max(least, storage.nbytes()))
+    offset, nbytes = int(tensor.storage_offset()), max(least, storage.nbytes())
+    return Made(shape, stride, dtype, offset, base, nbytes, bits_of(tensor))
 
 
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:

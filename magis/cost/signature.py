@@ -2,11 +2,11 @@
 
     aten.addmm.default(float32[768]{1}, float32[512,768]{768,1}, float32[768,768]{1,768}, beta=0.5)
 
-Tensors are written `dtype[shape]{strides}`, lists in brackets, torch's constants as `dtype:float32`, numbers
-that are known only when the step runs as `$`. Left out on purpose: value ids, storage offsets, scalar names,
-and the name of the device (costs are stored per device). Calls of equal signature take the same time and the
-same workspace. `parse` reads the line back, so that a stored cost can be measured again without the graph it
-is from.
+Tensors are written `dtype[shape]{strides}`, with `~conj` or `~neg` behind it where that bit is set, lists in
+brackets, torch's constants as `dtype:float32`, complex numbers as `1.0-2.0j`, numbers that are known only when
+the step runs as `$`. Left out on purpose: value ids, storage offsets, scalar names, the names of generators and of
+the device (costs are stored per device). Calls of equal signature take the same time and the same workspace. `parse`
+reads the line back, so that a stored cost can be measured again without the graph it is from.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ import re
 from collections.abc import Mapping
 
 from magis.errors import MagisError
-from magis.ir.types import ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from magis.ir.text import complex_text
+from magis.ir.types import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
 
 __all__ = ["SignatureError", "parse", "signature"]
 
-_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}")
-_CONST = re.compile(r"(?P<kind>dtype|device|layout|memory_format):(?P<name>\w*)")
+_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}(?P<bits>(?:~\w+)*)")
+_CONST = re.compile(r"(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)")
+_COMPLEX = re.compile(r"-?(?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)[+-](?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)j")
 _FLOAT = re.compile(r"-?(?:inf|nan)\b")
 _LITERAL = re.compile(r"None|True|False|-?\d[\w.]*(?:[+-]\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _KEYWORD = re.compile(r"([A-Za-z_]\w*)=")
+_BITS = ((), BITS[:1], BITS[1:], BITS)
 _HEAD = re.compile(r"([\w.]+)\(")
 
 
@@ -46,16 +49,19 @@ def _text(arg: Arg, values: Mapping[int, Value]) -> str:
         case Scalar():
             return "$"
         case Const(kind, name):
-            return f"{kind}:" if kind == "device" else f"{kind}:{name}"
+            return f"{kind}:" if kind in ("device", "generator") else f"{kind}:{name}"
         case tuple():
             return f"[{', '.join(_text(item, values) for item in arg)}]"
+        case complex():
+            return complex_text(arg)
         case _:
             return repr(arg)
 
 
 def tensor_text(value: Value) -> str:
     """A tensor as signatures write it: `float32[2,3]{3,1}`; sizes and strides in elements."""
-    return f"{value.dtype}[{_numbers(value.shape)}]{{{_numbers(value.stride)}}}"
+    bits = "".join(f"~{bit}" for bit in value.bits)
+    return f"{value.dtype}[{_numbers(value.shape)}]{{{_numbers(value.stride)}}}{bits}"
 
 
 def _numbers(items: tuple[int, ...]) -> str:
@@ -110,6 +116,8 @@ class _Reader:
             return self.items()
         if (const := self.match(_CONST)) is not None:
             return Const(const["kind"], const["name"])
+        if (number := self.match(_COMPLEX)) is not None:
+            return complex(number[0])
         if (number := self.match(_FLOAT)) is not None:
             return float(number[0])
         if (tensor := self.match(_TENSOR)) is not None:
@@ -135,10 +143,11 @@ class _Reader:
 
     def tensor(self, found: re.Match[str]) -> Ref:
         shape, stride = (tuple(int(size) for size in found[part].split(",") if size) for part in ("shape", "stride"))
-        if found["dtype"] not in ITEM_SIZE or len(shape) != len(stride):
+        bits = tuple(found["bits"].split("~")[1:])
+        if found["dtype"] not in ITEM_SIZE or len(shape) != len(stride) or bits not in _BITS:
             raise self.error(f"a tensor instead of {found[0]}")
         number = len(self.values)
-        self.values[number] = Value(number, shape, stride, found["dtype"], number)
+        self.values[number] = Value(number, shape, stride, found["dtype"], number, bits=bits)
         return Ref(number)
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:

@@ -132,8 +132,8 @@ class _Body:
                 storage, offset = fresh[whole], each.offset
             else:
                 base = self.values[taken[each.base]]
-                storage, offset = base.storage, base.offset + each.offset
-            looks = Value(len(self.values), each.shape, each.stride, each.dtype, storage, offset)
+                storage, offset = base.storage, each.offset_on(base)
+            looks = Value(len(self.values), each.shape, each.stride, each.dtype, storage, offset, bits=each.bits)
             self.values[looks.id] = looks
             self.inside[value] = looks.id
             outputs.append(looks.id)
@@ -192,7 +192,7 @@ class _Body:
         if around or not is_window(window):
             stride = _same_order(tuple(shape), looks.stride)
             storage = self._storage(bytes_of(tuple(shape), looks.dtype), "temporary")
-            window = replace(window, stride=stride, storage=storage, offset=0)
+            window = replace(window, stride=stride, storage=storage, offset=0, bits=())
         self.values[window.id] = window
         copies = window.storage != looks.storage
         self._append(Op(0, PART, (Ref(whole), dim, *around), (), (window.id,)), (), reads=copies)

@@ -108,12 +108,10 @@ def made_in(graph: Graph, region: Region) -> dict[int, How]:
 
 def _write_problems(graph: Graph, region: Region) -> Iterator[str]:
     """Nothing outside meets what the region overwrites, nor the other way round; running statistics are cut."""
-    born = {
-        graph.values[value].storage
-        for position in region.cuts
-        for value in graph.ops[position].made()
-        if not is_pure_view(graph, graph.ops[position])
-    }
+    taken, born = set[int](), set[int]()
+    for position in sorted(region.cuts):
+        taken |= {graph.values[value].storage for value in graph.ops[position].inputs()}
+        born |= {graph.values[value].storage for value in graph.ops[position].made()} - taken
     stretched: dict[int, int] = {}
     for position, split in sorted(region.cuts.items()):
         op = graph.ops[position]

@@ -17,8 +17,8 @@ from magis.ir import Arg, Op, Ref, Value
 MOST_LITERALS = 2
 """Size literals of one call that stand for the same axis: sizes of a bias and groups, groups and channels."""
 
-Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str]
-"""Shape, strides and data type of a whole tensor."""
+Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, tuple[str, ...]]
+"""Shape, strides, data type and bits of a whole tensor."""
 Literals: TypeAlias = tuple[tuple[Path, int], ...]
 """Where literals stand, and what they are."""
 
@@ -107,7 +107,7 @@ def _with_outputs(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Va
             continue
         key = len(known)
         storage = key if each.base is None else values[taken[each.base]].storage
-        known[key] = Value(key, each.shape, each.stride, each.dtype, storage, each.offset)
+        known[key] = Value(key, each.shape, each.stride, each.dtype, storage, each.offset, bits=each.bits)
         outputs.append(key)
     return replace(op, outputs=tuple(outputs)), known
 
@@ -115,7 +115,7 @@ def _with_outputs(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Va
 def _made(op: Op, values: Mapping[int, Value]) -> tuple[Looks | None, ...] | None:
     """What the call makes; None if it refuses its arguments."""
     try:
-        return tuple(None if m is None else (m.shape, m.stride, m.dtype) for m in describe(op, values))
+        return tuple(None if m is None else (m.shape, m.stride, m.dtype, m.bits) for m in describe(op, values))
     except VerifyError:
         return None
 
@@ -130,13 +130,13 @@ def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:
 
 def value_of(number: int, looks: Looks) -> Value:
     """A tensor with these looks, on a storage of its own."""
-    shape, stride, dtype = looks
-    return Value(number, shape, stride, dtype, number)
+    shape, stride, dtype, bits = looks
+    return Value(number, shape, stride, dtype, number, bits=bits)
 
 
 def looks_of(value: Value) -> Looks:
     """What a tensor looks like, wherever it lies."""
-    return value.shape, value.stride, value.dtype
+    return value.shape, value.stride, value.dtype, value.bits
 
 
 def part_shape(fact: Fact, parts: int) -> tuple[int, ...] | None:

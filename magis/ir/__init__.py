@@ -2,6 +2,7 @@
 
 from magis.ir.text import GraphTextError, digest, dump, parse
 from magis.ir.types import (
+    BITS,
     GENERATOR,
     ITEM_SIZE,
     PERSISTENT_KINDS,
@@ -20,7 +21,7 @@ from magis.ir.types import (
 from magis.ir.verify import verify
 
 __all__ = [
-    "GENERATOR",
+    "BITS", "GENERATOR",
     "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
     "Storage", "Value", "digest", "dump", "every_op", "parse", "replace_refs", "verify",
 ]  # fmt: skip

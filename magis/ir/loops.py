@@ -104,17 +104,17 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 
 def _fills(value: Value, storage: Storage) -> bool:
-    """Whether a tensor allocated with these strides takes the storage's bytes, and each holds one element."""
+    """Whether a tensor allocated with these strides takes the storage's bytes, each holds one element, and shows it."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
         if stride != expected:
-            return value.numel == storage.nbytes == 0
+            return value.numel == storage.nbytes == 0 and not value.bits
         expected *= size
-    return value.offset == 0 and value.nbytes == storage.nbytes
+    return value.offset == 0 and value.nbytes == storage.nbytes and not value.bits
 
 
-def _looks(value: Value) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
-    return value.shape, value.stride, value.dtype, value.offset
+def _looks(value: Value) -> tuple[object, ...]:
+    return value.shape, value.stride, value.dtype, value.offset, *value.bits
 
 
 def _written(op: Op) -> list[tuple[Op, int]]:
@@ -211,8 +211,8 @@ def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator
                 if ours.storage == theirs.storage and rows:
                     yield "a stretch with rows around it is a copy"
                 elif ours.storage == theirs.storage:
-                    if (ours.stride, ours.offset) != (theirs.stride, theirs.offset):
-                        yield "a view of a stretch has the strides and the offset of the whole"
+                    if (ours.stride, ours.offset, ours.bits) != (theirs.stride, theirs.offset, theirs.bits):
+                        yield "a view of a stretch has the strides, the offset and the bits of the whole"
                 elif ours.storage in known or not _fills(ours, body.storages[ours.storage]):
                     yield "a copy of a stretch is all of a storage of its own"
         case _:

@@ -3,14 +3,16 @@
     magis graph 1
     storage 3 parameter 1024
     value 5 @3 float32 [16, 16] {16, 1} +0 "parameter:weight"
+    value 6 @4 complex64 [8] {1} +0 conj
     constant 9 [0.5]
     input 5
     op 0 %40 = aten.mm.default(%7, %5) reads 2:0 3:0 phase forward module "layers.0"
     output 40
 
-``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants. The body
-of a loop follows its operator, indented, in the same form, up to the line ``end``. A saved graph is data: reading one
-runs nothing and trusts nothing (``verify`` comes after).
+``%5`` is a value, ``$neg_lr`` a scalar known only at run time, ``<dtype float32>`` one of torch's constants,
+``1.0-2.0j`` a complex number; ``conj`` and ``neg`` behind a value are bits that are set (``BITS``). The body of a loop
+follows its operator, indented, in the same form, up to the line ``end``. A saved graph is data: reading one runs
+nothing and trusts nothing (``verify`` comes after).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from magis.errors import MagisError
-from magis.ir.types import Arg, Const, Graph, Loop, Op, Ref, Scalar, Storage, Value
+from magis.ir.types import BITS, Arg, Const, Graph, Loop, Op, Ref, Scalar, Storage, Value
 
 HEADER = "magis graph 1"
 END = "end"
@@ -45,6 +47,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     yield from (f"storage {s.id} {s.kind} {s.nbytes}" for s in graph.storages.values())
     yield from (
         f"value {v.id} @{v.storage} {v.dtype} {_ints(v.shape)} {{{_ints(v.stride)[1:-1]}}} +{v.offset}"
+        + "".join(f" {bit}" for bit in v.bits)
         + (f" {json.dumps(v.name)}" if v.name else "")
         for v in graph.values.values()
     )
@@ -94,12 +97,19 @@ def _arg(arg: Arg) -> str:
         return f"[{', '.join(_arg(item) for item in arg)}]"
     if isinstance(arg, str):
         return json.dumps(arg)
-    return repr(arg)
+    return complex_text(arg) if isinstance(arg, complex) else repr(arg)
 
 
+def complex_text(number: complex) -> str:
+    """A complex number such that `complex` reads back its every bit: Python's own form loses signs of zeros."""
+    return f"{number.real!r}{number.imag:+}j"
+
+
+_FLOAT = r"(?:inf|nan|\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
 _TOKEN = re.compile(
     r"""\s*(?:(?P<ref>%\d+)|(?P<scalar>\$[A-Za-z_]\w*)|<(?P<kind>\w+)\ (?P<const>[\w:.]+)>"""
     r"""|(?P<string>"(?:[^"\\]|\\.)*")"""
+    rf"""|(?P<complex>-?{_FLOAT}[+-]{_FLOAT}j)"""
     r"""|(?P<number>-?(?:inf|nan)\b|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)|(?P<word>[\w.]+)|(?P<mark>[()\[\]{}=,+@:]))""",
     re.VERBOSE | re.ASCII,
 )
@@ -182,6 +192,8 @@ class _Line:
             return _unquoted(text)
         if kind == "number":
             return _integer(text) if text.lstrip("-").isdigit() else float(text)
+        if kind == "complex":
+            return complex(text)
         if text in ("True", "False", "None"):
             return {"True": True, "False": False, "None": None}[text]
         raise ValueError(f"unexpected {_short(text)}")
@@ -248,7 +260,7 @@ class _Reader:
     def __init__(self) -> None:
         self._storages: dict[int, Storage] = {}
         self._values: dict[int, Value] = {}
-        self._constants: dict[int, tuple[float, ...]] = {}
+        self._constants: dict[int, tuple[complex, ...]] = {}
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._ops: list[Op] = []
@@ -293,14 +305,15 @@ class _Reader:
         stride = tuple(line.items("}", line.integer))
         line.take("+")
         offset = line.integer()
+        bits = tuple(line.take() for bit in BITS if line.peek() == bit)
         name = line.string() if line.peek() else ""
-        self._values[key] = Value(key, shape, stride, dtype, storage, offset, name)
+        self._values[key] = Value(key, shape, stride, dtype, storage, offset, name, bits)
 
     def _constant(self, line: _Line) -> None:
         key, data = _fresh(line.integer(), self._constants), line.arg()
-        if not isinstance(data, tuple) or not all(isinstance(item, (int, float)) for item in data):
+        if not isinstance(data, tuple) or not all(isinstance(item, (int, float, complex)) for item in data):
             raise ValueError("a constant is a list of numbers")
-        self._constants[key] = tuple(item for item in data if isinstance(item, (int, float)))
+        self._constants[key] = tuple(item for item in data if isinstance(item, (int, float, complex)))
 
     def _op(self, line: _Line) -> None:
         key = line.integer()

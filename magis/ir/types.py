@@ -18,16 +18,20 @@ from typing import TypeAlias
 ITEM_SIZE = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16, "uint16": 2, "uint32": 4, "uint64": 8,
 }  # fmt: skip
 """Bytes of one element by data type name (``torch.float32`` is ``"float32"``)."""
+
+BITS = ("conj", "neg")
+"""What a tensor can say of its memory without touching it: that its elements are the conjugates, or the negatives, of
+what is stored there. ``x.conj()`` and ``x.conj().imag`` are such views."""
 
 PERSISTENT_KINDS = ("parameter", "buffer", "state", "batch", "constant")
 """Storages that exist before and after the step; they count towards the peak the whole time."""
 
 
 GENERATOR = 0
-"""Id of the storage that stands for the random-number generator."""
+"""Id of the storage that stands for the device's random-number generator. A step's own have further ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,14 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """An argument that is one of torch's own constants: kind is "dtype", "device", "layout" or "memory_format"."""
+    """An argument that is one of torch's own constants: kind is "dtype", "device", "layout" or "memory_format"; or
+    "generator": one of the step's own, by where it is held."""
 
     kind: str
     name: str
 
 
-Arg: TypeAlias = "Ref | Scalar | Const | int | float | bool | str | tuple[Arg, ...] | None"
+Arg: TypeAlias = "Ref | Scalar | Const | int | float | complex | bool | str | tuple[Arg, ...] | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: a strided window on one storage. Shape, stride and offset are in elements."""
+    """A tensor: a strided window on one storage. Shape, stride and offset are in elements; ``bits`` are those of BITS
+    that are set, in that order."""
 
     id: int
     shape: tuple[int, ...]
@@ -80,6 +86,7 @@ class Value:
     storage: int
     offset: int = 0
     name: str = ""
+    bits: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -151,7 +158,7 @@ class Graph:
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    constants: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    constants: dict[int, tuple[complex, ...]] = field(default_factory=dict)
 
     def persistent_bytes(self) -> int:
         return sum(storage.nbytes for storage in self.storages.values() if storage.persistent)

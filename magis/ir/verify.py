@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from magis.errors import VerifyError
 from magis.ir.loops import JOIN, PART, REDUCE, loop_problems
-from magis.ir.types import ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
+from magis.ir.types import BITS, ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 _IN_BODY = ("outer", "temporary", "host")
@@ -66,10 +66,18 @@ def _value_problems(graph: Graph) -> Iterator[str]:
             yield f"value {key} lies on storage {value.storage}, which does not exist"
         elif value.dtype not in ITEM_SIZE:
             yield f"value {key} has unknown data type {value.dtype!r}"
+        elif value.bits != _possible_bits(value):
+            yield f"value {key} is {value.dtype} with the bits {' '.join(value.bits)}"
         elif len(value.shape) != len(value.stride) or min((*value.shape, *value.stride, value.offset)) < 0:
             yield f"value {key} has shape {value.shape}, stride {value.stride}, offset {value.offset}"
         elif _end(value) > storage.nbytes:
             yield f"value {key} reaches to byte {_end(value)} of storage {storage.id}, which has {storage.nbytes}"
+
+
+def _possible_bits(value: Value) -> tuple[str, ...]:
+    """Those of the bits of a value that its data type can have, in the order in which they are listed."""
+    possible = {"conj": value.dtype.startswith("complex"), "neg": value.dtype != "bool"}
+    return tuple(bit for bit in BITS if bit in value.bits and possible[bit])
 
 
 def _end(value: Value) -> int:

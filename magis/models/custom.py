@@ -67,7 +67,10 @@ def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         reason = why_apart(optimizer, trained)
         if reason:
-            raise UsageError(f"{path}: the optimizer cannot be part of the step: {reason}")
+            raise UsageError(
+                f"{path}: the optimizer cannot be part of the step: {reason}",
+                hint="gate forward and backward alone, with the optimizer 'gradients'",
+            )
         return fused_rule(optimizer, trained)
     if isinstance(optimizer, str) and optimizer in OPTIMIZER_KINDS:
         return OptimizerSpec(optimizer, lr=1e-3)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.analysis.windows import fills
-from magis.aten.facts import FUNCTIONAL_FORM
+from magis.aten.facts import FUNCTIONAL_FORM, may_change_place
 from magis.ir import Graph, Op, Storage
 
 
@@ -76,6 +76,8 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
     if op.target not in FUNCTIONAL_FORM or op.random or len(touched) != 1 or len(op.writes) != 1:
         return False
     value = graph.values[touched[0]]
+    if not may_change_place(FUNCTIONAL_FORM[op.target], op.args, op.kwargs, dtype=value.dtype):
+        return False
     # A result of another data type than the written tensor's is no longer the same operator; masks do not widen it.
     masked = op.target.startswith("aten.masked_fill_")
     if not masked and any(graph.values[other].dtype != value.dtype for other in op.inputs()):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from magis.analysis.hazards import is_pure_view
 from magis.errors import VerifyError
-from magis.ir import Graph, Op, Ref, Storage, Value, replace_refs
+from magis.ir import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
 from magis.simulate.compile import Compiled, redo_form, reusable, take_over_form
 from magis.simulate.events import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 from magis.simulate.grouping import Group
@@ -76,7 +76,8 @@ class _Builder:
                 for value in op.made():
                     self._direct.setdefault(source.values[value].storage, []).append(value)
         self._final = {storage: version for op in source.ops for storage, version in op.writes}
-        self._saved: dict[int, int] = {}  # node -> value of the generator's state before its first run
+        # node -> values of the states before its first run, of each generator that it draws from
+        self._saved: dict[int, tuple[int, ...]] = {}
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -97,7 +98,7 @@ class _Builder:
 
     def node(self, op: Op, renewed: set[int] | None, taken: int | None) -> None:
         """Run ``op``; as a repetition where ``renewed`` says which storages get a new current copy."""
-        form = op if renewed is None else redo_form(op)
+        form = op if renewed is None else redo_form(op, self._source)
         mapping = {value: self._value(value) for value in form.inputs()}
         reads = tuple(self._version(read) for read in form.reads)
         writes = tuple(self._version(write) for write in form.writes)
@@ -110,15 +111,19 @@ class _Builder:
 
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
-        state = self._state_value()
+        drawn = _generators(group)
+        states = tuple(self._state_value() for _ in drawn)
         if renewed is None:
-            self._saved[node] = state
-            self._emit_own("magis.rng_save", (), (state,))
-        else:
-            self._emit_own("magis.rng_enter", (Ref(self._saved[node]),), (state,))
+            self._saved[node] = states
+        for position, (state, own) in enumerate(zip(states, drawn, strict=True)):
+            if renewed is None:
+                self._emit_own("magis.rng_save", own, (state,))
+            else:
+                self._emit_own("magis.rng_enter", (Ref(self._saved[node][position]), *own), (state,))
         self.group(group, renewed, None)
         if renewed is not None:
-            self._emit_own("magis.rng_leave", (Ref(state),), ())
+            for state, own in zip(states, drawn, strict=True):
+                self._emit_own("magis.rng_leave", (Ref(state), *own), ())
 
     def _state_value(self) -> int:
         storage = self._new_storage(GENERATOR_BYTES, "host")
@@ -274,6 +279,16 @@ class _Builder:
         )
 
     def _emit_own(
-        self, target: str, args: tuple[Ref, ...], outputs: tuple[int, ...], reads: tuple[tuple[int, int], ...] = ()
+        self, target: str, args: tuple[Arg, ...], outputs: tuple[int, ...], reads: tuple[tuple[int, int], ...] = ()
     ) -> None:
         self._ops.append(Op(len(self._ops), target, args, (), outputs, reads=reads))
+
+
+def _generators(group: Group) -> tuple[tuple[Const, ...], ...]:
+    """The generators that operators draw from, each once: a step's own by its name, the default one without any."""
+    found: dict[tuple[Const, ...], None] = {}
+    for op in group:
+        if op.random:
+            given = (*op.args, *(arg for _, arg in op.kwargs))
+            found[tuple(arg for arg in given if isinstance(arg, Const) and arg.kind == "generator")] = None
+    return tuple(found)

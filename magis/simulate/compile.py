@@ -12,8 +12,15 @@ from typing import Protocol
 
 from magis.analysis.hazards import order_edges
 from magis.analysis.windows import fills
-from magis.aten.facts import COMMUTATIVE, IN_PLACE_FORM, OUT_FORM, undeclared_writes, without_statistics
-from magis.ir import GENERATOR, Graph, Op, Ref, Value
+from magis.aten.facts import (
+    COMMUTATIVE,
+    IN_PLACE_FORM,
+    OUT_FORM,
+    may_change_place,
+    undeclared_writes,
+    without_statistics,
+)
+from magis.ir import Graph, Op, Ref, Value
 from magis.simulate.grouping import Group, split
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.replay import MemoryProfile, inside, replay, rounded
@@ -47,13 +54,13 @@ class Compiled:
     blocks: tuple[Group, ...]
 
 
-def redo_form(op: Op) -> Op:
+def redo_form(op: Op, graph: Graph) -> Op:
     """The operator as it runs when it is run again.
 
     It updates no running statistics a second time, and its random numbers come from the generator's state of the first
     time, which is put back for the while: it neither reads nor moves the generator of the step.
     """
-    dropped = {GENERATOR} if op.random else set()
+    dropped = {s for s, _ in op.writes if graph.storages[s].kind == "generator"} if op.random else set()
     args = op.args
     if undeclared_writes(op.target, op.args):
         args = without_statistics(op.target, op.args)
@@ -135,7 +142,7 @@ class _Facts:
 def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
     made = sorted({s for op in group for s in _made(graph, op)})
     taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
-    redo = tuple(redo_form(op) for op in group)
+    redo = tuple(redo_form(op, graph) for op in group)
     candidates = reusable(graph, group[0]) if reuse and len(group) == 1 else ()
     ws, tensor = _workspace(graph, group, costs)
     redo_ws, redo_tensor = (ws, tensor) if redo == group else _workspace(graph, redo, costs)
@@ -209,6 +216,8 @@ def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
         return ()
     inputs = op.inputs()
     candidates: list[int] = []
+    if not may_change_place(op.target, op.args, op.kwargs, dtype=graph.values[made[0]].dtype):
+        return ()
     if op.target in IN_PLACE_FORM:
         if isinstance(op.args[0], Ref):
             candidates.append(op.args[0].value)

@@ -31,7 +31,7 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
     """
     found = set()
     for op in graph.ops:
-        if op.id in views or op.random:
+        if op.id in views or op.random or any(graph.storages[storage].kind == "generator" for storage, _ in op.writes):
             continue
         kinds = {graph.storages[graph.values[value].storage].kind for value in (*op.inputs(), *op.made())}
         if op.phase == "update" or (op.writes and "temporary" not in kinds):

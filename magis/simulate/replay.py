@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from magis.analysis.liveness import lifetimes
-from magis.aten.facts import NUMBER_BYTES
 from magis.ir import Graph, Op, Value
 
 Workspace = Callable[[Op, Mapping[int, Value]], int]
@@ -55,7 +54,7 @@ def replay(
     deaths: Mapping[int, int] | None = None,
     rounding: int = 1,
     held: frozenset[int] = frozenset(),
-    numbers: tuple[tuple[int, int], ...] = (),
+    numbers: tuple[tuple[int, int, int], ...] = (),
 ) -> MemoryProfile:
     """Walk the schedule. ``deaths`` are eager's own lifetimes.
 
@@ -63,7 +62,8 @@ def replay(
     at a time, each the same as the others.
 
     Host storages (swapped tensors) count nothing. Storages in ``held`` are in memory the whole time.
-    ``numbers`` are lives of small tensors that eager keeps besides the graph's (``Captured.numbers``); none on a GPU.
+    ``numbers`` are lives and bytes of small tensors that eager keeps besides the graph's (``Captured.numbers``); none
+    on a GPU.
     They count like workspace, since no operator hands them out.
     """
     lives = lifetimes(graph, deaths)
@@ -79,9 +79,9 @@ def replay(
         change[born] += nbytes
         change[lives.dies[storage] + 1] -= nbytes
     small = [0] * (count + 2)
-    for born, last in numbers:
-        small[born] += NUMBER_BYTES
-        small[last + 1] -= NUMBER_BYTES
+    for born, last, nbytes in numbers:
+        small[born] += nbytes
+        small[last + 1] -= nbytes
     persistent = sum(rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent)
     level, beside = persistent, 0
     tensors = []

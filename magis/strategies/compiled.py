@@ -33,7 +33,7 @@ def window_of_compiled(technique: Local, work: Workload) -> int:
 
     torch.compiler.reset()
     call = torch.compile(whole, backend=_partitioned())
-    with mode, technique.wrapped(work.module, work.blocks, capturing=True):
+    with mode, technique.wrapped(work.module, work.blocks, states=False):
         _forward_and_backward(technique, work, call)  # compiles
         nbytes = tensor_peak(partial(_forward_and_backward, technique, work, call))
     torch.compiler.reset()

@@ -98,17 +98,20 @@ class Local:
         self.check(work)
         moved = Moved()
         with ExitStack() as stack:
-            stack.enter_context(self.wrapped(work.module, work.blocks, capturing=True))
+            stack.enter_context(self.wrapped(work.module, work.blocks))
             if self.offloads and device != "cpu":  # where the host is the device, nothing moves
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(moved.away, moved.back))
             yield moved
 
-    def wrapped(self, module: nn.Module, blocks: tuple[str, ...], *, capturing: bool) -> AbstractContextManager[object]:
-        """The context in which the module's blocks are under the technique; captures draw no random numbers."""
+    def wrapped(
+        self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
+    ) -> AbstractContextManager[object]:
+        """The context in which the module's blocks are under the technique. Without ``states`` nobody keeps those of
+        the generator, as in compiled code."""
         if self.blocks == "checkpoint":
-            return checkpointed(module, blocks, preserve_rng_state=not capturing)
+            return checkpointed(module, blocks, preserve_rng_state=states)
         if self.blocks:
-            return selectively_checkpointed(module, blocks, preserve_rng_state=not capturing)
+            return selectively_checkpointed(module, blocks, preserve_rng_state=states)
         return nullcontext()
 
     @contextmanager

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
+from magis.api.affordable import running_seconds
 from magis.api.bench import Bench, check_device, default_device
 from magis.api.cases import CaseRun
 from magis.api.source import Source
@@ -70,14 +73,17 @@ def run_optimization(
     """Capture the step with ``dtype``, optimize it under one limit, run and measure both steps where they fit.
 
     ``mem_limit_ratio`` is a share (0..1] of the un-optimized peak, ``lat_limit_ratio`` (>= 1) a multiple of the
-    un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds. ``save_graph``
+    un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds, and running both
+    steps as well, but never below a minute (10 minutes without it): what takes longer is simulated, and the note says
+    so. What goes on is said on standard error. ``save_graph``
     writes ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result).
     ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where
     there is a GPU, else "cpu". Raises UsageError, in one line, for arguments that cannot be.
     """
     case = _case(graph, name, mem_limit_ratio, lat_limit_ratio, time_budget, dtype, device or default_device())
-    source = Source(name, graph.make, dtype, case.device, case.seed, reuse=graph.inplace)
-    run = CaseRun(case, Bench().keep((name, graph.graph.name), source))
+    seconds = running_seconds(time_budget)
+    source = Source(name, graph.make, dtype, case.device, case.seed, reuse=graph.inplace, running_seconds=seconds)
+    run = CaseRun(case, Bench().keep((name, graph.graph.name), source), partial(_say, name))
     result = run.result(None, None)
     if save_graph and run.graph is not None:
         DATA.mkdir(exist_ok=True)
@@ -87,6 +93,10 @@ def run_optimization(
         append_rows(dump_file, [row_from_result(result)])
         dump_file.flush()
     return result
+
+
+def _say(name: str, text: str) -> None:
+    print(f"magis: {name}: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _case(

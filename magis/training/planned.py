@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,11 @@ from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
+from magis.capture.copies import deep_copy
+from magis.capture.side_effects import observe_step
 from magis.errors import UsageError
 from magis.ir import Graph
+from magis.training.guards import Guards
 from magis.units import format_bytes, format_milliseconds, share_of
 
 __all__ = ["Limits", "Planned", "Report", "planned"]
@@ -82,6 +85,7 @@ class Planned:
     """Of the captured step: a plan holds for this step alone."""
     rule: OptimizerSpec
     report: Report
+    guards: Guards
 
 
 def planned(
@@ -96,13 +100,23 @@ def planned(
     update: str,
     graph: Graph | None = None,
     expected: str = "",
+    known: Mapping[str, Planned] | None = None,
 ) -> Planned:
     """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
 
+    `known` are plans of this step by digest: one of the same graph holds again.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     subject = _subject(module, loss_fn, batch, rule, device, autocast)
+    reads = observe_step(subject.workload, None if autocast is None else str(autocast).removeprefix("torch."))
     captured = subject.captured
+    guards = Guards(module, loss_fn, batch, reads, captured.contents)
+    _ = subject.conformance
+    same = (known or {}).get(subject.digest)
+    if same is not None:
+        return replace(
+            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards
+        )
     if graph is not None and subject.digest != expected:
         raise UsageError(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
@@ -113,8 +127,8 @@ def planned(
         _check_operators(graph, captured.graph)
         peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
-        return Planned(graph, captured.graded, subject.digest, rule, report)
-    latency_limit = share_of(limits.latency_ratio, subject.latency_ns(captured.graph))
+        return Planned(graph, captured.graded, subject.digest, rule, report, guards)
+    latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
         subject,
         memory_limit=limit,
@@ -130,7 +144,8 @@ def planned(
             f" less than {format_bytes(subject.lower_bound)}, eager {format_bytes(original)}",
             hint="raise the limit",
         )
-    return Planned(found.graph, captured.graded, subject.digest, rule, _report(found, subject, original, limit, update))
+    report = _report(found, subject, original, limit, update)
+    return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
 
 
 def _check_operators(graph: Graph, step: Graph) -> None:
@@ -155,7 +170,7 @@ def _report(found: Plan, subject: Subject, original: int, limit: int | None, upd
 
 
 def _ratio(latency_ns: int, subject: Subject) -> float:
-    return latency_ns / max(1, subject.latency_ns(subject.captured.graph))
+    return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
 def _subject(
@@ -172,8 +187,9 @@ def _subject(
     if device != "cpu":  # steps are traced on the CPU, whatever they are for
         here = replace(
             here,
-            module=copy.deepcopy(here.module).cpu(),
+            module=deep_copy(here.module).cpu(),
             inputs=tuple(tensor.cpu() for tensor in here.inputs),
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
-    return Subject(Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0))
+    # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
+    return Subject(Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, running_seconds=math.inf))

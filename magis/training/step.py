@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.api.bench import check_device
+from magis.aten.generators import held_generators
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
 from magis.capture.batch import Batch, as_batch, with_keywords
-from magis.capture.rule import fused_rule, numbers_of, why_apart, with_rates
-from magis.errors import MagisError, UsageError
+from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
+from magis.errors import UsageError
+from magis.training.guards import Memory, check_mode
 from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
-from magis.training.watch import Watch, has_hooks
 from magis.units import is_number, parse_bytes
 
 __all__ = ["OptimizedStep", "optimize"]
 
 KEPT = 4
-"""Plans for batches of different shapes that are kept."""
+"""Plans for batches of different kinds, and modules in different states, that are kept."""
+RESTLESS = 2
+"""Changes of an optimizer's numbers (not its learning rates) that are planned for; then it runs by itself."""
 
 
 def optimize(
@@ -56,13 +59,14 @@ def optimize(
     `state_dict` work as ever.
 
     Without an optimizer the step does what `loss.backward()` does: it adds gradients to `.grad`. Clipping them,
-    accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, or
-    with options that the step does not know, run by themselves after the step (`report().update` says so).
+    accumulating over several batches and updating is left to the loop. Optimizers other than SGD, Adam and AdamW, and
+    whatever hooks or patches change those, run by themselves after the step (`report().update` says so).
 
     `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
-    with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another shape are planned
-    when they first come. `autocast` (torch.bfloat16) takes the place of a `torch.autocast` around forward and loss.
-    `budget` and `seconds` bound each search, `plan` is a file of `OptimizedStep.save`.
+    with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another kind are planned when
+    they first come, and so is a module that has changed. `autocast` (torch.bfloat16) takes the place of a
+    `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `plan` is a file of
+    `OptimizedStep.save`.
 
     Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
     and line, for a step that is no single static graph.
@@ -94,90 +98,144 @@ class OptimizedStep:
         self._limits = limits
         self._device = device
         self._autocast = autocast
-        self._watch = Watch(model)
-        self._structure = self._watch.structure()
-        self._bound: OrderedDict[Any, _Bound] = OrderedDict()
-        self._last: _Bound | None = None
+        self._memory = Memory(model)
+        self._fingerprint: tuple[Any, ...] = ()
+        self._restless = 0
+        self._choice = _Choice("left to the caller", None)
+        self._entries: list[_Entry] = []
+        self._plans: OrderedDict[str, Planned] = OrderedDict()
 
     def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
-        if torch.is_autocast_enabled(self._device):
-            raise UsageError(
-                "the step was called under torch.autocast", hint="leave that out, and pass autocast= to magis.optimize"
-            )
-        return self.prepare(given).run(given)
+        entry = self.prepare(given)
+        if entry.bound is None:
+            entry.bound = self._bind(given, entry)
+        return entry.bound.run(given)
 
-    def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Bound:
-        """The step for batches like this one, planned (or read from the file `plan`) if there is none yet."""
-        structure = self._watch.structure()
-        if structure != self._structure:  # other layers, modes or trained parameters: everything is planned anew
-            self._watch, self._structure = Watch(self.model), structure
-            self._structure = self._watch.structure()
-            self._bound.clear()
-        key = (batch.key, self._numbers())
-        found = self._bound.pop(key, None)
-        if found is None:
-            found = self._made(batch, plan)
-        elif not found.is_current(self._watch.tensors()):
-            found = self._bind(batch, found.plan)
-        self._bound[key] = self._last = found
-        while len(self._bound) > KEPT:
-            self._bound.popitem(last=False)
+    def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Entry:
+        """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
+        check_mode(self._device)
+        self._look_at_optimizer()
+        self._look_at_memory()
+        found = self._find(batch)
+        if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
+            self._choice, self._memory = self._choose(), Memory(self.model)
+            found = self._find(batch) or self._made(batch, plan)
+        self._entries = [*(entry for entry in self._entries if entry is not found), found][-KEPT:]
         return found
 
     def report(self) -> Report:
         """What the step that ran last was planned to need."""
-        return self._current().plan.report
+        return self._entries[-1].plan.report
 
     def save(self, path: Path | str) -> None:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
-        write_plan(Path(path), self._current().plan)
+        write_plan(Path(path), self._entries[-1].plan)
 
-    def _current(self) -> _Bound:
-        if self._last is None:
-            raise MagisError("the step has not been prepared yet")
-        return self._last
+    # -- what plans rest on -------------------------------------------------------------------------------------
 
-    def _numbers(self) -> str:
-        """The optimizer's numbers that are part of the graph: all but learning rates; and whose they are."""
+    def _key(self, batch: Batch) -> Any:
+        return batch.key(self._memory.storages), self._memory.overlaps
+
+    def _find(self, batch: Batch) -> _Entry | None:
+        key, rule = self._key(batch), self._choice.rule
+        for entry in reversed(self._entries):
+            if entry.key == key and entry.choice.rule == rule and entry.plan.guards.hold(batch):
+                if entry.bound is None or entry.bound.is_current(self._choice):
+                    return entry
+                entry.bound = None
+                self._choice = self._choose()
+                return entry if self._choice.rule == rule else None
+        return None
+
+    def _look_at_memory(self) -> None:
+        if not self._memory.holds():
+            self._memory = Memory(self.model)
+            for entry in self._entries:
+                entry.bound = None
+
+    def _look_at_optimizer(self) -> None:
+        """Choose again where the optimizer is not what it was; one whose numbers always change runs by itself."""
         if self._optimizer is None:
-            return ""
-        groups = self._optimizer.param_groups
-        return repr(
-            [(sorted({**numbers_of(group), "lr": None}.items()), [*map(id, group["params"])]) for group in groups]
-        )
+            return
+        now = fingerprint(self._optimizer)
+        if now == self._fingerprint:
+            return
+        before, self._fingerprint = self._choice, now
+        self._choice = self._choose()
+        if before.update is not None and self._choice.update is not None and before.rule != self._choice.rule:
+            self._restless += 1
+            self._choice = self._choose()
 
-    def _made(self, batch: Batch, plan: Path | str | None) -> _Bound:
-        trained = _trained(with_keywords(self.model, batch))
+    def _choose(self) -> _Choice:
+        if self._optimizer is None:
+            return _Choice("left to the caller", None)
+        trained = _trained(self.model)
+        _check_optimizer(self._optimizer, trained)
+        why = why_apart(self._optimizer, trained)
+        if not why and self._restless > RESTLESS:
+            why = "its numbers change from step to step"
+        if why:
+            return _Choice(f"by the optimizer itself, after the step: {why}", None)
+        return _Choice("part of the step", update_of(self._optimizer, trained))
+
+    def _made(self, batch: Batch, plan: Path | str | None) -> _Entry:
+        module = with_keywords(self.model, batch)
+        trained = _trained(module)
         _check_hooks(trained)
-        rule, update = OptimizerSpec("gradients"), "left to the caller"
-        if self._optimizer is not None:
-            _check_shared(self._optimizer, trained)
-            why = why_apart(self._optimizer, trained)
-            if why:
-                update = f"by the optimizer itself, after the step: {why}"
-            else:
-                rule, update = fused_rule(self._optimizer, trained), "part of the step"
+        choice, rule = self._choice, OptimizerSpec("gradients")
+        if self._optimizer is not None and choice.update is not None:
+            rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         graph, expected = (None, "") if plan is None else read_plan(Path(plan))
         found = planned(
             self.model, self._loss_fn, batch, rule, self._limits,
-            device=self._device, autocast=self._autocast, update=update, graph=graph, expected=expected,
+            device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
+            known=self._plans,
         )  # fmt: skip
-        return self._bind(batch, found)
+        self._plans[found.digest] = found
+        self._plans.move_to_end(found.digest)
+        while len(self._plans) > KEPT:
+            self._plans.popitem(last=False)
+        return _Entry(self._key(batch), choice, found)
 
-    def _bind(self, batch: Batch, found: Planned) -> _Bound:
+    def _bind(self, batch: Batch, entry: _Entry) -> _Bound:
         module = with_keywords(self.model, batch)
-        state = None
-        if self._optimizer is not None and found.rule.kind != "gradients":
+        state, found = None, entry.plan
+        if self._optimizer is not None and self._choice.update is not None:
             # as torch's own: a parameter without a gradient has no state, and its counter stands still
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
-            state = adopted(self._optimizer, found.rule, named)
+            state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
         step = GraphStep(
             found.graph, module, batch.inputs, batch.targets, found.rule,
-            device=self._device, states=None if state is None else state.tensors,
+            device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
         )  # fmt: skip
-        return _Bound(found, step, module, state, self._optimizer, self._watch.tensors())
+        self._memory = Memory(self.model)  # weights that are used together may have been moved together
+        for other in self._entries:
+            other.bound = None
+        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Where the weight update happens, in words; and the update, if that is in the step."""
+
+    words: str
+    update: Update | None
+
+    @property
+    def rule(self) -> OptimizerSpec | None:
+        return None if self.update is None else self.update.frozen_in
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A plan, the kind of batch that it is for, and what runs it on the present tensors, once that has been made."""
+
+    key: Any
+    choice: _Choice
+    plan: Planned
+    bound: _Bound | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,10 +247,15 @@ class _Bound:
     module: nn.Module
     state: State | None
     optimizer: Optimizer | None
-    tensors: tuple[int, ...]
+    choice: _Choice
+    loss_fn: Callable[..., Tensor] | None
 
-    def is_current(self, tensors: tuple[int, ...]) -> bool:
-        return tensors == self.tensors and (self.state is None or self.state.is_current())
+    def is_current(self, choice: _Choice) -> bool:
+        known = self.step.generators
+        if known and known != held_generators(self.module, self.loss_fn):  # there are few steps that have some
+            return False
+        homes = None if choice.update is None else choice.update.homes
+        return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
     def run(self, batch: Batch) -> Tensor:
         self.step.prepare()
@@ -200,10 +263,11 @@ class _Bound:
         if self.state is None:
             return self._gradients()
         optimizer = self.state.optimizer
-        rule = with_rates(self.plan.rule, optimizer)
-        for parameter in self.state.trained.values():
-            parameter.grad = None
-        loss = self.step.run_with(scalars(rule, max(1, self.state.counted())))
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        rule = with_rates(self.state.update, optimizer)
+        loss = self.step.run_with(scalars(rule, self.state.counted()))
         self.step.finish()
         self.step.prepare()
         _mark_stepped(optimizer)
@@ -223,6 +287,7 @@ class _Bound:
             parameter = parameters[name]
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if self.optimizer is not None:
+            del found, gradients, gradient
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return loss
@@ -238,7 +303,12 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def _check_shared(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+def _check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    if needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step calls the loop's forward and backward itself, several times a step",
+            hint="pass None as the optimizer, and let its closure call the step and return the loss",
+        )
     theirs = {id(parameter) for parameter in trained.values()}
     if not any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
@@ -248,7 +318,7 @@ def _check_shared(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> 
 
 def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in trained.items():
-        if has_hooks(parameter):
+        if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             raise UsageError(
                 f"{name} has a hook on its gradient, which the step would not run",
                 hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",

@@ -5,8 +5,8 @@
 
 says that `mm` has a split that cuts dimension 0 of the first argument, takes all of the second, and joins the results
 along dimension 0, into at most 4 parts. `f[4,6]` is a float64 tensor, `i[...]` int64, `b[...]` bool, `c[...]`
-complex128, `u[...]` uint8, row by row unless
-strides follow in braces. Literals that are divided follow as `@path`; a call without splits has its reason instead.
+complex128, `u[...]` uint8, row by row unless strides follow in braces; `~conj` or `~neg` behind it are bits that are
+set. Literals that are divided follow as `@path`; a call without splits has its reason instead.
 Where new splits are right, write them down and look at what git says: `MAGIS_UPDATE_GOLDEN=1 pytest tests/aten`.
 """
 
@@ -16,6 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from magis.aten.bits import bits_of
 from magis.aten.splits import Cut, Halo, How, Overlap, Split
 from magis.cost.signature import parse
 from magis.ir import Op, Value
@@ -111,6 +112,7 @@ def case_of(line: str) -> Case:
             str(result.dtype).removeprefix("torch."),
             number if owner is None else values[owner].storage,
             int(result.storage_offset()),
+            bits=bits_of(result),
         )
         numbers.append(number)
     return Case(replace(op, outputs=tuple(numbers)), values)

@@ -10,8 +10,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from magis.aten.bits import with_bits
 from magis.aten.call import call, to_torch
 from magis.aten.splits import Cut, Halo, How, Overlap, Split, part, splits
+from magis.backend.reference import wide
 from magis.ir import Arg, Const, Op, Ref, Value
 from tests.aten.kernels import KERNELS
 
@@ -50,8 +52,9 @@ def in_double(op: Op) -> Op:
     """The call with data type arguments that mean double precision, as the tensors drawn here have it."""
 
     def double(arg: Arg) -> Arg:
-        if isinstance(arg, Const) and arg.kind == "dtype" and arg.name in ("float32", "bfloat16", "float16"):
-            return Const("dtype", "float64")
+        if isinstance(arg, Const) and arg.kind == "dtype":
+            wide = {**dict.fromkeys(("float32", "bfloat16", "float16"), "float64"), "complex64": "complex128"}
+            return Const("dtype", wide.get(arg.name, arg.name))
         return tuple(double(item) for item in arg) if isinstance(arg, tuple) else arg
 
     args = tuple(double(arg) for arg in op.args)
@@ -73,7 +76,7 @@ def _contents(case: Case, number: int, generator: torch.Generator) -> Tensor:
     if value.dtype == "bool":
         return torch.rand(value.shape, generator=generator) < 0.5
     if value.dtype.startswith("complex"):
-        return torch.rand(value.shape, generator=generator, dtype=torch.complex128)
+        return torch.randn(value.shape, generator=generator, dtype=torch.complex128)
     if not value.dtype.startswith(("float", "bfloat")):
         return torch.randint(_largest_index(case), value.shape, generator=generator).to(getattr(torch, value.dtype))
     drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64)
@@ -104,6 +107,8 @@ def _laid_out(value: Value, contents: Tensor) -> Tensor:
     """The contents with the value's strides, on a storage of their own."""
     if value.numel == 0:
         return contents
+    if value.bits:  # stored in such a way that the window shows the contents
+        return with_bits(with_bits(contents, value.bits).clone().as_strided(value.shape, value.stride), value.bits)
     reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
     flat = torch.zeros(reach, dtype=contents.dtype)
     window = flat.as_strided(value.shape, value.stride)
@@ -267,11 +272,11 @@ def _difference(merged: Tensor | str, whole: Tensor, unspecified: bool) -> str:
         return f"{merged.dtype} {tuple(merged.shape)} instead of {whole.dtype} {tuple(whole.shape)}"
     if unspecified or _close(merged, whole):
         return ""
-    return f"numbers differ by {(merged.double() - whole.double()).abs().max().item():.3g}"
+    return f"numbers differ by {(wide(merged) - wide(whole)).abs().max().item():.3g}"
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
+    if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(found, expected)
     scale = float(expected.abs().nan_to_num(0, 0, 0).max()) if expected.numel() else 0.0
     return torch.allclose(found, expected, rtol=1e-9, atol=1e-10 * max(scale, 1.0), equal_nan=True)

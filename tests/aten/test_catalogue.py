@@ -15,7 +15,7 @@ from tests.aten.cutting import Case, problems
 from tests.golden.golden import SWITCH
 
 ENTRIES = entries()
-NEVER_RUN = {"_conj", "_masked_scale", "_local_scalar_dense", "is_same_size", "set"}
+NEVER_RUN = {"_masked_scale", "_local_scalar_dense", "is_same_size", "set"}
 """Names of rules that no line calls: they need a GPU, or give no tensor."""
 
 

@@ -22,6 +22,12 @@ from magis.results import RatioInterval
 positive = st.floats(1e-3, 1e6)
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else the machine does."""
+    monkeypatch.setattr(module, "waits", dict)
+
+
 class Clock:
     """A clock that only the steps advance, in nanoseconds."""
 
@@ -72,12 +78,12 @@ def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch
         return len(interleave(step, step, Patience(9, **limits)).first_ms)
 
     assert pairs(steady, width=0.02) == 9
-    assert pairs(noisy, width=0.001, seconds=100) == 36
+    assert pairs(noisy, width=0.001, seconds=100) == 6 * 9
     assert pairs(noisy, width=0.001, most=20, seconds=100) == 21  # nine, and then three at a time
     # 9 pairs take 1.8 s, three more 0.6 s: after 12 the time is up
     assert pairs(noisy, width=0.001, most=200, seconds=2.2) == 12
     assert pairs(noisy, width=0.001, most=200, seconds=0.1) == 9
-    assert 57 <= pairs(noisy, width=0.001, most=200) <= 63  # 12 s
+    assert 37 <= pairs(noisy, width=0.001, most=200) <= 43  # 8 s
     interval = ratio_interval(interleave(noisy, noisy, Patience(9, width=0.06, most=200, seconds=100)))
     assert 9 < interval.pairs < 200
     assert interval.pairs % 3 == 0
@@ -99,8 +105,79 @@ def test_more_pairs_while_something_is_undecided(monkeypatch: pytest.MonkeyPatch
     close = timed(0.5, 1.08, most=10_000)
     assert close.pairs > 15
     assert close.high < 1.08
-    assert timed(1.0).pairs == 8 * 15
-    assert timed(1.0, most=10_000).pairs >= 1400  # 30 s of 20 ms
+    assert timed(1.0).pairs == 12 * 15
+    assert timed(1.0, most=10_000).pairs >= 950  # 20 s of 20 ms
+
+
+def times(*ratios: float, waited: tuple[float, ...] = ()) -> Timing:
+    return Timing((100.0,) * len(ratios), tuple(100.0 * ratio for ratio in ratios), waited)
+
+
+def around(ratio: float, half: float = 0.01, pairs: int = 16) -> Timing:
+    """Pairs that spread evenly around a ratio."""
+    return times(*(ratio - half + 2 * half * index / (pairs - 1) for index in range(pairs)))
+
+
+def test_a_pair_counts_if_no_thread_waited_long_for_a_core() -> None:
+    found = times(0.9, 3.0, 0.91, 5.0, waited=(0.0, 0.6, 0.1, 0.11)).undisturbed()
+    assert found == times(0.9, 0.91)
+    assert found.waited == (0.0, 0.1)
+    assert times(0.9, 3.0).undisturbed() == times(0.9, 3.0)  # where nobody counts that
+
+
+@pytest.mark.parametrize(("disturbed", "pairs"), [({1, 2, 3, 7}, 12), (set(range(8)), 16), (set(range(1000)), 28)])
+def test_disturbed_pairs_are_repeated_until_the_machine_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, disturbed: set[int], pairs: int
+) -> None:
+    clock, calls = Clock(monkeypatch), []
+
+    def step() -> None:
+        calls.append(1)
+        clock.now += 5 * 10**7
+
+    def waits() -> dict[str, int]:
+        return {"worker": sum(6 * 10**7 for pair in range(len(calls) // 2) if pair in disturbed), "main": 0}
+
+    monkeypatch.setattr(module, "waits", waits)
+    found = interleave(step, step, Patience(8), warmup=0)
+    assert len(found.first_ms) == pairs  # of 0.1 s; after a third of the 8 s there is no hope
+    assert len(found.undisturbed().first_ms) == pairs - len(disturbed & set(range(pairs)))
+    assert module.is_too_busy(found) == (len(disturbed) == 1000)
+
+
+def test_two_looks_make_one_ratio_that_holds_both() -> None:
+    first, second = around(0.93), around(0.95, pairs=12)
+    found = module.agreed(first, second)
+    low, high = ratio_interval(first).low, ratio_interval(second).high
+    assert (found.low, found.high, found.pairs, found.doubt) == (low, high, 28, "")
+    assert found.ratio == pytest.approx(0.94)
+
+
+def test_looks_that_do_not_repeat_each_other_are_in_doubt() -> None:
+    """Ratios of one step in several processes of a busy machine, the odd ones known to within a tenth."""
+    for ratio, half in ((2.81, 0.3), (3.16, 0.4), (0.74, 0.05)):
+        found = module.agreed(around(0.95, 0.02), around(ratio, half))
+        assert "two looks at the ratio do not repeat each other" in found.doubt
+    wide = around(0.95, 0.2)
+    assert module.agreed(wide, wide).doubt
+    assert not module.agreed(around(0.93, 0.03), around(0.96, 0.03)).doubt
+
+
+def test_a_slow_down_that_both_looks_see_is_not_in_doubt() -> None:
+    bounds = 0.91, 0.99
+    slow = around(1.2, 0.2)
+    assert not module.agreed(slow, slow, bounds).doubt
+    assert module.agreed(slow, slow).doubt  # known too roughly to be compared with
+    assert module.agreed(slow, around(0.95), bounds).doubt
+
+
+def test_a_busy_machine_is_said_and_needs_no_second_look() -> None:
+    busy = times(*[2.81] * 16, waited=(0.6, 0.8) * 8)
+    found = module.agreed(busy, None)
+    assert (found.ratio, found.pairs) == (2.81, 16)
+    assert found.doubt == "the machine is too busy: threads waited for a core 70% of the time"
+    assert module.agreed(around(0.95), busy).doubt == found.doubt
+    assert not module.agreed(times(2.81, waited=(0.6,)), None).doubt  # nobody wanted an interval
 
 
 @pytest.mark.parametrize("rounds", [0, -1])

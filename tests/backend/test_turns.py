@@ -30,6 +30,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ms = 0
         self.log: list[str] = []
+        monkeypatch.setattr(timing, "waits", dict)
         for each in (module, timing):
             monkeypatch.setattr(each.time, "perf_counter_ns", lambda: self.now_ms * 10**6)
 

@@ -48,10 +48,6 @@ def shape(module: Any, x: Tensor) -> Tensor:
     return module.a(x)[x > 0]  # type: ignore[no-any-return]
 
 
-def closure(module: Any, x: Tensor) -> Tensor:
-    return module.a(x) + OUTSIDE  # type: ignore[no-any-return]
-
-
 def sparse(module: Any, x: Tensor) -> Tensor:
     return torch.sparse.mm(x.to_sparse(), module.a.weight)
 
@@ -88,14 +84,10 @@ INSIDE: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "branch": (branch, f"{DATA} (aten._local_scalar_dense.default) {{place:3}}; replace"),
     "item": (item, f"{DATA} (aten._local_scalar_dense.default) {{place:2}}; replace"),
     "shape": (shape, f"{DATA} (aten.nonzero.default) {{place:2}}; replace"),
-    "closure": (
-        closure,
-        "a tensor of shape (4,) that is neither parameter, buffer nor input is used in module 'part.1'; register it",
-    ),
     "sparse": (sparse, "the step handles a tensor that is sparse_coo; only dense, strided tensors can be captured"),
-    "generator": (generator, "an argument of type Generator has no form in the graph"),
+    "generator": (generator, "draws from a generator that was not there before the step"),
     "failing": (failing, "KeyError {place:2}: 'two\\nlines'; the step must run eagerly"),
-    "mismatch": (mismatch, "RuntimeError {place:2}: a and b must have same reduction dim"),
+    "mismatch": (mismatch, "RuntimeError {place:2}: mat1 and mat2 shapes cannot be multiplied"),
     "meta": (meta, "{place:2}: "),
     "replaced": (replaced, "the forward replaces buffer 'part.1.seen': the next step would not see that; update"),
     "hook": (hook, f"{DATA} (aten._local_scalar_dense.default) in module '(root)' at test_errors.py"),
@@ -145,11 +137,11 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "mixed parameters": (
         Net(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()), BATCH, BATCH),
-        "the parameters mix data types: float32, float64; convert the module with module.to(dtype)",
+        "mixed data types: aten.addmm.default in module '1' is given float32 and float64; the step must run eagerly",
     ),
     "input of another type": (
         Net(lambda: nn.Linear(4, 4), rows(3, 4, dtype=torch.float64), BATCH),
-        "input 0 is float64 while the parameters are float32; convert it with .to(torch.float32)",
+        "mixed data types: aten.addmm.default in module '(root)' is given float32 and float64; the step must run",
     ),
     "loss of many numbers": (
         Net(lambda: nn.Linear(4, 4), BATCH, loss_fn=lambda output: output),
@@ -189,7 +181,7 @@ OUTER: dict[str, tuple[Net, str]] = {
     ),
     "wrong sizes": (
         Net(lambda: nn.Linear(5, 4), BATCH, BATCH),
-        "RuntimeError in module '(root)': a and b must have same reduction dim",
+        "RuntimeError in module '(root)': mat1 and mat2 shapes cannot be multiplied",
     ),
 }  # fmt: skip
 

@@ -93,7 +93,36 @@ def gathered(x: Tensor, w: Tensor) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("scenario", [two_readers, three_readers, held_elsewhere, expanded, window, gathered])
+def put(x: Tensor, w: Tensor) -> Tensor:
+    """The formula of what is put reads the gradient that the formula of what is overwritten makes zeros in."""
+    h = x.exp().index_put((torch.arange(4),), x.sin()[:4])
+    h[torch.arange(4, 8)] = x.cos()[:4]
+    h = h.scatter(1, torch.arange(8).expand(16, 8).contiguous(), x[:, :8].sin())
+    return (h @ w).sum()
+
+
+class Doubled(torch.autograd.Function):
+    """Its own backward adds what it has just made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        whole = grad * 1
+        both = whole + grad
+        return both + (whole - both) + whole
+
+
+def own_formula(x: Tensor, w: Tensor) -> Tensor:
+    return (Doubled.apply(x.exp()) @ w).sum()
+
+
+SCENARIOS = [two_readers, three_readers, held_elsewhere, expanded, window, gathered, put, own_formula]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_numbers_and_the_bytes_are_those_of_nobody_watching(scenario: Scenario) -> None:
     forms, grad = run(scenario)
     assert forms, "nothing was added"

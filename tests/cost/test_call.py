@@ -47,7 +47,7 @@ def test_arguments() -> None:
         (Scalar("lr"), "no number for the scalar 'lr'; given: beta"),
         (Const("dtype", "float33"), "no dtype named 'float33'"),
         (Const("dtype", "strided"), "no dtype named 'strided'"),
-        (Const("generator", "default"), "no generator named"),
+        (Const("layout", "default"), "no layout named"),
     ],
 )
 def test_arguments_without_a_counterpart(arg: Arg, message: str) -> None:

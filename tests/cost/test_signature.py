@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cost.signature import SignatureError, parse, signature
-from magis.ir.types import ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from magis.ir.types import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
 
 SIZES = st.integers(0, 300)
 
@@ -24,12 +24,14 @@ def calls(draw: st.DrawFn) -> tuple[Op, dict[int, Value]]:
         shape = tuple(draw(st.lists(SIZES, min_size=rank, max_size=rank)))
         stride = tuple(draw(st.lists(SIZES, min_size=rank, max_size=rank)))
         dtype = draw(st.sampled_from(sorted(ITEM_SIZE)))
-        values[number] = Value(number, shape, stride, dtype, number, draw(SIZES))
+        bits = draw(st.sampled_from([(), BITS[:1], BITS[1:], BITS]))
+        values[number] = Value(number, shape, stride, dtype, number, draw(SIZES), bits=bits)
     leaves: st.SearchStrategy[Arg] = st.one_of(
         st.none(),
         st.booleans(),
         st.integers(),
         st.floats(),
+        st.complex_numbers(),
         st.text(max_size=8),
         st.builds(Scalar, st.text(min_size=1, max_size=4)),
         st.builds(Const, st.sampled_from(("dtype", "layout", "memory_format")), st.just("float32")),

@@ -8,25 +8,28 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from magis.aten.bits import with_bits
 from magis.backend.codegen import compile_step
 from magis.backend.measure import tensor_peak, window_peak
+from magis.backend.reference import wide
 from magis.ir import ITEM_SIZE, Graph, Op, Value, every_op
 from magis.ir.loops import REDUCE
 from magis.simulate.replay import replay
 from tests.aten.cutting import POSITIVE, Case, _largest_index, in_double, name_of
 from tests.oracles import workspaces
 
-WIDENED = ("float32", "bfloat16", "float16")
+WIDENED = {**dict.fromkeys(("float32", "bfloat16", "float16"), "float64"), "complex64": "complex128"}
 
 
 def in_float64(graph: Graph) -> Graph:
     """The same step in double precision, where sums do not depend on their order in more than the last digits."""
-    growth = {value.storage: 8 // ITEM_SIZE[value.dtype] for value in graph.values.values() if value.dtype in WIDENED}
-    storages = {key: replace(s, nbytes=s.nbytes * growth.get(key, 1)) for key, s in graph.storages.items()}
-    values = {
-        key: replace(value, dtype="float64" if value.dtype in WIDENED else value.dtype)
-        for key, value in graph.values.items()
+    growth = {
+        value.storage: ITEM_SIZE[WIDENED[value.dtype]] // ITEM_SIZE[value.dtype]
+        for value in graph.values.values()
+        if value.dtype in WIDENED
     }
+    storages = {key: replace(s, nbytes=s.nbytes * growth.get(key, 1)) for key, s in graph.storages.items()}
+    values = {key: replace(value, dtype=WIDENED.get(value.dtype, value.dtype)) for key, value in graph.values.items()}
     return replace(graph, storages=storages, values=values, ops=tuple(in_double(op) for op in graph.ops))
 
 
@@ -97,6 +100,8 @@ def _contents(graph: Graph, number: int, count: int, generator: torch.Generator)
     users = list(_users(graph, number))
     if dtype == "bool":
         return torch.rand(count, generator=generator) < 0.5
+    if dtype.startswith("complex"):
+        return torch.randn(count, generator=generator, dtype=torch.complex128)
     if not dtype.startswith("float"):
         bound = min((_largest_index(Case(op, graph.values)) for op in users), default=2)
         drawn = torch.randint(bound, (count,), generator=generator)
@@ -117,10 +122,13 @@ def _users(graph: Graph, number: int) -> Iterator[Op]:
 
 def tensors_of(graph: Graph, memory: Mapping[int, Tensor]) -> list[Tensor]:
     """The inputs of the graph on that memory."""
-    return [
-        memory[value.storage].as_strided(value.shape, value.stride, value.offset)
-        for value in (graph.values[number] for number in graph.inputs)
-    ]
+    return [_window(memory[value.storage], value) for value in (graph.values[number] for number in graph.inputs)]
+
+
+def _window(memory: Tensor, value: Value) -> Tensor:
+    """What a value shows of the memory of its storage."""
+    shown = memory.view(getattr(torch, value.dtype)).as_strided(value.shape, value.stride, value.offset)
+    return with_bits(shown, value.bits)
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ def differences(expected: Outcome, found: Outcome, graph: Graph) -> list[str]:
         if (made.shape, made.stride(), made.dtype) != (looks.shape, looks.stride, tensor.dtype):
             lines.append(f"value {key}: {tuple(made.shape)} {made.stride()} instead of {looks}")
         elif not close(made, tensor):
-            lines.append(f"value {key}: off by {(made.double() - tensor.double()).abs().max().item():.3g}")
+            lines.append(f"value {key}: off by {(wide(made) - wide(tensor)).abs().max().item():.3g}")
     lines += [
         f"storage {key}: other contents"
         for key in expected.memory
@@ -160,7 +168,7 @@ def differences(expected: Outcome, found: Outcome, graph: Graph) -> list[str]:
 
 def close(found: Tensor, expected: Tensor) -> bool:
     """Equal but for the order of sums."""
-    if not expected.is_floating_point():
+    if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(found, expected)
     finite = expected[expected.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0

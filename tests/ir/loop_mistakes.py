@@ -223,11 +223,11 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
     ),
     "a view with strides of its own": (
         within(value(4, stride=(1, 2))),
-        f"{LOOP}, operator 0 (magis.part): a view of a stretch has the strides and the offset of the whole",
+        f"{LOOP}, operator 0 (magis.part): a view of a stretch has the strides, the offset and the bits of the whole",
     ),
     "a view elsewhere": (
         within(value(4, offset=6)),
-        f"{LOOP}, operator 0 (magis.part): a view of a stretch has the strides and the offset of the whole",
+        f"{LOOP}, operator 0 (magis.part): a view of a stretch has the strides, the offset and the bits of the whole",
     ),
     "a copy on an input": (
         within(both(op(0, reads=((0, 0),)), value(4, storage=2), storage(2, nbytes=48))),

@@ -385,7 +385,10 @@ def test_real_networks(gate):
     result.assert_outcomes(passed=7, failed=3)
     assert lines(result, "test_memory.test_none: the test returned a NoneType; return a magis.api.Workload, (module, ")
     assert lines(result, "E       ValueError: mine")
-    assert any("mixed data types: 0.weight is float64, input 0 is float32" in line for line in result.outlines)
+    assert any(
+        "mixed data types: aten.addmm.default in module '0' is given float32 and float64" in line
+        for line in result.outlines
+    )
     assert [path.name for path in sorted((gate.root / "baselines" / "sim-h200").iterdir())] == [
         "test_memory.test_huge.json"
     ]

@@ -165,6 +165,16 @@ def test_a_latency_limit_that_the_device_does_not_keep_is_said():
     assert at(1.2) == ("latency ratio 1.200 is above the limit of 1.1 that was asked for",)
 
 
+def test_a_simulator_that_is_off_says_which_tolerance_lets_it_pass():
+    now = result()
+    now = replace(now, original=replace(now.original, simulated=Memory(1000, 1101)))
+    broken = compare(now, result())
+    check(broken, "FAIL broken", "broken", passed=False)
+    assert broken.findings[0].why.endswith("--magis-memory-tolerance=0.001 lets it pass")
+    check(compare(now, result(), memory=0.001), "pass", passed=True)
+    check(compare(now, result(), memory=0.0005), "FAIL broken", "broken", passed=False)
+
+
 def test_on_cuda_the_simulator_may_be_off_by_a_hundredth():
     now = result(device="cuda", ori=(100_000, 100_000), opt=(70_000, 70_000))
     for off, broken in ((1000, False), (1001, True), (-1000, False), (-1001, True)):
@@ -201,7 +211,8 @@ def test_latency_elsewhere_or_untimed_is_not_gated():
     verdict = compare(result(ratio=None), result())
     check(verdict, "pass", passed=True)
     assert verdict.notes == ("latency is not gated: this run has no latency ratio",)
-    assert compare(result(), result(ratio=None)).notes == ("latency is not gated: the baseline has no latency ratio",)
+    said = "latency is not gated: the baseline has no latency ratio; --magis-update=new adds one"
+    assert compare(result(), result(ratio=None)).notes == (said,)
 
 
 def test_an_infeasible_case_passes_only_if_the_baseline_says_so():

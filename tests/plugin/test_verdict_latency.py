@@ -81,6 +81,43 @@ def test_a_tenth_above_the_stored_ratio_is_red_if_measured_to_within_a_fiftieth(
         assert compare(result(ratio=ratio, half=0.02 * ratio), before).passed
 
 
+# --- a ratio in doubt --------------------------------------------------------------------------------------------
+
+BUSY = "the machine is too busy: threads waited for a core 70% of the time"
+
+
+def doubtful(ratio: float = 2.81) -> CaseResult:
+    made = result(ratio=ratio)
+    assert made.ratio is not None
+    return replace(made, ratio=replace(made.ratio, doubt=BUSY))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.02, 2.81])
+@pytest.mark.parametrize("permissions", ["", "new,better,worse"])
+def test_a_ratio_in_doubt_is_not_gated(ratio, permissions):
+    verdict = compare(doubtful(ratio), result(), permissions)
+    check(verdict, "pass", passed=True)
+    assert verdict.notes == (f"latency is not gated: {BUSY}",)
+    assert not verdict.store
+    assert not compare(replace(doubtful(), original=result(ori=(2000, 2100)).original), result()).passed  # bytes are
+
+
+def test_a_ratio_in_doubt_is_not_stored_and_added_when_there_is_a_sound_one():
+    first = compare(doubtful(), None, "new")
+    check(first, "accepted new", "new", passed=True)
+    assert first.notes == (f"latency is not gated: {BUSY}",)
+    baseline = updated(None, "bert", "label", doubtful().case, doubtful())
+    stored = stored_case(baseline, "label", doubtful().case)
+    assert stored is not None
+    (measured,) = stored.measured.values()
+    assert (measured.latency_ratio, measured.latency_ratio_low, measured.latency_ratio_high) == (None, None, None)
+    assert not compare(result(), doubtful()).store
+    later = compare(result(), doubtful(), "new")
+    check(later, "accepted new", passed=True)
+    assert later.store
+    assert not compare(doubtful(), doubtful(), "new").store
+
+
 # --- simulated devices: latencies of each step ------------------------------------------------------------------
 
 

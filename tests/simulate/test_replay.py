@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.aten.facts import NUMBER_BYTES
 from magis.ir import Graph, Op, Ref, Storage, Value
 from magis.simulate.replay import replay, rounded
 from tests.strategies import schedules
@@ -53,7 +52,7 @@ def test_bytes_are_counted_storage_by_storage(graph: Graph, rounding: int, data:
     if data.draw(st.booleans()):
         deaths = {storage: data.draw(st.integers(0, len(graph.ops))) for storage in data.draw(some)}
     spans = st.tuples(st.integers(0, len(graph.ops)), st.integers(0, len(graph.ops))).map(sorted).map(tuple)
-    numbers: tuple[tuple[int, int], ...] = tuple(data.draw(st.lists(spans, max_size=3)))  # type: ignore[arg-type]
+    numbers = tuple((*span, 2**size) for size, span in enumerate(data.draw(st.lists(spans, max_size=3))))
     profile = replay(graph, scratch, deaths=deaths, rounding=rounding, held=held, numbers=numbers)
     assert profile.persistent_bytes == sum(
         rounded(storage.nbytes, rounding) for storage in graph.storages.values() if storage.persistent
@@ -61,9 +60,9 @@ def test_bytes_are_counted_storage_by_storage(graph: Graph, rounding: int, data:
     assert len(profile.tensors) == len(profile.peaks) == len(graph.ops)
     for at, op in enumerate(graph.ops):
         tensors = counted(graph, at, deaths=deaths, rounding=rounding, held=held)
-        alive = sum(born <= at <= last for born, last in numbers)
+        alive = sum(nbytes for born, last, nbytes in numbers if born <= at <= last)
         assert profile.tensors[at] == tensors
-        assert profile.peaks[at] == tensors + NUMBER_BYTES * alive + scratch(op, graph.values)
+        assert profile.peaks[at] == tensors + alive + scratch(op, graph.values)
     assert profile.tensor_bytes == max(profile.tensors, default=profile.persistent_bytes)
     assert profile.peak_bytes == max(profile.peaks, default=profile.persistent_bytes)
     if graph.ops:

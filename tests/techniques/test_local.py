@@ -103,7 +103,7 @@ def losses(step: EagerStep) -> list[float]:
 
 def steps_of(name: str) -> list[float]:
     work, technique = small(), local(name, "cpu")
-    with technique.wrapped(work.module, work.blocks, capturing=False):
+    with technique.wrapped(work.module, work.blocks):
         return losses(technique.step(work))
 
 

@@ -78,7 +78,7 @@ def test_rates_that_part_ways_need_no_other_plan() -> None:
         optimizer.param_groups[1]["lr"] = 0.5
     loops.agree(2)
     assert loops.step.report().update == "part of the step"
-    assert len(loops.step._bound) == 1
+    assert len(loops.step._entries) == 1
 
 
 def _halves(params: Any) -> torch.optim.Optimizer:
@@ -100,3 +100,13 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     module = net()
     with pytest.raises(UsageError, match="the optimizer has none of the parameters that the model trains"):
         optimize(module, loss_of, AdamW(net().parameters()), batch(), memory_ratio=0.95, budget=150)
+
+
+def test_groups_of_lists_may_name_parameters_without_a_gradient() -> None:
+    module = nn.ModuleDict({"body": net(depth=2), "unused": nn.Linear(32, 32)})
+    module.forward = module["body"].forward  # type: ignore[method-assign, assignment]
+    halves = [{"params": list(module["body"].parameters())}, {"params": list(module["unused"].parameters())}]
+    optimizer = AdamW(halves, foreach=True)
+    step = optimize(module, loss_of, optimizer, batch(), memory_ratio=1.0, budget=1)
+    assert torch.isfinite(step(*batch()))
+    assert len(optimizer.state) == 4

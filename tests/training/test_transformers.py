@@ -97,3 +97,30 @@ def test_a_model_trains_as_in_eager_mode(name: str) -> None:
         assert torch.equal(loss, expected.detach())
     assert_same(module.state_dict(), twin.state_dict())
     assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_draws_its_dropout_again(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = _bert().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in (model, twin))
+    batch = _words()
+    step = optimize(model, None, ours, batch, memory_ratio=0.95, budget=BUDGET)
+    assert not step.report().fission
+    for seed in range(2):
+        torch.manual_seed(seed)
+        loss = step(**batch)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        theirs.zero_grad()
+        expected = twin(**batch).loss
+        expected.backward()
+        theirs.step()
+        assert torch.equal(loss, expected.detach())
+        assert torch.equal(torch.get_rng_state(), state)
+    assert_same(model.state_dict(), twin.state_dict())
+    assert_same(ours.state_dict(), theirs.state_dict())

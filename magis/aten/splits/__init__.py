@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from magis.aten.facts import is_random
 from magis.aten.splits import (
     attention,
     convolution,
@@ -84,7 +83,7 @@ def has_rule(target: str) -> bool:
 def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
     if op.target.startswith("magis."):
         return "part of the plan, not of the computation"
-    if op.random or is_random(op.target, op.args):
+    if op.random:
         return opaque.RANDOM
     if not has_rule(op.target):
         return f"no rule for {op.target}"

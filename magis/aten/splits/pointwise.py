@@ -70,7 +70,7 @@ RULES: dict[str, Rule] = {
     **rows(pointwise, "clamp_min clamp_max eq ne lt le gt ge isnan isinf isfinite signbit logical_and logical_or"),
     **rows(pointwise, "logical_not logical_xor bitwise_and bitwise_or bitwise_xor bitwise_not nan_to_num where"),
     **rows(pointwise, "masked_fill lerp addcmul addcdiv hypot copysign heaviside xlogy logaddexp logaddexp2 sgn"),
-    **rows(pointwise, "real _conj conj_physical angle polar complex deg2rad rad2deg"),
+    **rows(pointwise, "real _conj _neg_view conj_physical angle polar complex deg2rad rad2deg"),
     # activations and their backward
     **rows(pointwise, "relu threshold gelu silu mish sigmoid hardtanh hardswish hardsigmoid leaky_relu elu"),
     **rows(pointwise, "softplus softshrink hardshrink logit log_sigmoid_forward celu _prelu_kernel"),

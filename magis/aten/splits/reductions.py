@@ -94,6 +94,12 @@ def flipped(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], reason="elements move along the dimension")
 
 
+def transform(call: Call) -> Labels | str:
+    """A Fourier transform: all but the transformed dimensions, one of which may change its size."""
+    labels = numbered(call.shape(0), call.integers(1, "dim"))
+    return Labels({(0,): labels}, [labels], reason="every result depends on the whole dimension")
+
+
 def triangle(call: Call) -> Labels | str:
     """A triangle of every matrix: which elements belong to it depends on where they are."""
     labels = numbered(call.shape(0), (-1, -2))
@@ -117,6 +123,7 @@ RULES: dict[str, Rule] = {
     **rows(elementwise_along(2), "topk"),
     **rows(elementwise_along(2), "_softmax_backward_data _log_softmax_backward_data"),
     **rows(flipped, "flip roll"),
+    **rows(transform, "_fft_r2c _fft_c2r _fft_c2c"),
     **rows(triangle, "tril triu"),
     **rows(halves, "glu glu_backward"),
 }

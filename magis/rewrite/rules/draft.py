@@ -71,7 +71,8 @@ class Draft:
             self._versions[storage] = 0
         else:
             storage, offset = landed(self.values[op.inputs()[made.base]], made)
-        self.values[number] = Value(number, made.shape, made.stride, made.dtype, storage, offset)
+        looks = Value(number, made.shape, made.stride, made.dtype, storage, offset, bits=made.bits)
+        self.values[number] = looks
         return number
 
     def _reads(self, op: Op) -> Iterator[tuple[int, int]]:
@@ -119,7 +120,7 @@ def _described(op: Op, values: dict[int, Value]) -> tuple[Made | None, ...]:
 
 def landed(base: Value, made: Made) -> tuple[int, int]:
     """Storage and offset of a view of ``base``."""
-    return base.storage, base.offset + made.offset
+    return base.storage, made.offset_on(base)
 
 
 def common_module(modules: Sequence[str]) -> str:

@@ -56,7 +56,9 @@ Form: TypeAlias = Callable[[Op, Values], Seen | None]
 
 _ELEMENTWISE = frozenset(
     name for name, rule in RULES.items() if rule is pointwise and not name.endswith(("_like", "_copy", "copy", "fill"))
-) - {"zero", "lift", "lift_fresh", "detach", "alias", "clone", "polar", "complex", "angle", "real"}
+) - {
+    "zero", "lift", "lift_fresh", "detach", "alias", "clone", "polar", "complex", "angle", "real", "_conj", "_neg_view",
+}  # fmt: skip
 
 
 def name_of(op: Op) -> str:
@@ -109,12 +111,20 @@ def _conv_bias(op: Op, values: Values) -> Seen | None:
     return found if found is not None and len(found.args) == 3 else None
 
 
+def _complex(op: Op, values: Values) -> bool:
+    """Whether a call is about complex numbers: how their products are rounded depends on which factor is the first, and
+    on where in a row an element stands."""
+    return any(values[number].dtype.startswith("complex") for number in (*op.inputs(), *op.made()))
+
+
 def _pair(target: str) -> Form:
     def see(op: Op, values: Values) -> Seen | None:
         found = _tensors(op, 2) if op.target == target else None
         if found is None:
             return None
         looks = {(values[number].shape, values[number].dtype) for number in (*found, *op.made())}
+        if target == "aten.mul.Tensor" and _complex(op, values):
+            return None
         return Seen(found) if len(looks) == 1 else None
 
     return see
@@ -138,6 +148,8 @@ def _elementwise(count: int) -> Form:
             return None
         shape = values[op.made()[0]].shape
         if any(values[number].shape != shape for number in op.inputs()) or any(isinstance(a, tuple) for a in op.args):
+            return None
+        if _complex(op, values):
             return None
         dtypes = tuple(values[number].dtype for number in op.inputs())
         return Seen(op.inputs(), key=(op.target, repr(_literals(op)), dtypes))

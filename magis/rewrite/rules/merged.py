@@ -89,7 +89,10 @@ def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Windo
 
 
 def _layout(value: Value, dim: int) -> _Layout | None:
-    """The tensor as rows in memory, one after another along ``dim``; None if it does not lie so."""
+    """The tensor as rows in memory, one after another along ``dim``; None if it does not lie so, or shows its memory's
+    conjugates or negatives."""
+    if value.bits:
+        return None
     rank = len(value.shape)
     # Dimensions of one element may have any stride; the one that is merged is outermost among equals.
     inner = sorted((d for d in range(rank) if d != dim), key=lambda d: (-value.stride[d], d))

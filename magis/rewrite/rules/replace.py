@@ -15,7 +15,7 @@ from magis.aten.facts import is_view
 from magis.cost.shapes import Made, describe
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.ir import Const, Graph, Op, Ref, Storage, replace_refs
+from magis.ir import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
 from magis.rewrite.rules.draft import Draft, Refused, landed
 from magis.rewrite.rules.forms import ABSOLUTE, is_elementwise, name_of
 
@@ -70,7 +70,7 @@ class _Change:
         self._next_op = max((op.id for op in (*draft.graph.ops, *draft.added)), default=0) + 1
         for old, new in instead.items():
             one, other = self.values[old], self.values[new]
-            if (one.shape, one.dtype) != (other.shape, other.dtype):
+            if (one.shape, one.dtype, one.bits) != (other.shape, other.dtype, other.bits):
                 raise Refused("the results look different")
 
     def renewed(self, op: Op) -> list[Op]:
@@ -142,7 +142,7 @@ class _Change:
         number, storage = max(self.values) + 1, max(self.storages) + 1
         looks = self.values[value]
         self.values[number] = replace(
-            looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name=""
+            looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name="", bits=()
         )
         self.storages[storage] = Storage(storage, looks.nbytes, "temporary")
         self._changed.add(number)
@@ -156,7 +156,8 @@ class _Change:
                 source, target = self.before.values[taken], self.values[given]
                 if source.storage == old.storage:
                     if (source.storage, source.offset) != (target.storage, target.offset):
-                        moved = old.offset - source.offset + target.offset
+                        bytes_moved = (target.offset - source.offset) * ITEM_SIZE[source.dtype]
+                        moved = old.offset + bytes_moved // ITEM_SIZE[old.dtype]
                         self.values[value] = replace(old, storage=target.storage, offset=moved)
                         self._changed.add(value)
                     break
@@ -168,7 +169,8 @@ class _Change:
                 continue
             old = self.before.values[value]
             sources = [at for at, taken in enumerate(op.inputs()) if self.before.values[taken].storage == old.storage]
-            if bool(sources) != (each.base is not None) or old.shape != each.shape or old.dtype != each.dtype:
+            same = (old.shape, old.dtype, old.bits) == (each.shape, each.dtype, each.bits)
+            if bool(sources) != (each.base is not None) or not same:
                 raise Refused(f"{op.target} would make another kind of tensor")
             if each.base is None:
                 looks = replace(old, stride=each.stride, offset=each.offset)

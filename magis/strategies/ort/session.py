@@ -85,6 +85,7 @@ class OrtStep:
     ) -> None:
         """``batch``: tensors of the step by name ("input:0", "target:0")."""
         self.module = module
+        self.generators: Mapping[str, torch.Generator] = {}  # random numbers are ONNX Runtime's own
         self._rule = rule
         self._steps = 0
         self._name = name

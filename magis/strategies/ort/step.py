@@ -85,7 +85,7 @@ def ort_predicted(exported: Exported, name: str, *, optimized: bool = True) -> t
 
 def _captured(work: Workload, autocast: str | None, inference: bool) -> Captured:
     loss_fn: Callable[..., Tensor] | None = None if inference else work.loss_fn
-    rule = replace(work.optimizer, kind="none") if inference else work.optimizer
+    rule = replace(work.optimizer, kind="none") if inference else work.optimizer.looped()
     with _evaluating(work.module, inference):
         return capture(
             work.module, work.inputs, work.targets, loss_fn, rule, explicit_attention=True, autocast=autocast

@@ -43,7 +43,7 @@ class Traced:
     """As in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
     outputs: tuple[str, ...]
     """ "output:0" (the loss), then what the step has changed: "new:parameter:layer.weight"."""
-    constants: Mapping[str, tuple[float, ...]]
+    constants: Mapping[str, tuple[complex, ...]]
     """Data of those inputs that never change, in row-major order."""
     scalars: Mapping[float, str]
     """The numbers that stand in the graph for named ones: number -> name."""

@@ -1,0 +1,1 @@
+"""Networks that nobody here wrote, one of every family of the common libraries, and what magis makes of each."""

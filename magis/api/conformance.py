@@ -1,0 +1,82 @@
+"""Compares a captured step with what eager really runs, at the real size where that fits, else on a small batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from magis.aten.host_random import generators_kept, seed_all
+from magis.capture import Captured, Workload, capture
+from magis.capture.conform import ConformanceError, check_conforms
+from magis.capture.step import record_eager
+from magis.errors import CaptureError
+
+__all__ = ["MOST_BYTES", "conformance"]
+
+WHOLE = "whole step"
+UNCHECKED = "not checked"
+SMALL_BATCH = 2
+MOST_BYTES = 1 << 30
+"""Of the peak of a step that is run for no other purpose than this; a CPU takes seconds for it."""
+
+
+def conformance(
+    work: Workload,
+    captured: Captured | None,
+    peak_bytes: int,
+    weight_bytes: int,
+    *,
+    autocast: str | None,
+    seed: int,
+) -> str:
+    """How far a step was compared with eager's own operators: "whole step", "batch of 2", or "not checked: <why>".
+
+    `work` is on real CPU tensors, `captured` its capture for the CPU with this seed where there is one already, and
+    `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and module that differ,
+    for a step that eager does not run so.
+    """
+    if peak_bytes <= MOST_BYTES:
+        return _checked(work, captured, autocast, seed, WHOLE)
+    if 4 * weight_bytes > MOST_BYTES:
+        return f"{UNCHECKED}: the parameters alone are too large to run a step here"
+    small = _smaller(work)
+    if small is None:
+        return f"{UNCHECKED}: the step is too large to run here, and its tensors have no batch dimension in common"
+    return _checked(small, None, autocast, seed, f"batch of {SMALL_BATCH}")
+
+
+def _checked(work: Workload, captured: Captured | None, autocast: str | None, seed: int, said: str) -> str:
+    try:
+        _check(work, captured, autocast, seed)
+    except ConformanceError:
+        raise
+    except CaptureError as error:  # who runs the step for its own sake says so
+        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}"
+    return said
+
+
+def _check(work: Workload, captured: Captured | None, autocast: str | None, seed: int) -> None:
+    args = (work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
+    explicit = work.explicit_attention
+    with generators_kept():
+        seed_all(seed)
+        found = captured or capture(*args, explicit_attention=explicit, autocast=autocast)
+        seed_all(seed)
+        eager = record_eager(*args, explicit_attention=explicit, autocast=autocast)
+    check_conforms(found.graph, eager.graph)
+
+
+def _smaller(work: Workload) -> Workload | None:
+    """The same on the first samples of the batch; None where its tensors do not share a first dimension."""
+    sizes = {tensor.shape[0] for tensor in (*work.inputs, *work.targets) if tensor.dim()}
+    if len(sizes) != 1:
+        return None
+
+    def few(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(tensor[:SMALL_BATCH].clone() if tensor.dim() else tensor for tensor in tensors)
+
+    with torch.no_grad():
+        return replace(work, inputs=few(work.inputs), targets=few(work.targets))

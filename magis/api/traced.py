@@ -1,0 +1,131 @@
+"""A model as it is captured: its workload on hollow tensors and on real ones, and the step that it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from magis.api.source import Source, own_dtype, would_change
+from magis.aten.host_random import generators_kept, seed_all
+from magis.capture import Captured, Workload, capture
+from magis.capture.copies import deep_copy
+from magis.capture.hollow import hollow
+from magis.capture.settle import settle
+from magis.dtypes import autocast_type, tensor_type
+from magis.errors import CaptureError
+from magis.ir import verify
+from magis.strategies.local import Local
+
+__all__ = ["TracedModel"]
+
+
+class TracedModel:
+    """One model at one size, data type and device kind. Heavy members are made once and kept."""
+
+    def __init__(self, source: Source) -> None:
+        self._asked = source
+        self.simulated_only = source.device.startswith("sim:")
+        self.kind = "cpu" if source.device == "cpu" else "cuda"
+        self._variants: dict[str, tuple[Captured, int]] = {}
+        self._settles = False
+
+    @cached_property
+    def source(self) -> Source:
+        """With the model's own data type, where none was asked for."""
+        return self._asked if self._asked.dtype else replace(self._asked, dtype=own_dtype(self.traced))
+
+    @property
+    def keeps_dtypes(self) -> bool:
+        """Whether tensors stay of the data types that they are built with."""
+        return not self._asked.dtype
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The real workload, on the CPU."""
+        return self.make()
+
+    @cached_property
+    def traced(self) -> Workload:
+        """The workload on hollow tensors, to be captured. The real one of a factory that does on real tensors what
+        hollow ones cannot: it reads numbers off them, say."""
+        try:
+            with hollow():
+                return self.make()
+        except Exception:
+            if not self._asked.of_user:
+                raise
+        return self.workload
+
+    def make(self) -> Workload:
+        """The workload anew, on whatever kind of tensors is in force."""
+        made = self._asked.make(self._asked.seed)
+        if not self._asked.dtype:
+            return made
+        dtype = tensor_type(self._asked.dtype)
+        if self._asked.of_user and would_change(made.module, getattr(torch, dtype)):
+            made = replace(made, module=deep_copy(made.module))  # the user may have it at hand: it stays as it is
+        return made.to(dtype)
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The step in program order, with eager's in-place operators; verified."""
+        found = self._first_capture()
+        if not found.left:
+            return found
+        self._settles = True
+        settle(self.traced)
+        return self._captured(self.traced)
+
+    def _first_capture(self) -> Captured:
+        """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
+        try:
+            return self._captured(self.traced, settled=False)
+        except CaptureError:
+            if not self._asked.of_user or self.traced is self.workload:
+                raise
+        self.__dict__["traced"] = self.workload
+        return self._captured(self.traced, settled=False)
+
+    @cached_property
+    def _settled(self) -> Workload:
+        """The real workload as it is from the second step on."""
+        work = self.workload
+        _ = self.captured
+        if self._settles and work.module is not self.traced.module:
+            settle(work)
+        return work
+
+    def captured_as(self, technique: Local) -> tuple[Captured, int]:
+        """The same under a technique that can be captured, and the bytes that it moves over the host's link; kept."""
+        if technique.name not in self._variants:
+            with technique.in_capture(self.traced, self.kind) as moved:
+                captured = self._captured(self.traced, technique.cast)
+            self._variants[technique.name] = captured, moved.nbytes
+        return self._variants[technique.name]
+
+    def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
+        with generators_kept():
+            seed_all(self._asked.seed)
+            found = self._captured_now(workload, cast, settled=settled)
+        verify(found.graph)
+        verify(found.original.graph)
+        return found
+
+    def _captured_now(self, workload: Workload, cast: str, *, settled: bool) -> Captured:
+        return capture(
+            workload.module,
+            workload.inputs,
+            workload.targets,
+            workload.loss_fn,
+            workload.optimizer,
+            device=self.kind,
+            explicit_attention=workload.explicit_attention,
+            autocast=cast or autocast_type(self._asked.dtype),
+            settled=settled,
+        )
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        return self.traced.blocks

@@ -1,0 +1,116 @@
+"""Reading and setting the state of the generator, as operators that a dispatch mode sees.
+
+torch's Python functions (``torch.get_rng_state``, ``fork_rng``, ``manual_seed``, and through them activation
+checkpointing) work on the object ``torch.random.default_generator``. Within ``states_recorded`` another one stands
+there, which calls the operators of ``magis.aten.states``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magis.aten.generators import same_generator
+from magis.aten.states import STATE_BYTES, as_seed
+from magis.errors import CaptureError
+
+__all__ = ["states_recorded"]
+
+_STATES = frozenset(
+    {
+        "get_state", "set_state", "manual_seed", "seed", "initial_seed", "clone_state", "get_offset", "set_offset",
+        "graphsafe_get_state", "graphsafe_set_state",
+    }
+)  # fmt: skip
+_CHECKPOINTING = "torch.utils.checkpoint"
+_AROUND = ("torch.random", "torch", "contextlib", __name__)
+KEEP = "draw what the step needs before it, and pass it as an input"
+
+
+class _Recorded(torch.Generator):
+    """Stands for a device's default generator: what reads or sets its state becomes an operator."""
+
+    device_kind = "cpu"
+
+    def get_state(self) -> Tensor:
+        self._check()
+        found: Tensor = torch.ops.magis.get_state(STATE_BYTES[self.device_kind], device=torch.device("cpu"))
+        return found
+
+    def set_state(self, new_state: Tensor) -> None:  # type: ignore[override]
+        self._check()
+        torch.ops.magis.set_state(new_state, device=torch.device("cpu"))
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._check()
+        return self.seeded(seed)
+
+    def seeded(self, seed: int) -> torch.Generator:
+        """As ``torch.manual_seed`` does it, for every device."""
+        torch.ops.magis.seed(as_seed(seed), device=torch.device("cpu"))
+        return self
+
+    def seed(self) -> int:
+        raise CaptureError("the step seeds the generator by chance (torch.seed)", hint="use torch.manual_seed")
+
+    def initial_seed(self) -> int:
+        raise CaptureError("the step reads the seed of the generator as a number", hint=KEEP)
+
+    def _check(self) -> None:
+        """On a GPU its generator is what counts. Only checkpointing keeps that one's state beside the CPU's."""
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and caller.f_globals.get("__name__") in _AROUND:
+            caller = caller.f_back
+        name = "" if caller is None else caller.f_globals.get("__name__")
+        if self.device_kind != "cpu" and name != _CHECKPOINTING:
+            raise CaptureError("the step reads or sets the state of the CPU's generator, but runs on a GPU", hint=KEEP)
+
+
+@contextmanager
+def states_recorded(device: str, own: Mapping[str, torch.Generator]) -> Iterator[None]:
+    """A context in which states that are read and set are recorded, for a step on ``device`` ("cpu" or "cuda").
+
+    Generators of the step's ``own`` have their methods in C, which nothing can stand in for: CaptureError.
+    """
+    stand_in = _Recorded()
+    stand_in.device_kind = device
+    replaced: list[tuple[Any, str, Any]] = []
+    for place, name, new in (
+        (torch, "default_generator", stand_in),
+        (torch.random, "default_generator", stand_in),
+        (torch.random, "_manual_seed_impl", stand_in.seeded),  # which would seed every GPU now
+    ):
+        replaced.append((place, name, getattr(place, name)))
+        setattr(place, name, new)
+    before = sys.getprofile()
+    if own:
+        sys.setprofile(_Refusal(own))
+    try:
+        yield
+    finally:
+        if own:
+            sys.setprofile(before)
+        for place, name, old in replaced:
+            setattr(place, name, old)
+
+
+class _Refusal:
+    """Called before every function in C: none of them may handle the states of a step's own generators."""
+
+    def __init__(self, own: Mapping[str, torch.Generator]) -> None:
+        self._own = tuple(own.values())
+
+    def __call__(self, _frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call" or getattr(called, "__name__", "") not in _STATES:
+            return
+        given = getattr(called, "__self__", None)
+        if isinstance(given, torch.Generator) and any(same_generator(given, each) for each in self._own):
+            raise CaptureError(
+                f"the step calls {called.__name__} of a generator of its own", hint="set its state before the step"
+            )

@@ -1,0 +1,255 @@
+"""What a forward does besides computing: a captured step would do it once, eager does it at every call.
+
+The forward is called twice, on tensors without memory. What the second call changes in Python (counters, lists), what
+it draws from Python's or numpy's random numbers, and tensors that it takes over from the first are refused: the step
+could not go on where eager does. What only the first call sets up is fine, if that is the same at every step. While the
+second call runs, the names that its code looks at are collected; a plan rests on what they stand for (`Reads`).
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.aten.generators import held_generators, own_kept
+from magis.aten.host_random import HostGenerators, generators_kept
+from magis.capture.autocast import autocast as casting
+from magis.capture.checks import clear_errors
+from magis.capture.hollow import Hollow, hollow, hollow_like
+from magis.capture.places import Places
+from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
+from magis.capture.stand_ins import stand_ins
+from magis.capture.step import is_readable
+from magis.capture.workload import Workload
+from magis.errors import CaptureError
+
+__all__ = ["observe", "observe_step"]
+
+WHERE = "draw with torch, and compute with the tensors that it makes"
+BUFFER = "keep it in a buffer of the module, updated in place"
+_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
+"""What code that reads attributes by names made at run time mentions."""
+_ALWAYS = frozenset(
+    {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+    | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
+    | {"_forward_hooks_always_called", "_is_full_backward_hook"}
+)
+_BELOW = ("magis.capture", "magis.aten", "torch._", "torch.fx", "torch.utils._")
+"""Code below the forward's own: it runs operators, or watches them."""
+
+
+def observe_step(work: Workload, autocast: str | None = None) -> Reads:
+    """What the code of a training step's forward and loss reads; the module and all generators are left as they were.
+
+    Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that cannot be called.
+    """
+    mode, places = Hollow(draws=True), Places()
+    trained = [name for name, parameter in work.module.named_parameters() if parameter.requires_grad]
+    with ExitStack() as stack:
+        stack.enter_context(generators_kept())
+        twins = partial(hollow_like, known=is_readable)
+        stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
+        stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
+        stack.enter_context(clear_errors(places))
+        stack.enter_context(places.watch(stand.module))
+        stack.enter_context(hollow(mode))
+
+        def forward() -> object:
+            with torch.enable_grad(), casting(autocast):
+                return work.loss_fn(stand.module(*stand.inputs), *stand.targets)
+
+        reads = observe(forward, {"model": stand.module, "loss": work.loss_fn}, stand.named().values())
+    if mode.drawn:
+        raise CaptureError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
+    return reads
+
+
+def observe(call: Callable[[], object], roots: Mapping[str, object], tensors: Iterable[Tensor]) -> Reads:
+    """Call a forward twice and return what its code reads; all that hangs on `roots` is put back as it was.
+
+    `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat.
+    """
+    known, codes = tuple(tensors), dict[types.CodeType, dict[str, Any]]()
+    start, first = Snapshot(roots), _Traced(known)
+    try:
+        with first:
+            one = call()
+        between, drawn = Snapshot(roots), HostGenerators()
+        second = _Traced(known, _left_behind(first, start, between))
+        with second, _running(codes):
+            other = call()
+        _check(between, drawn, first, second)
+        del one, other  # held up to here, so that no address is given to another tensor
+    finally:
+        start.restore()
+    return _reads(codes)
+
+
+def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Traced) -> None:
+    if second.taken:
+        raise CaptureError(
+            f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
+        )
+    for path, then, now in between.changes():
+        if not _only_results(now, then):
+            raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
+    if drawn.moved():
+        raise CaptureError(
+            "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
+            hint=WHERE,
+        )
+    if first.calls != second.calls:
+        pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
+        one, other = next((one, other) for one, other in pairs if one != other)
+        raise CaptureError(
+            f"the first forward computes {one[0]} where the next one computes {other[0]}",
+            hint="call the module once before",
+        )
+
+
+def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
+    """Whether what changes are results of the last call that are kept for whoever wants to look at them."""
+    if same(now, then):
+        return True
+    if depth > 4 or type(now) is not type(then):
+        return isinstance(now, Tensor) and isinstance(then, Tensor)
+    if isinstance(now, Tensor):
+        return True
+    if isinstance(now, Mapping):
+        return [*now] == [*then] and all(_only_results(now[key], then[key], depth + 1) for key in now)
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(_only_results(a, b, depth + 1) for a, b in zip(now, then, strict=True))
+    parts = getattr(now, "__dict__", None)
+    return parts is not None and not callable(now) and _only_results(parts, then.__dict__, depth + 1)
+
+
+class _Traced(TorchDispatchMode):
+    """The calls on what depends on the step's tensors, or on random numbers; and tensors taken from an earlier call."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], left: Mapping[int, str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Any, ...]] = []
+        self.taken = ""
+        self._dependent: dict[int, weakref.ref[Any]] = {}
+        self._left = left or {}
+        for tensor in tensors:
+            self._mark(tensor)
+
+    def _mark(self, tensor: Tensor) -> None:
+        address = _address(tensor)
+
+        def died(_reference: object) -> None:  # the address may be given to another one
+            self._dependent.pop(address, None)
+
+        if address not in self._dependent:
+            memory = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
+            self._dependent[address] = weakref.ref(memory, died)
+
+    def depends(self, tensor: Tensor) -> bool:
+        return _address(tensor) in self._dependent
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":
+            return out
+        given = [*_tensors(args), *_tensors(tuple((kwargs or {}).values()))]
+        made = list(_tensors(out))
+        for tensor in given:
+            self.taken = self.taken or self._left.get(_address(tensor), "")
+        dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
+        if dependent:
+            self.calls.append((str(func), *(tuple(tensor.shape) for tensor in (*given, *made))))
+            for tensor in (*made, *(given if func._schema.is_mutable else ())):
+                self._mark(tensor)
+        return out
+
+
+def _left_behind(first: _Traced, start: Snapshot, between: Snapshot) -> dict[int, str]:
+    """Tensors of the first call that hang on Python objects now: address of the storage -> path."""
+    return {
+        _address(tensor): path
+        for key, (path, tensor) in between.tensors.items()
+        if key not in start.tensors and first.depends(tensor)
+    }
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _tensors(part)
+
+
+@contextmanager
+def _running(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
+    """Collect the code of every Python function that is called, with its globals."""
+
+    def called(frame: types.FrameType, event: str, _arg: object) -> None:
+        if event == "call":
+            codes.setdefault(frame.f_code, frame.f_globals)
+
+    before = sys.getprofile()
+    sys.setprofile(called)
+    try:
+        yield
+    finally:
+        if before is not None and hasattr(before, "enable"):  # cProfile's: no function
+            before.enable()
+        else:
+            sys.setprofile(before)
+
+
+def _reads(codes: Mapping[types.CodeType, dict[str, Any]]) -> Reads:
+    names: set[str] = set(_ALWAYS)
+    by_name = False
+    wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
+    for code, namespace in codes.items():
+        module = str(namespace.get("__name__", ""))
+        if module.startswith(_BELOW):
+            continue
+        if is_of_torch(module) or module.partition(".")[0] in sys.stdlib_module_names:
+            names.update(code.co_names)
+            continue
+        read = _names_read(code)
+        names.update(read)
+        by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
+        wanted.setdefault(id(namespace), (namespace, set()))[1].update(name for name in read if name in namespace)
+    found = frozenset(names)
+    spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
+    return Reads(None if by_name else found, found, spaces)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_read(code: types.CodeType) -> frozenset[str]:
+    """Names that are looked up somewhere, and strings that may be: what is only stored to is left out."""
+    found = {
+        str(one.argval)
+        for one in dis.get_instructions(code)
+        if one.opname.startswith("LOAD_") and one.argval in code.co_names
+    }
+    strings = {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
+    return frozenset(found | strings)
+
+
+def _pretty(path: str) -> str:
+    for part in ("_modules.", "_parameters.", "_buffers."):
+        path = path.replace(part, "")
+    return path

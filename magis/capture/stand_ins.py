@@ -1,0 +1,104 @@
+"""Hollow memory under a module's own tensors while a step is captured.
+
+The parameters and buffers stay the objects that they are, wherever else the module, its hooks or a closure hold them;
+only the memory that they look at is exchanged, and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["StandIns", "stand_ins"]
+
+Twins = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Other tensors for given ones, by name, that share memory where these do."""
+
+
+@dataclass(frozen=True, eq=False)
+class StandIns:
+    """A module on other memory, and the batch that belongs to it."""
+
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    owners: Mapping[int, str]
+    """Whose memory it is that was exchanged, by storage."""
+
+    def owner_of(self, tensor: Tensor) -> str | None:
+        """The name of the tensor on whose own memory, not its stand-in's, this one lies."""
+        return self.owners.get(tensor.untyped_storage()._cdata)
+
+    def named(self) -> dict[str, Tensor]:
+        """All tensors that exist before the step, by the names that they have in its graph."""
+        return _named(self.parameters, self.buffers, self.inputs, self.targets)
+
+
+@contextmanager
+def stand_ins(
+    module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], trained: Sequence[str], twins: Twins
+) -> Iterator[StandIns]:
+    """The module on the memory of `twins`, with gradients None and only the parameters `trained` requiring one.
+
+    A module of fake tensors, which cannot look at other memory, is copied.
+    """
+    originals = _named(dict(module.named_parameters()), dict(module.named_buffers()), inputs, targets)
+    made = twins(originals)
+    module = _of_plain_tensors(module)
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    owners = {data.untyped_storage()._cdata: name for name, data in originals.items()}
+    before = [(tensor, tensor.data, tensor.requires_grad) for tensor in (*parameters.values(), *buffers.values())]
+    gradients = [parameter.grad for parameter in parameters.values()]
+    try:
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            parameter.data = made[f"parameter:{name}"]
+            parameter.requires_grad_(name in trained)
+        for name, buffer in buffers.items():
+            buffer.data = made[f"buffer:{name}"]
+        yield StandIns(
+            module,
+            parameters,
+            buffers,
+            tuple(made[f"input:{index}"] for index in range(len(inputs))),
+            tuple(made[f"target:{index}"] for index in range(len(targets))),
+            owners,
+        )
+    finally:
+        for parameter in parameters.values():
+            parameter.grad = None
+        for tensor, data, required in before:
+            tensor.data = data
+            tensor.requires_grad_(required)
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _named(
+    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor], targets: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    return {
+        **{f"parameter:{name}": tensor for name, tensor in parameters.items()},
+        **{f"buffer:{name}": tensor for name, tensor in buffers.items()},
+        **{f"input:{index}": tensor for index, tensor in enumerate(inputs)},
+        **{f"target:{index}": tensor for index, tensor in enumerate(targets)},
+    }
+
+
+def _of_plain_tensors(module: nn.Module) -> nn.Module:
+    fakes = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t.data, FakeTensor)]
+    if not fakes:
+        return module
+    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
+    for tensor in fakes:
+        plain = torch.empty(0, dtype=tensor.dtype)
+        made[id(tensor)] = nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else plain
+    return copy.deepcopy(module, made)

@@ -1,0 +1,132 @@
+"""Steps that would take too long are found out under a deadline, and simulated."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pandas as pd
+import pytest
+import torch
+
+from magis.api import Bench, run_case
+from magis.api import subject as subjects
+from magis.api.affordable import COLD, STEPS, running_seconds, step_seconds, too_slow
+from magis.api.subject import Subject
+from magis.results import Case
+from magis.testing import nn, run_optimization, setup_training_graph
+
+CASE = Case("tests.api.nets:blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300, timing_rounds=1)
+
+
+class Ticks:
+    """A clock that goes on by a second whenever somebody looks at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Bench().subject(CASE)
+
+
+def weights(step: object) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in step.module.parameters()]  # type: ignore[attr-defined]
+
+
+def ticks_of(subject: Subject) -> float:
+    clock = Ticks()
+    assert step_seconds(subject.eager(), 1e9, clock) < math.inf
+    return clock.now
+
+
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.3])
+def test_a_step_ends_soon_after_its_deadline(subject: Subject, share: float) -> None:
+    whole = ticks_of(subject)
+    step, clock = subject.eager(), Ticks()
+    before = weights(step)
+    assert step_seconds(step, share * whole / COLD, clock) == math.inf
+    assert clock.now <= share * whole + 8
+    assert all(torch.equal(one, other) for one, other in zip(weights(step), before, strict=True))  # no update was made
+
+
+def test_a_slow_first_step_gets_a_second_chance(subject: Subject) -> None:
+    calls: list[float] = []
+
+    def clock() -> float:
+        """Twice as slow until the first step is done."""
+        step = 2.0 if len(calls) < ticks_of_one else 1.0
+        calls.append((calls[-1] if calls else 0.0) + step)
+        return calls[-1]
+
+    ticks_of_one = int(ticks_of(subject))
+    assert step_seconds(subject.eager(), 1.5 * ticks_of_one, clock) < 1.5 * ticks_of_one
+    assert len(calls) > 1.8 * ticks_of_one
+
+
+def test_what_is_too_slow_is_said_and_the_generator_goes_on_as_if_nothing_had_run(subject: Subject) -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    assert too_slow(subject.eager, 1e9, Ticks()) == ""
+    said = f"a step takes more than 1.2 s here, running a case {STEPS} of them, and may take 60 s"
+    assert too_slow(subject.eager, 60.0, Ticks()) == said
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_step_that_fails_is_not_too_slow() -> None:
+    assert too_slow(lambda: 1 / 0, 60.0, Ticks()) == ""  # type: ignore[arg-type,return-value]
+
+
+def test_how_long_running_may_take() -> None:
+    assert [running_seconds(seconds) for seconds in (None, 5, 60, 1000)] == [600.0, 60.0, 60.0, 1000]
+
+
+@pytest.fixture
+def crawling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Every step is too slow; the seconds that were allowed."""
+    allowed: list[float] = []
+    runs: list[Callable[[], object]] = []
+
+    def found(make: Callable[[], object], seconds: float) -> str:
+        runs.append(make)
+        allowed.append(seconds)
+        return "it crawls"
+
+    monkeypatch.setattr(subjects, "too_slow", found)
+    monkeypatch.setattr("magis.api.scratch.measure_workspaces", partial(pytest.fail, "an operator was run"))
+    monkeypatch.setattr(Subject, "eager", partial(pytest.fail, "the step was run"))
+    return allowed
+
+
+@pytest.mark.parametrize("strategy", ["eager", "magis", "checkpoint"])
+def test_a_step_that_crawls_is_simulated_and_the_row_says_so(crawling: list[float], strategy: str) -> None:
+    case = Case(CASE.model, strategy, "cpu", "small", memory_ratio=0.8 if strategy == "magis" else None, budget=300)
+    result = run_case(case)
+    assert not result.original.is_measured
+    assert not result.optimized.is_measured
+    assert (result.note, result.ratio) == ("not run: it crawls", None)
+    assert result.identity["simulated"] == "too slow to run"
+    assert crawling == [600.0]
+
+
+def test_the_seeds_call_keeps_to_its_time_and_says_what_it_does(
+    crawling: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    graph, y = nn.bert("tiny", batch_size=2, seq_len=16, vocab_size=50)
+    file = io.StringIO()
+    training = setup_training_graph(graph, y, update_weight=True, inplace=False)
+    run_optimization(training, "half", mem_limit_ratio=0.9, time_budget=5, dump_file=file, dtype="float16")
+    assert crawling == [60.0]
+    (row,) = pd.read_csv(io.StringIO(file.getvalue())).to_dict("records")
+    assert not row["ori-is-prof-result"]
+    assert not row["opt-is-prof-result"]
+    assert row["note"] == "not run: it crawls"
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"magis: half: {what}" for what in ("capturing", "timing one step", "searching")]

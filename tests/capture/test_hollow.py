@@ -1,0 +1,203 @@
+"""Capture on hollow tensors: no library tells them from real ones, and numbers are read only where they are known."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from magis.capture import Captured, OptimizerSpec, capture
+from magis.capture.conform import first_difference
+from magis.capture.hollow import hollow, is_hollow
+from magis.capture.step import record_eager
+from magis.errors import CaptureError
+
+SGD = OptimizerSpec("sgd")
+
+
+class Calls(nn.Module):
+    """A linear layer, and whatever else is done to its output."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.register_buffer("sizes", torch.tensor([2, 3]))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, self.a(x))
+
+
+def of(call: Callable[[Any, Tensor], Tensor], *inputs: Tensor, **settings: Any) -> tuple[Captured, Captured, Calls]:
+    """The capture, the same recorded on real tensors, and the module."""
+    module = Calls(call)
+    batch = inputs or (torch.ones(3, 4),)
+    torch.manual_seed(0)
+    found = capture(module, batch, (), lambda out, *_: out.sum(), SGD, **settings)
+    eager = record_eager(module, batch, (), lambda out, *_: out.sum(), SGD)
+    return found, eager, module
+
+
+def tells_apart(_module: Any, x: Tensor) -> Tensor:
+    return x.exp() if isinstance(x, FakeTensor) or type(x) is not Tensor or x.is_meta else x.sin()
+
+
+def makes_a_mask(_module: Any, x: Tensor) -> Tensor:
+    mask = torch.ones(3, 4, dtype=torch.bool).tril()
+    return x if mask.all() else x.masked_fill(mask, 0.0)
+
+
+def uses_numpy(_module: Any, x: Tensor) -> Tensor:
+    return x[:, : int(torch.arange(3).numpy().max())] * torch.linspace(0, 1, 3).tolist()[1]
+
+
+def loops_over_a_buffer(module: Any, x: Tensor) -> Tensor:
+    for size in module.sizes.tolist():
+        x = x + size
+    return x
+
+
+def checkpoints_by_chance(_module: Any, x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.0 else torch.dropout(x, 0.5, True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [tells_apart, makes_a_mask, uses_numpy, loops_over_a_buffer, checkpoints_by_chance],
+    ids=lambda c: c.__name__,
+)
+def test_what_is_captured_is_what_eager_runs(call: Callable[[Any, Tensor], Tensor]) -> None:
+    found, eager, _ = of(call)
+    assert first_difference(found.graph, eager.graph) == ""
+    assert not found.drawn
+
+
+def test_contents_that_were_read_are_named() -> None:
+    found, _, _ = of(loops_over_a_buffer)
+    assert found.contents == {"buffer:sizes"}
+    assert of(makes_a_mask)[0].contents == frozenset()
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: bool(x.sum() > 0), lambda x: x.tolist(), lambda x: x.detach().numpy(), lambda x: x[0, 0].item()]
+)
+def test_numbers_of_the_data_cannot_be_read(read: Callable[[Tensor], object]) -> None:
+    def call(_module: Any, x: Tensor) -> Tensor:
+        read(x)
+        return x
+
+    with pytest.raises(CaptureError, match="the step depends on the data of a tensor"):
+        of(call)
+    assert torch.ones(2).tolist() == [1.0, 1.0]  # as ever, outside
+
+
+def test_numbers_of_what_the_step_changes_cannot_be_read() -> None:
+    def call(module: Any, x: Tensor) -> Tensor:
+        module.sizes.add_(1)
+        return x / int(module.sizes[0])
+
+    with pytest.raises(CaptureError, match="the step reads numbers off buffer:sizes, which it changes"):
+        of(call)
+
+
+def test_a_number_that_was_drawn_and_changed_is_not_taken_for_one_below_one() -> None:
+    def call(_module: Any, x: Tensor) -> Tensor:
+        number = torch.rand([])
+        number.add_(5)
+        return x.sin() if number < 1 else x.cos()
+
+    found, eager, _ = of(call)
+    assert found.drawn
+    assert any(op.target == "aten.cos.default" for op in found.graph.ops)
+    assert first_difference(found.graph, eager.graph) == ""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draw_on_the_host_is_taken_as_eager_takes_it(seed: int) -> None:
+    def call(module: Any, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.dropout(x, 0.5, True)
+            x = x.sin() if torch.rand([]) < 0.5 else x.cos()
+        return x
+
+    module = Calls(call)
+    batch = (torch.ones(3, 4),)
+    torch.manual_seed(seed)
+    before = torch.get_rng_state()
+    found = capture(module, batch, (), lambda out: out.sum(), SGD)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.drawn
+    assert first_difference(found.graph, record_eager(module, batch, (), lambda out: out.sum(), SGD).graph) == ""
+
+
+def test_pythons_own_random_numbers_are_noticed_and_left_as_they_were() -> None:
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    assert of(lambda _module, x: x * random.random())[0].drawn
+    assert random.random() == expected
+
+
+def test_tensors_that_python_holds_are_named_by_where_they_are() -> None:
+    weights = {"of": [torch.ones(4)]}
+
+    def call(module: Any, x: Tensor) -> Tensor:
+        return x * weights["of"][0] + module.plain
+
+    module = Calls(call)
+    module.plain = torch.ones(4)
+    found = capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD)
+    names = {value.name for value in found.graph.values.values() if value.name.startswith("held:")}
+    assert names == {"held:module/.plain", "held:module/.call/(weights/{of/[0"}
+
+
+def test_what_nobody_can_find_again_is_refused() -> None:
+    module = Calls(lambda module, x: x * next(module.endless))
+    module.endless = itertools.repeat(torch.ones(4))
+    with pytest.raises(CaptureError, match="neither parameter, buffer nor input"):
+        capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD)
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    def call(module: Any, x: Tensor) -> Tensor:
+        module.seen = x
+        module.many.append(x)
+        module.late = torch.ones(4)
+        module.sizes.add_(1)
+        return x
+
+    module = Calls(call)
+    module.many = []
+    weight, plain = module.a.weight, module.a.weight.detach().clone()
+    found = capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD)
+    assert found.left == ("late", "many", "seen")
+    assert (module.many, hasattr(module, "seen"), hasattr(module, "late")) == ([], False, False)
+    assert module.a.weight is weight
+    assert torch.equal(weight, plain)
+    assert weight.grad is None
+    assert module.sizes.tolist() == [2, 3]
+
+
+def test_hollow_tensors_are_plain_and_need_no_memory() -> None:
+    with hollow():
+        huge = torch.ones(1 << 40, dtype=torch.uint8)
+        half = huge[1::2] + 1
+    assert (type(half), half.device.type, half.shape) == (Tensor, "cpu", (1 << 39,))
+    assert is_hollow(half)
+    with hollow():
+        assert not is_hollow(torch.ones(4))
+
+
+def test_steps_that_differ_are_told_apart_by_operator_and_module() -> None:
+    one, _, _ = of(lambda _module, x: x.sin())
+    other, _, _ = of(lambda _module, x: x.sin().cos())
+    assert first_difference(one.graph, other.graph).startswith("aten.cos.default -> float32[3, 4] in module '(root)'")
+    shorter = Calls(lambda _module, x: x)
+    found = capture(shorter, (torch.ones(5, 4),), (), lambda out: out.sum(), SGD)
+    assert "float32[3, 4]" in first_difference(found.graph, one.graph)

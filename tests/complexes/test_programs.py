@@ -1,0 +1,54 @@
+"""Random programs on complex tensors: captured, planned, run in parts; eager's bits, and bytes as simulated."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from magis.analysis.hazards import dependency_graph
+from magis.rewrite.untangle import untangle
+from tests.complexes.programs import programs
+from tests.fission.cutout import in_float64
+from tests.fission.draws import Fission, expanded, position_of_loop, regions
+from tests.fission.test_regions import check
+from tests.nets import Built, Net
+from tests.oracles import differences, eager_step, graph_step, history
+from tests.rewrite.cases import Case
+from tests.strategies import examples
+
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real")
+
+
+@given(net=programs(), seed=st.integers(0, 10_000))
+@examples(12)
+def test_plans_compute_eagers_numbers(net: Net, seed: int) -> None:
+    """As captured three steps, then with recomputation, swaps and memory taken over, in several orders."""
+    case = Case(_running(net))
+    assert differences(history(eager_step(case.net)), history(graph_step(case.step.graph, case.net))) == []
+    for at in range(3):
+        case.check(*case.drawn_plan(3 * seed + at))
+
+
+@given(net=programs(), seed=st.integers(0, 10_000))
+@examples(6)
+def test_parts_compute_the_same(net: Net, seed: int) -> None:
+    """A random region of the step as a loop, in double precision."""
+    graph = in_float64(untangle(Case(_running(net)).graph))
+    for region in regions(graph, dependency_graph(graph), random.Random(seed), 20):
+        looped = expanded(graph, region)
+        if looped is not None:
+            check(Fission(graph, region, looped, position_of_loop(looped)), seed)
+            return
+    assume(False)
+
+
+def _running(net: Net) -> Built:
+    built = net.build()
+    try:
+        eager_step(built).run()
+    except RuntimeError:  # strides that eager refuses to view as complex numbers
+        assume(False)
+    return built

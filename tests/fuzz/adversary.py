@@ -1,0 +1,55 @@
+"""Plans that no search would choose: a legal order, recomputation and swaps drawn at random, for a step's own file.
+
+A step is saved, its plan replaced by another one of the same graph, and taken up again (`magis.optimize(plan=...)`), so
+that every tensor of a random program is at times recomputed or swapped, however small the step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from magis.ir import Graph, Op, Value, dump, verify
+from magis.rewrite.normalize import functionalize
+from magis.rewrite.realize import realize
+from magis.simulate.compile import compile_problem
+from magis.simulate.evaluator import Evaluator
+from tests.simulate.plans import adversarial_order, random_order
+from tests.strategies import random_flags
+
+__all__ = ["write_adversarial_plan"]
+
+
+class _MadeUp:
+    """Costs that make swaps and recomputations take as long as each other."""
+
+    rounding = 1
+    link_bytes_per_s = 4e8
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 1000 + sum(values[value].nbytes for value in op.made())
+
+    def workspace(self, _op: Op, _values: Mapping[int, Value]) -> int:
+        return 0
+
+
+def write_adversarial_plan(path: Path, graph: Graph, seed: int) -> tuple[int, int]:
+    """Put another plan of a captured step in place of the one in a file; how many operators it recomputes and storages
+    it swaps."""
+    header, digest, _ = path.read_text(encoding="utf-8").split("\n", 2)
+    compiled = compile_problem(functionalize(graph), _MadeUp())
+    problem = compiled.problem
+    rng = np.random.default_rng(seed)
+    orders = (
+        lambda: np.arange(problem.n_nodes, dtype=np.int32),
+        lambda: random_order(problem, rng),
+        lambda: adversarial_order(problem, rng),
+    )
+    evaluator = Evaluator(problem, orders[seed % 3]())
+    judged = evaluator.evaluate(random_flags(problem, rng))
+    planned = realize(compiled, evaluator.events())
+    verify(planned)
+    path.write_text(f"{header}\n{digest}\n{dump(planned)}", encoding="utf-8")
+    return int(judged.redos), int(judged.swaps)

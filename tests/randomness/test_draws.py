@@ -1,0 +1,82 @@
+"""Which calls draw random numbers: by operators' tags, checked against what the generator does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.aten.splits import has_rule
+from magis.capture.randomness import draws
+from tests.randomness.nets import DRAWS, WIDTH
+
+
+def _overloads() -> Iterator[OpOverload]:
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("aten::"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            found = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+            if isinstance(found, OpOverload):
+                yield found
+
+
+def test_every_operator_with_a_generator_or_the_tag_draws() -> None:
+    """Their defaults count where a call leaves a probability of dropout out; that is 0 for attention."""
+    found = set()
+    for overload in _overloads():
+        takes = "Generator?" in str(overload._schema)
+        if takes or torch.Tag.nondeterministic_seeded in overload.tags:
+            found.add(str(overload))
+            required = [None if "float" not in str(a.type) else 0.5 for a in overload._schema.arguments]
+            name = overload._schema.name
+            assert draws(overload, tuple(required), {}) == (not name.endswith("_backward")), name
+    assert len(found) > 100
+    assert {"aten.random_.from", "aten.binomial.default", "aten._sample_dirichlet.default"} <= found
+
+
+class _Watched(TorchDispatchMode):
+    """Holds what every call says against what it does to the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.said: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = torch.default_generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        moved = not torch.equal(before, torch.default_generator.get_state())
+        self.said.append(draws(func, args, kwargs or {}))
+        assert self.said[-1] or not moved, func
+        return result
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_call_that_moves_the_generator_is_told(name: str) -> None:
+    x = torch.randn(8, WIDTH)
+    with torch.no_grad(), _Watched() as watched:
+        DRAWS[name](x)
+    assert any(watched.said)
+
+
+def test_attention_without_dropout_draws_nothing() -> None:
+    x = torch.randn(1, 1, 8, 8)
+    with torch.no_grad(), _Watched() as watched:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    assert not any(watched.said)
+    assert has_rule("aten._scaled_dot_product_flash_attention_for_cpu.default")
+
+
+def test_unknown_operators_of_a_library_go_by_their_tag() -> None:
+    library = torch.library.Library("magis_tests", "FRAGMENT")
+    library.define("noise(Tensor x) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.define("plain(Tensor x) -> Tensor")
+    x: Tensor = torch.ones(1)
+    assert draws(torch.ops.magis_tests.noise.default, (x,), {})
+    assert not draws(torch.ops.magis_tests.plain.default, (x,), {})
