@@ -390,7 +390,8 @@ class ParetoFront:
     lower_bound_bytes: int
     """No plan gets below it (see CaseResult)."""
     points: tuple[FrontPoint, ...]
-    """By rising peak and falling latency; thinned, evenly over the peaks. A search for one limit may find better."""
+    """By rising peak and falling latency, the original among them where no plan beats it in both; thinned, evenly over
+    the peaks. A search for one limit may find better."""
     states: int
     """Plans judged; deterministic."""
     seconds: float

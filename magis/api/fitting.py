@@ -176,14 +176,18 @@ def fit(
     plans: dict[int, Plan] = {}
     best = _optimized(sizes, limit, latency_ratio, eager, ceiling, precision, plans, say)
     last = max((size for size in (eager, ceiling) if size is not None), default=0)
+    as_it_is = None if eager is None else _eager_point(sizes.subject(eager), eager, run=run)
+    planned = None if best is None else plans.get(best)
     return Fit(
         model=model,
         device=device,
         dtype=sizes.bench.subject(case).source.dtype,
         what=keyword or f"dimension {dim}",
         limit_bytes=limit,
-        eager=None if eager is None else _eager_point(sizes.subject(eager), eager, run=run),
-        magis=None if best is None else _planned_point(sizes.subject(best), best, plans[best], limit, run=run),
+        eager=as_it_is,
+        magis=as_it_is
+        if best is None or planned is None
+        else _planned_point(sizes.subject(best), best, planned, limit, run=run),
         bound=ceiling,
         most=most,
         is_monotone=sizes.is_monotone,
@@ -239,7 +243,8 @@ def _optimized(
     plans: dict[int, Plan],
     say: Progress,
 ) -> int | None:
-    """The largest size at which a plan is found; all that were tried are left in ``plans``."""
+    """The largest size at which a plan is found; all that were tried are left in ``plans``. Eager's, without a plan,
+    where no plan is as large: the step as it is."""
     if ceiling is None:
         return None
 
@@ -254,9 +259,11 @@ def _optimized(
 
     start = max(1, min(ceiling, round(1.25 * eager) if eager else ceiling))
     found = largest(fits, start, ceiling, precision=precision)
-    if eager is not None and (found is None or found < eager):
-        return eager if fits(eager) else found
-    return found
+    if eager is None or (found is not None and found >= eager):
+        return found
+    if not fits(eager):
+        plans.pop(eager, None)
+    return eager
 
 
 def _plan(subject: Subject, limit: int, case: Case) -> Plan:

@@ -93,15 +93,16 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         return case.seconds is not None and time.perf_counter() - started >= share * case.seconds
 
     found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
+    eager = FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, "")
     return ParetoFront(
         model=case.model,
         device=case.device,
         preset=case.preset,
         dtype=subject.source.dtype,
         seed=case.seed,
-        original=FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, ""),
+        original=eager,
         lower_bound_bytes=subject.lower_bound,
-        points=tuple(_figures(plan) for plan in found),
+        points=_with_eager([_figures(plan) for plan in found], eager),
         states=states,
         seconds=time.perf_counter() - started,
         provenance=subject.provenance(original),
@@ -112,6 +113,17 @@ def _figures(plan: Plan) -> FrontPoint:
     return FrontPoint(
         plan.planned.peak_bytes, plan.latency_ns / 1e6, plan.recomputed_ops, plan.swapped_bytes, plan.fission
     )
+
+
+def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint) -> tuple[FrontPoint, ...]:
+    """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both."""
+
+    def beats(one: FrontPoint, other: FrontPoint) -> bool:
+        return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
+
+    if any(beats(point, eager) for point in points):
+        return tuple(points)
+    return (*(point for point in points if not beats(eager, point)), eager)
 
 
 def realized_front(

@@ -16,7 +16,6 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from magis.aten.facts import CONTIGUOUS_RESULT
 from magis.aten.layouts import element_wise, masked, row_by_row
 from magis.aten.mixed import as_mixed
 from magis.aten.packed import as_packed
+from magis.aten.schemas import BY_CONTENTS, COMPUTING, FREE_DRAWS, looks_of, written_by
 from magis.aten.states import GET_STATE
 from magis.aten.unfaked import unfaked
 
@@ -94,10 +94,10 @@ class Hollow(TorchDispatchMode):
         if func.namespace == "magis":
             return self._state(func, args, kwargs)
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        looks = _looks(func)
+        looks = looks_of(func)
         if looks.view or looks.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for tensor in written:
             _contents(tensor).unit = False
         if func in _READS:
@@ -160,8 +160,9 @@ class Hollow(TorchDispatchMode):
         out: Any,
     ) -> Any:
         """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
-        free = func._schema.name.removeprefix("aten::") in _FREE_DRAWS
-        if not (self._draws and free):
+        free = func._schema.name.removeprefix("aten::") in FREE_DRAWS
+        told = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
+        if not (self._draws and free and (told or func not in BY_CONTENTS)):
             self._draws = False  # how far the generator would be after this is not known
             for tensor in written:
                 _contents(tensor).known, _contents(tensor).drawn = False, free and _covers(tensor)
@@ -170,7 +171,7 @@ class Hollow(TorchDispatchMode):
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
                 contents = _contents(tensor, Contents(True, owner=self))
-                small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
+                small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES and (told or func not in COMPUTING)
                 contents.known, contents.drawn = small and (not _among(tensor, written) or _covers(tensor)), True
         if func._schema.name == "aten::rand":
             _contents(made).unit = True
@@ -214,7 +215,7 @@ class Hollow(TorchDispatchMode):
         if dynamic and any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in unknown):
             raise error
         wanted = sum(tensor.numel() * tensor.element_size() for tensor in given)
-        if _looks(func).random or func.namespace != "aten":
+        if looks_of(func).random or func.namespace != "aten":
             raise error
         if wanted > MADE_UP_BYTES or any(tensor.device != _CPU for tensor in given):
             raise error
@@ -345,52 +346,8 @@ def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
     return None
 
 
-# -- what schemas say of operators ----------------------------------------------------------------------------------
-
 _COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
 _READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
-
-
-_FREE_DRAWS = frozenset(
-    {
-        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli_", "uniform_",
-        "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "native_dropout",
-    }
-)  # fmt: skip
-"""Random operators that draw as many numbers whatever their arguments hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Looks:
-    view: bool
-    """Returns windows on its arguments, and writes nothing."""
-    renews: bool
-    """Changes how an argument looks at its memory."""
-    random: bool
-    undefined: bool
-    """Returns memory with whatever is in it."""
-
-
-@cache
-def _looks(func: Any) -> _Looks:
-    schema = func._schema
-    aliases = [result.alias_info for result in schema.returns]
-    name = schema.name.removeprefix("aten::")
-    return _Looks(
-        view=bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        renews=torch.Tag.inplace_view in func.tags or name == "set_",
-        random=torch.Tag.nondeterministic_seeded in func.tags or "Generator?" in str(schema),
-        undefined=name.startswith(("empty", "new_empty")),
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
-    return found
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from magis.aten.facts import (
     undeclared_writes,
 )
 from magis.aten.kept import TakenNumber, kept_bytes, kinds, takes_number
+from magis.aten.layouts import masked
 from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
 from magis.capture.layout import check_dense, tensors_in
@@ -127,7 +128,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "backward":
             func = self._unwatched.form(func, args, kwargs)
         before = self._snapshot(args, kwargs)
-        out = func(*args, **kwargs)
+        out = masked(func, args, func(*args, **kwargs))
         check_dense(out)
         self._record(func, args, kwargs, out, before)
         return out

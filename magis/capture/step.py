@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -128,6 +129,7 @@ def _captured(
 ) -> Captured:
     trained = _trained(module, rule)
     with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
         hosts = stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable)
         stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))

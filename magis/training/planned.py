@@ -18,7 +18,7 @@ from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.capture.copies import deep_copy
 from magis.capture.side_effects import observe_step
 from magis.errors import UsageError
-from magis.ir import Graph
+from magis.ir import Graph, Value
 from magis.training.guards import Guards
 from magis.units import format_bytes, format_milliseconds, share_of
 
@@ -124,7 +124,7 @@ def planned(
     original = subject.original.peak_bytes
     limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
-        _check_operators(graph, captured.graph)
+        _check_fits(graph, captured.graph)
         peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
         return Planned(graph, captured.graded, subject.digest, rule, report, guards)
@@ -148,11 +148,23 @@ def planned(
     return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
 
 
-def _check_operators(graph: Graph, step: Graph) -> None:
-    """A graph from a file may hold operators of the step that it is for, and what plans make of them; UsageError."""
+def _check_fits(graph: Graph, step: Graph) -> None:
+    """A graph from a file may hold operators and tensors of the step that it is for, and what plans make of them;
+    UsageError."""
     target = foreign_operator(graph, step)
     if target is not None:
         raise UsageError(f"the saved plan holds {target}, which its step has not", hint="optimize again")
+    known = {_looks(step.values[value]) for value in step.inputs}
+    for value in (graph.values[value] for value in graph.inputs):
+        if value.name and _looks(value) not in known:
+            looks = f"{value.dtype}{list(value.shape)}"
+            raise UsageError(
+                f"the saved plan works on {value.name} as {looks}, its step does not", hint="optimize again"
+            )
+
+
+def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
+    return value.name, value.dtype, value.shape
 
 
 def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str) -> Report:

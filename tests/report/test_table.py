@@ -41,6 +41,7 @@ def test_a_measured_row(measured):
         "strategy": "magis",
         "ranks": 1,
         "figures": "measured",
+        "conformance": "not checked",
         "samples per second": None,
         "samples per second spread": None,
         "memory ratio reached (opt/ori)": 8000 / 10501,

@@ -126,11 +126,17 @@ def test_without_an_optimizer_gradients_are_left_for_clipping_and_accumulation()
     assert_same(module.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("make", [Adam, AdamW, partial(SGD, momentum=0.9)])
+def test_fused_updates_are_part_of_the_step(make: Any) -> None:
+    loops = Loops(net(), lambda params: make(params, lr=1e-2, fused=True), memory_ratio=0.95)
+    assert loops.step.report().update == "part of the step"
+    loops.agree(3)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda params: RMSprop(params, lr=1e-3), "RMSprop is none of SGD, Adam, AdamW"),
-        (lambda params: AdamW(params, fused=True), "fused is True"),
         (lambda params: SGD(_two_momenta(list(params)), lr=0.1), "only some of its groups of parameters have momentum"),
         (lambda params: SGD(list(params)[:2], lr=0.1), "its parameters are not all that the model trains"),
         (lambda params: AdamW(params, lr=torch.tensor(1e-3)), "one of its numbers is a tensor"),

@@ -1,0 +1,63 @@
+"""What the schema of an operator says of it, and which random ones draw as many numbers whatever they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+__all__ = ["BY_CONTENTS", "COMPUTING", "FREE_DRAWS", "Looks", "looks_of", "written_by"]
+
+FREE_DRAWS = frozenset(
+    {
+        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli_", "uniform_",
+        "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "native_dropout",
+    }
+)  # fmt: skip
+"""Random operators that draw as many numbers whatever their arguments hold."""
+BY_CONTENTS = frozenset({torch.ops.aten.bernoulli_.Tensor})
+"""Of these, those that check the numbers in their arguments."""
+COMPUTING = frozenset({torch.ops.aten.native_dropout.default})
+"""And those whose results are not of random numbers alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """How an operator treats its arguments."""
+
+    view: bool
+    """Returns windows on its arguments, and writes nothing."""
+    renews: bool
+    """Changes how an argument looks at its memory."""
+    random: bool
+    undefined: bool
+    """Returns memory with whatever is in it."""
+
+
+@cache
+def looks_of(func: Any) -> Looks:
+    """By the schema of an operator of torch."""
+    schema = func._schema
+    aliases = [result.alias_info for result in schema.returns]
+    name = schema.name.removeprefix("aten::")
+    return Looks(
+        view=bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
+        renews=torch.Tag.inplace_view in func.tags or name == "set_",
+        random=torch.Tag.nondeterministic_seeded in func.tags or "Generator?" in str(schema),
+        undefined=name.startswith(("empty", "new_empty")),
+    )
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that a call writes to."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
+    return found
