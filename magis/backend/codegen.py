@@ -159,7 +159,9 @@ def compile_step(
             function = resolve(op.target)._op
             if trains and op.target in IN_TRAINING:
                 function = torch.enable_grad()(function)
-            namespace[_function(op.target)] = function if between is None else _followed(function, between)
+            if between is not None and not op.target.startswith("magis."):
+                function = _followed(function, between)
+            namespace[_function(op.target)] = function
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
             namespace[_constant(const)] = constant(const, device, generators or {})
     source = generate(graph)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
 
 __all__ = [
-    "INFERENCE", "check_buffers", "check_contents", "check_loss", "check_products", "check_tensors", "clear_errors",
+    "INFERENCE", "check_buffers", "check_contents", "check_loss", "check_products", "check_shapes", "check_tensors",
+    "clear_errors", "shapes",
 ]  # fmt: skip
 
 INFERENCE = "use optimizer kind 'none' for inference"
@@ -59,6 +60,21 @@ def check_buffers(stand: StandIns) -> None:
             raise CaptureError(
                 f"the forward replaces buffer {name!r}: the next step would not see that",
                 hint="update it in place, with copy_ say",
+            )
+
+
+def shapes(stand: StandIns) -> Mapping[str, tuple[torch.Size, tuple[int, ...]]]:
+    """Shape and strides of every tensor that the step is given."""
+    return {name: (tensor.shape, tensor.stride()) for name, tensor in stand.named().items()}
+
+
+def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand: StandIns) -> None:
+    """Raise where the step has given another shape to a tensor that it was given: the next one would start from that."""
+    for name, (shape, strides) in shapes(stand).items():
+        if (shape, strides) != before[name]:
+            raise CaptureError(
+                f"the step changes the shape of {name} from {list(before[name][0])} to {list(shape)} in place",
+                hint="use a view of it: unsqueeze instead of unsqueeze_, say",
             )
 
 

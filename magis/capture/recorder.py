@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
             given = kinds(args) if takes_number(func, args) else None
             if given is not None and isinstance(args[0], Tensor) and self._key(args[0]) in self._resolved:
                 given = ((*given[0][:2], True), *given[1:])
-            if given is not None and any(grad for _, _, grad in given):
+            if given is not None and torch.is_grad_enabled() and any(grad for _, _, grad in given):
                 self._numbers.append(TakenNumber(len(self._ops), sequence, func, given, graph_kwargs, bool(writes)))
         else:
             module, line = self.places.of_backward(sequence)

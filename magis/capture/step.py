@@ -34,8 +34,10 @@ from magis.capture.checks import (
     check_contents,
     check_loss,
     check_products,
+    check_shapes,
     check_tensors,
     clear_errors,
+    shapes,
 )
 from magis.capture.device_table import device_forms
 from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
@@ -135,6 +137,7 @@ def _captured(
         stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
+        given = shapes(stand)
         recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
@@ -146,6 +149,7 @@ def _captured(
             stack.enter_context(as_on_cuda())
         with states_recorded(device, own), hollow(mode):
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
+        check_shapes(given, stand)
         if settled:
             check_buffers(stand)
         check_products(found.graph)

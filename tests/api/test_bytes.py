@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
+from torch.utils.checkpoint import checkpoint
 
 from magis.api.bench import Bench
 from magis.api.insight import Replayed
@@ -96,6 +97,28 @@ def sampled() -> Made:
     return Calling(function, a=nn.Conv2d(3, 2, 1)), (torch.randn(2, 3, 12, 12),), (), squares
 
 
+def scaled() -> Made:
+    def loss(out: Tensor, goal: Tensor) -> Tensor:
+        with torch.no_grad():
+            out.mul_(3)  # which autograd keeps nothing of
+        return F.cross_entropy(out, goal)
+
+    return wide(loss)
+
+
+def repeated() -> Made:
+    """A state of the generator is read in a step whose operators are measured on its own numbers."""
+
+    def function(self: Calling, x: Tensor, rows: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.get_submodule("a"), x, use_reentrant=False)
+        return out.index_put((rows,), x[:2])
+
+    return (
+        Calling(function, a=nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())),
+        (torch.randn(64, 16), torch.tensor([5, 3])), (), squares,
+    )  # fmt: skip
+
+
 NETS: dict[str, Callable[[], Made]] = {
     "loss / 2": lambda: wide(lambda out, goal: F.cross_entropy(out, goal) / 2),
     "loss * 0.5": lambda: wide(lambda out, goal: F.cross_entropy(out, goal) * 0.5),
@@ -114,6 +137,8 @@ NETS: dict[str, Callable[[], Made]] = {
     "maxima of bags": lambda: bags("max"),
     "weight norm by hooks": normed,
     "sampled": sampled,
+    "scaled without gradient": scaled,
+    "checkpoint, and rows put": repeated,
 }
 
 

@@ -73,6 +73,10 @@ def replaced(module: Any, x: Tensor) -> Tensor:
     return module.a(x) + module.seen  # type: ignore[no-any-return]
 
 
+def reshaped(module: Any, x: Tensor) -> Tensor:
+    return module.a(x) + module.seen.unsqueeze_(0)  # type: ignore[no-any-return]
+
+
 def hook(module: Any, x: Tensor) -> Tensor:
     h: Tensor = module.a(x)
     h.register_hook(lambda grad: grad / 0 if grad.sum() else 1 / 0)  # type: ignore[no-untyped-call]
@@ -90,6 +94,7 @@ INSIDE: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "mismatch": (mismatch, "RuntimeError {place:2}: mat1 and mat2 shapes cannot be multiplied"),
     "meta": (meta, "{place:2}: "),
     "replaced": (replaced, "the forward replaces buffer 'part.1.seen': the next step would not see that; update"),
+    "reshaped": (reshaped, "the step changes the shape of buffer:part.1.seen from [4] to [1, 4] in place; use a view"),
     "hook": (hook, f"{DATA} (aten._local_scalar_dense.default) in module '(root)' at test_errors.py"),
 }  # fmt: skip
 
