@@ -69,7 +69,7 @@ def shapes(stand: StandIns) -> Mapping[str, tuple[torch.Size, tuple[int, ...]]]:
 
 
 def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand: StandIns) -> None:
-    """Raise where the step has given another shape to a tensor that it was given: the next one would start from that."""
+    """Raise where the step has given one of its tensors another shape: the next one would start from that."""
     for name, (shape, strides) in shapes(stand).items():
         if (shape, strides) != before[name]:
             raise CaptureError(
