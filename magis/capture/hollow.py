@@ -36,6 +36,7 @@ from magis.aten.mixed import as_mixed
 from magis.aten.packed import as_packed
 from magis.aten.states import GET_STATE
 from magis.aten.unfaked import unfaked
+from magis.capture.fakes import no_reports
 
 __all__ = ["Hollow", "hollow", "hollow_like", "is_hollow", "on_storage"]
 
@@ -409,7 +410,7 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
     for name, (_, read) in readers.items():
         setattr(Tensor, name, asking(read))
     try:
-        with mode:
+        with no_reports(), mode:
             yield mode
     finally:
         for name, (own, read) in readers.items():
