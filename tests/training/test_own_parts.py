@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from magis import optimize
 from magis.api import Bench, check_case, run_case
 from magis.capture import OptimizerSpec, capture
 from magis.errors import CaptureError
 from magis.models import from_function
 from magis.results import Case
-from tests.training.loops import BUDGET, Loops, batch, loss_of
+from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 
 
 class Averaged(nn.Module):
@@ -74,3 +78,104 @@ def test_counts_other_than_of_calls_are_refused() -> None:
     net = nn.Sequential(nn.Linear(4, 4), Miscounting(4, momentum=None))
     with pytest.raises(CaptureError, match=r"^1 has momentum None and counts 2 batches in 1 calls; give it a momentum"):
         capture(net, (torch.randn(3, 4),), (), lambda out: out.sum(), OptimizerSpec("sgd"))
+
+
+class Tempered(nn.Module):
+    """A loss with a temperature that is learned, and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.norm(output) * self.scale.exp() - target).abs().mean()
+
+
+def with_its_loss() -> tuple[nn.Module, Tempered, torch.optim.Optimizer]:
+    module, loss = net(), Tempered()
+    return module, loss, torch.optim.AdamW([*module.parameters(), *loss.parameters()], lr=0.01)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in the step", "gradients alone"])
+def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
+    (module, loss, optimizer), (twin, other, their) = with_its_loss(), with_its_loss()
+    step = optimize(module, loss, None if apart else optimizer, batch(), memory_ratio=0.9, budget=BUDGET)
+    for seed in range(3):
+        inputs, targets = batch(seed=seed)
+        optimizer.zero_grad()
+        their.zero_grad()
+        ours = step(inputs, targets)
+        if apart:
+            optimizer.step()
+        expected = other(twin(inputs), targets)
+        expected.backward()
+        their.step()
+        assert torch.equal(ours, expected)
+    assert not torch.equal(loss.scale, Tempered().scale)
+    for mine, plain in ((module, twin), (loss, other), (optimizer, their)):
+        assert_same(mine.state_dict(), plain.state_dict())
+
+
+def test_the_gate_trains_such_a_loss() -> None:
+    module, loss, optimizer = with_its_loss()
+    gate((module, batch(), loss, optimizer))
+
+
+def test_a_loss_that_is_no_module_may_not_train_parameters() -> None:
+    module, loss, optimizer = with_its_loss()
+    with pytest.raises(CaptureError, match=r"requires a gradient is used .*a loss with such is an nn.Module"):
+        optimize(module, lambda out, target: 2 * loss(out, target), optimizer, batch(), memory_ratio=0.9)
+
+
+class Returns(nn.Module):
+    """What a model with a loss of its own may return."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.how = net(), how
+
+    def forward(self, x: Tensor, target: Tensor) -> object:
+        out = self.net(x)
+        return self.how(out, loss_of(out, target))
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    total: Tensor
+    steps: Tensor
+
+
+FOUND: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "(logits, loss)": lambda out, loss: (out, loss),
+    "once more": lambda out, loss: {"parts": [loss], "all": loss, "seen": loss.detach()},
+    "named": lambda out, loss: Named(out, loss, torch.tensor(3)),
+    ".loss before others": lambda out, loss: {"loss": loss, "aside": loss * 2},
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_the_only_number_that_can_be_trained_is_the_loss(how: str) -> None:
+    module = Returns(FOUND[how])
+    step = optimize(
+        module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9, budget=BUDGET
+    )
+    expected = loss_of(module.net(batch()[0]), batch()[1])
+    assert torch.equal(step(batch(), ()), expected)
+
+
+UNCLEAR: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
+    "two": (
+        lambda out, loss: (out, {"a": loss, "b": loss + 1}),
+        r"a tuple with several numbers: \[1\]\['a'\], \[1\]\['b'\]",
+    ),
+    "none": (lambda out, loss: [out], "a list without a loss"),
+    "a loss of None": (lambda out, loss: {"loss": None, "aside": loss}, "a dict without a loss"),
+}
+
+
+@pytest.mark.parametrize("how", UNCLEAR)
+def test_what_may_or_may_not_be_the_loss_is_not_guessed(how: str) -> None:
+    module = Returns(UNCLEAR[how][0])
+    with pytest.raises(CaptureError, match=UNCLEAR[how][1]):
+        optimize(module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9)
