@@ -16,7 +16,6 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,8 +34,10 @@ from magis.aten.layouts import element_wise, masked, row_by_row
 from magis.aten.mixed import as_mixed
 from magis.aten.packed import as_packed
 from magis.aten.states import GET_STATE
-from magis.aten.unfaked import unfaked
+from magis.aten.unfaked import known_results, unfaked
 from magis.capture.fakes import no_reports
+from magis.capture.schemas import looks
+from magis.capture.schemas import written as written_by
 
 __all__ = ["Hollow", "hollow", "hollow_like", "is_hollow", "on_storage"]
 
@@ -95,10 +96,10 @@ class Hollow(TorchDispatchMode):
         if func.namespace == "magis":
             return self._state(func, args, kwargs)
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        looks = _looks(func)
-        if looks.view or looks.renews:  # metadata alone: the kernel itself knows best
+        says = looks(func)
+        if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for tensor in written:
             _contents(tensor).unit = False
         if func in _READS:
@@ -108,15 +109,20 @@ class Hollow(TorchDispatchMode):
         if decided is not None:
             return torch.full(args[0].shape, decided)
         out = self._faked(func, args, kwargs)
-        if looks.random:
+        if says.random:
             return self._random(func, given, written, args, kwargs, out)
         known = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
-        if known and not looks.undefined and self._may_compute(func, given, written, out):
+        if known and not says.undefined and self._may_compute(func, given, written, out):
             return self._computed(func, given, written, args, kwargs)
         drawn = all(_contents(tensor).known or _contents(tensor).drawn for tensor in given)
         for tensor in written:
             _contents(tensor).known, _contents(tensor).drawn = False, drawn
-        return self._hollow(func, out, given, written, drawn=drawn)
+        made = self._hollow(func, out, given, written, drawn=drawn)
+        for result, numbers in known_results(func, args, made, self.read_by):
+            result.copy_(numbers)
+            sources = frozenset().union(*(_contents(t).sources for t in given if _contents(t).known))
+            setattr(result.untyped_storage(), _MARK, Contents(True, sources, self))
+        return made
 
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
@@ -215,7 +221,7 @@ class Hollow(TorchDispatchMode):
         if dynamic and any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in unknown):
             raise error
         wanted = sum(tensor.numel() * tensor.element_size() for tensor in given)
-        if _looks(func).random or func.namespace != "aten":
+        if looks(func).random or func.namespace != "aten":
             raise error
         if wanted > MADE_UP_BYTES or any(tensor.device != _CPU for tensor in given):
             raise error
@@ -359,39 +365,6 @@ _FREE_DRAWS = frozenset(
     }
 )  # fmt: skip
 """Random operators that draw as many numbers whatever their arguments hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Looks:
-    view: bool
-    """Returns windows on its arguments, and writes nothing."""
-    renews: bool
-    """Changes how an argument looks at its memory."""
-    random: bool
-    undefined: bool
-    """Returns memory with whatever is in it."""
-
-
-@cache
-def _looks(func: Any) -> _Looks:
-    schema = func._schema
-    aliases = [result.alias_info for result in schema.returns]
-    name = schema.name.removeprefix("aten::")
-    return _Looks(
-        view=bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        renews=torch.Tag.inplace_view in func.tags or name == "set_",
-        random=torch.Tag.nondeterministic_seeded in func.tags or "Generator?" in str(schema),
-        undefined=name.startswith(("empty", "new_empty")),
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
-    return found
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
@@ -179,3 +180,42 @@ def test_what_may_or_may_not_be_the_loss_is_not_guessed(how: str) -> None:
     module = Returns(UNCLEAR[how][0])
     with pytest.raises(CaptureError, match=UNCLEAR[how][1]):
         optimize(module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9)
+
+
+class Packed(nn.Module):
+    """A recurrent layer on sequences of their own lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.LSTM(8, 16, batch_first=True, bidirectional=True), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = pad_packed_sequence(self.cell(packed)[0], batch_first=True, total_length=x.shape[1])
+        return self.head(padded.amax(1))
+
+
+def sequences(*lengths: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    return (torch.randn(len(lengths), 6, 8), torch.tensor(lengths)), torch.randn(len(lengths), 8)
+
+
+def test_packed_sequences_are_trained_as_in_eager_mode() -> None:
+    loops = Loops(Packed(), torch.optim.AdamW, example=sequences(5, 2, 6), memory_ratio=1.0)
+    for lengths in ((5, 2, 6), (5, 2, 6), (3, 6, 1)):  # other lengths are another step
+        data = sequences(*lengths)
+        assert torch.equal(loops.step(*data), loops.eager(*data))
+    loops.same()
+
+
+def test_the_gate_runs_packed_sequences() -> None:
+    gate((Packed(), sequences(5, 2, 6), loss_of), ratio=1.0)
+
+
+def test_lengths_that_the_step_computes_are_refused() -> None:
+    class Computes(Packed):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(x, (x.sum((1, 2)) > 0).long() + lengths - 1)
+
+    with pytest.raises(CaptureError, match="depends on the data of a tensor"):
+        capture(Computes(), sequences(5, 2, 6)[0], (), lambda out: out.sum(), OptimizerSpec("sgd"))
