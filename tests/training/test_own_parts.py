@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -219,3 +220,60 @@ def test_lengths_that_the_step_computes_are_refused() -> None:
 
     with pytest.raises(CaptureError, match="depends on the data of a tensor"):
         capture(Computes(), sequences(5, 2, 6)[0], (), lambda out: out.sum(), OptimizerSpec("sgd"))
+
+
+class Shared(nn.Module):
+    """An embedding whose weight is the head's, and two layers that are one; under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False)
+        self.first, self.second, self.third = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head.weight = self.embed.weight
+        self.third = self.first
+        self.second.weight = self.first.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def words(seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(40, (16, 13), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def word_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)])
+def test_tied_weights_are_trained_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    loops = Loops(Shared(), kind, word_loss, words(), memory_ratio=0.8)
+    assert loops.step.report().update == "part of the step"
+    for seed in range(3):
+        data = words(seed)
+        assert torch.equal(loops.step(*data), loops.eager(*data))
+    loops.same()
+    assert loops.module.head.weight is loops.module.embed.weight
+    assert loops.module.second.weight is loops.module.third.weight
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_gate_trains_tied_weights_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    module = Shared()
+    gate((module, words(), word_loss, kind(module.parameters(), lr=0.1)), ratio=0.8)
+
+
+def test_tied_weights_count_once_in_the_gate() -> None:
+    module = Shared()
+    found = capture(module, (words()[0],), (words()[1],), word_loss, OptimizerSpec("adam"))
+    assert found.parameters == tuple(name for name, _ in module.named_parameters())
+    kept = sum(parameter.nbytes for parameter in module.parameters())
+    nbytes = {
+        kind: sum(s.nbytes for s in found.graph.storages.values() if s.kind == kind) for kind in ("parameter", "state")
+    }
+    assert nbytes == {"parameter": kept, "state": 2 * kept}
