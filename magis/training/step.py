@@ -191,7 +191,7 @@ class OptimizedStep:
         found = planned(
             self._whole, self._loss_fn, batch, rule, self._limits,
             device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
-            known=self._plans,
+            known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
         )  # fmt: skip
         self._plans[found.digest] = found
         self._plans.move_to_end(found.digest)
