@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from magis.aten import optimizers
-from magis.aten.optimizers import OptimizerSpec
 from magis.backend.contents import Needs, needs
 from magis.backend.recorded import record_workspaces
 from magis.backend.steps import GraphStep
@@ -24,7 +22,7 @@ class Scratches:
         self._unknown: dict[str, str] = {}
         """Operator -> module of one call, of those that nothing could measure."""
 
-    def add(self, graph: Graph, limit: int | None, step: Callable[[], GraphStep] | None, rule: OptimizerSpec) -> None:
+    def add(self, graph: Graph, limit: int | None, step: Callable[[], GraphStep] | None) -> None:
         """Find out what the graph's operators need; `step` makes one that runs the graph, where that is possible.
 
         Each operator by itself but for those whose scratch hangs on what is in their tensors: these in the step.
@@ -36,7 +34,7 @@ class Scratches:
         }
         if step is not None and any(needs(*call) is not Needs.ANYTHING for call in missing.values()):
             ready = step()
-            found = record_workspaces(graph, ready.tensors, optimizers.scalars(rule, 1))
+            found = record_workspaces(graph, ready.tensors, ready.numbers())
             self.known.update(
                 {
                     key: found[key]

@@ -177,7 +177,7 @@ class Subject(TracedModel):
         if self.kind != "cpu" or not self.may_run:
             return {}
         step = partial(self.generated, graph) if self.runs and runs else None
-        self.scratches.add(graph, None if self.runs else self.free_bytes, step, self.traced.optimizer)
+        self.scratches.add(graph, None if self.runs else self.free_bytes, step)
         return self.scratches.known
 
     @cached_property

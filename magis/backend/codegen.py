@@ -44,7 +44,7 @@ def generate(graph: Graph) -> str:
     lines = ["def step(tensors, scalars):"]
     if graph.inputs:
         lines.append(f"    ({', '.join(f'v{value}' for value in graph.inputs)},) = tensors")
-    names = sorted({name for op, _ in every_op(graph) for name in _scalars((op.args, tuple(a for _, a in op.kwargs)))})
+    names = sorted({name for op, _ in every_op(graph) for name in op.scalars()})
     lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
     lines.extend(_block(graph, {}, "    ", 0))
     results = ", ".join(f"v{value}" for value in graph.outputs)
@@ -224,10 +224,6 @@ def _constant(const: Const) -> str:
 
 def _walk(arg: Arg) -> list[Arg]:
     return [found for item in arg for found in _walk(item)] if isinstance(arg, tuple) else [arg]
-
-
-def _scalars(arg: Arg) -> list[str]:
-    return [item.name for item in _walk(arg) if isinstance(item, Scalar)]
 
 
 def _constants(arg: Arg) -> list[Const]:

@@ -15,7 +15,7 @@ from torch.autograd.profiler import record_function
 from magis.aten.call import call, resolve
 from magis.aten.layouts import masked
 from magis.aten.packed import IN_TRAINING
-from magis.backend.made_up import make_tensors, scalar_names
+from magis.backend.made_up import make_tensors
 from magis.backend.measure import Allocation, allocations, memory_profile, replay
 from magis.cost.signature import signature
 from magis.ir.types import Op, Value
@@ -60,7 +60,7 @@ def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, i
 def _call_marked(op: Op, values: Mapping[int, Value], mark: str) -> int | None:
     """Call `op` under `mark`; bytes of the storages that it made and returned, or None if it refuses."""
     tensors = make_tensors(op, values)
-    scalars = dict.fromkeys(scalar_names(op), 1.0)
+    scalars = dict.fromkeys(op.scalars(), 1.0)
     made = [values[number] for number in op.made()]
     packs = op.target in IN_TRAINING and (not made or made[-1].numel > 0)
     older = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}

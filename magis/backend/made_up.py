@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from magis.aten.bits import with_bits
-from magis.ir.types import Arg, Op, Scalar, Value
+from magis.ir.types import Op, Value
 
-__all__ = ["make_tensors", "reach", "scalar_names"]
+__all__ = ["make_tensors", "reach"]
 
 
 def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
@@ -19,19 +19,6 @@ def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str
     """
     generator = torch.Generator(device).manual_seed(0)
     return {number: _tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
-
-
-def scalar_names(op: Op) -> tuple[str, ...]:
-    """Names of the numbers that `op` takes when the step runs."""
-    found: list[str] = []
-    pending: list[Arg] = [*op.args, *(arg for _, arg in op.kwargs)]
-    while pending:
-        arg = pending.pop()
-        if isinstance(arg, tuple):
-            pending.extend(arg)
-        elif isinstance(arg, Scalar):
-            found.append(arg.name)
-    return tuple(dict.fromkeys(reversed(found)))
 
 
 def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from magis.aten.call import resolve, to_torch
-from magis.backend.made_up import make_tensors, scalar_names
+from magis.backend.made_up import make_tensors
 from magis.backend.workspaces import measure_workspaces
 from magis.cost.shapes import made
 from magis.cost.signature import parse
@@ -177,7 +177,7 @@ def prepared(key: str, device: torch.device) -> Call | None:
     try:
         op, values = parse(key)
         tensors = make_tensors(op, values, device)
-        scalars = dict.fromkeys(scalar_names(op), 1.0)
+        scalars = dict.fromkeys(op.scalars(), 1.0)
         args = [to_torch(arg, tensors, scalars, device) for arg in op.args]
         kwargs = {name: to_torch(arg, tensors, scalars, device) for name, arg in op.kwargs}
         overload = resolve(op.target)

@@ -101,7 +101,7 @@ def exact(
     kept = set(outputs)
     with torch.no_grad():
         for op in ops:
-            results = _random(op, known, graph.values, generators or {}) if op.random else call(_widened(op), known, {})
+            results = _called(op, known, graph.values, generators or {})
             known.update(
                 {
                     number: wide(made)
@@ -140,10 +140,22 @@ def _widened(op: Op) -> Op:
     return Op(op.id, op.target, args, tuple((name, widened(arg)) for name, arg in op.kwargs), op.outputs, op.many)
 
 
-def _random(
+def _called(
     op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
 ) -> tuple[Tensor | None, ...]:
-    """A call that draws random numbers, in the step's own data type; what it writes goes back into the wide tensor."""
+    """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles."""
+    if not op.random:
+        try:
+            return call(_widened(op), known, {})
+        except RuntimeError:  # a product of groups of rows, say
+            pass
+    return _narrow(op, known, values, generators)
+
+
+def _narrow(
+    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+) -> tuple[Tensor | None, ...]:
+    """A call in the step's own data type; what it writes goes back into the wide tensor."""
     narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
     results = call(op, narrow, {}, generators=generators)
     written = {storage for storage, _ in op.writes}

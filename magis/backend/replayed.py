@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from magis.aten import optimizers
+from magis.aten.averages import is_share
 from magis.aten.optimizers import OptimizerSpec
 from magis.aten.states import GET_STATE, SEED, SET_STATE
 from magis.backend.steps import GraphStep
 from magis.backend.turns import Turn
 from magis.errors import MagisError
-from magis.ir import Const, Graph, Scalar, every_op
+from magis.ir import Const, Graph, every_op
 
 __all__ = ["WARM_UP", "CudaRecorder", "Recorder", "Recording", "ReplayedStep", "obstacle"]
 
@@ -90,9 +91,10 @@ class _Aside:
 
 def obstacle(graph: Graph, rule: OptimizerSpec) -> str | None:
     """Why the step cannot be recorded, in one line; None if it can."""
-    used = {arg.name for op, _ in every_op(graph) for arg in _scalars((op.args, tuple(arg for _, arg in op.kwargs)))}
     first, second = optimizers.scalars(rule, 1), optimizers.scalars(rule, 2)
-    for name in sorted(used):
+    for name in sorted({name for op, _ in every_op(graph) for name in op.scalars()}):
+        if is_share(name):
+            return "a batch norm averages over all batches (momentum=None), and a recording has one share of the last"
         if first[name] != second[name]:
             return (
                 f"{rule.kind} takes another {name} at every step ({first[name]:.6g}, then {second[name]:.6g}), and a "
@@ -105,12 +107,6 @@ def obstacle(graph: Graph, rule: OptimizerSpec) -> str | None:
             if isinstance(arg, Const) and arg.kind == "generator":
                 return f"{op.target} draws from a generator of the step's own, which a recording would not move on"
     return None
-
-
-def _scalars(arg: Any) -> list[Scalar]:
-    if isinstance(arg, tuple):
-        return [found for item in arg for found in _scalars(item)]
-    return [arg] if isinstance(arg, Scalar) else []
 
 
 class ReplayedStep:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.aten import optimizers
+from magis.aten.averages import is_share, shares_of
 from magis.aten.bits import bits_of, with_bits
 from magis.aten.generators import held_generators
 from magis.aten.held import PREFIX, look_up
@@ -26,7 +27,7 @@ from magis.backend.placement import check_places, place
 from magis.backend.streams import Runtime, make_host
 from magis.backend.turns import Turn, Watched
 from magis.errors import MagisError
-from magis.ir import Graph
+from magis.ir import Graph, every_op
 
 
 class Step(Protocol):
@@ -213,6 +214,8 @@ class GraphStep:
         self._tensors = self._bind(graph, inputs, targets, device)
         names = (graph.values[value].name for value in graph.inputs)
         self._held = tuple(name for name in names if name.startswith(PREFIX))
+        scalars = (name for op, _ in every_op(graph) for name in op.scalars())
+        self._averages = tuple({name for name in scalars if is_share(name)})
         self._outputs: tuple[Tensor, ...] = ()
 
     def _bind(
@@ -267,9 +270,16 @@ class GraphStep:
         self._steps += 1
         return self.run_with(optimizers.scalars(self._rule, self._steps))
 
+    def numbers(self) -> dict[str, float]:
+        """Values of the named scalars, at the first step if none has run."""
+        return self._all(optimizers.scalars(self._rule, max(1, self._steps)))
+
+    def _all(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return {**numbers, **shares_of(self.module, self._averages)}
+
     def run_with(self, numbers: Mapping[str, float]) -> Tensor:
         """One step with these values of the named scalars (learning rate, bias corrections)."""
-        self._outputs = self._step(self._tensors, numbers)
+        self._outputs = self._step(self._tensors, self._all(numbers))
         return self._outputs[0]
 
     def feed(self, batch: Mapping[str, Tensor]) -> None:
@@ -303,7 +313,7 @@ class GraphStep:
                     self._graph, self._device, between=self._between, host=self._host, generators=self.generators
                 )
         self._steps += 1
-        self._outputs = self._interrupted(self._tensors, optimizers.scalars(self._rule, self._steps))
+        self._outputs = self._interrupted(self._tensors, self.numbers())
         return self._outputs[0]
 
     def _between(self) -> None:

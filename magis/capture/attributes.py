@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import copy
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from torch import nn
 
 __all__ = ["attributes_kept", "changed"]
 
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+"""Hooks are in an OrderedDict."""
 Kept = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
 """Path, part, its attributes, and copies of those that are containers."""
 
@@ -30,8 +33,8 @@ def attributes_kept(*roots: object) -> Iterator[Kept]:
         for _, part, before, contents in kept:
             vars(part).clear()
             vars(part).update(before)
-            for name, copy in contents.items():
-                _refill(before[name], copy)
+            for name, held in contents.items():
+                _refill(before[name], held)
 
 
 def changed(kept: Kept) -> tuple[str, ...]:
@@ -45,25 +48,23 @@ def changed(kept: Kept) -> tuple[str, ...]:
 
 
 def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set, deque) else None
+    return copy.copy(value) if type(value) in _CONTAINERS else None
 
 
-def _same(value: Any, copy: Any) -> bool:
-    if copy is None:
+def _same(value: Any, before: Any) -> bool:
+    if before is None:
         return True
-    pairs = (
-        zip(value.items(), copy.items(), strict=False) if isinstance(value, dict) else zip(value, copy, strict=False)
-    )
     if isinstance(value, dict):
-        return len(value) == len(copy) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
-    return len(value) == len(copy) and all(a is b for a, b in pairs)
+        pairs = zip(value.items(), before.items(), strict=False)
+        return len(value) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+    return len(value) == len(before) and all(a is b for a, b in zip(value, before, strict=False))
 
 
-def _refill(value: Any, copy: Any) -> None:
-    if copy is None or _same(value, copy):
+def _refill(value: Any, before: Any) -> None:
+    if before is None or _same(value, before):
         return
     value.clear()
     if isinstance(value, (dict, set)):
-        value.update(copy)
+        value.update(before)
     else:
-        value.extend(copy)
+        value.extend(before)

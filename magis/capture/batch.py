@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from magis.errors import CaptureError, UsageError
 
-__all__ = ["Batch", "Key", "as_batch", "own_loss", "with_keywords"]
+__all__ = ["Batch", "Key", "as_batch", "own_loss", "with_keywords", "with_loss"]
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
 """What a plan depends on of a batch: names, shapes, strides, data types and devices, and what lies in one memory."""
@@ -101,18 +102,74 @@ def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
     return _Keywords(module, batch.names) if batch.names else module
 
 
-def own_loss(output: Any, *targets: Tensor) -> Tensor:
-    """The loss that a module returns itself: a tensor, or `output.loss` as in Hugging Face's models.
+class _WithLoss(nn.Module):
+    """A module beside a loss with parameters of its own, which it hands on to `_applied`."""
 
-    Raises CaptureError where there is none, or where there are targets that nothing would compare the output with.
+    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self.training = module.training
+
+    def forward(self, *inputs: Any, **keywords: Any) -> tuple[nn.Module, Any]:
+        return self.loss, self.module(*inputs, **keywords)
+
+
+def _applied(given: tuple[nn.Module, Any], *targets: Tensor) -> Any:
+    loss, output = given
+    return loss(output, *targets)
+
+
+def with_loss(
+    module: nn.Module, loss_fn: Callable[..., Tensor] | None
+) -> tuple[nn.Module, Callable[..., Tensor] | None]:
+    """The module and the loss function; a loss that trains parameters of its own becomes a part of the module."""
+    if not isinstance(loss_fn, nn.Module):
+        return module, loss_fn
+    known = {id(parameter) for parameter in module.parameters()}
+    if not any(parameter.requires_grad and id(parameter) not in known for parameter in loss_fn.parameters()):
+        return module, loss_fn
+    return _WithLoss(module, loss_fn), _applied
+
+
+def own_loss(output: Any, *targets: Tensor) -> Tensor:
+    """The loss that a module returns itself: a tensor, `output.loss` as in Hugging Face's models, or else the only
+    floating-point number in the output that requires a gradient.
+
+    Raises CaptureError where there is none or more than one, or where there are targets that nothing would compare the
+    output with.
     """
     if targets:
         raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
-    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if not isinstance(loss, Tensor):
+    if isinstance(output, Tensor):
+        return output
+    absent = object()
+    named = output.get("loss", absent) if isinstance(output, Mapping) else getattr(output, "loss", absent)
+    if isinstance(named, Tensor):
+        return named
+    found = dict(_numbers("", output)) if named is absent else {}
+    if len({id(number) for number in found.values()}) == 1:
+        return next(iter(found.values()))
+    what = f"the model returned a {type(output).__name__}"
+    if found:
         raise CaptureError(
-            f"the model returned a {type(output).__name__} without a loss", hint="pass a loss function, or labels"
+            f"{what} with several numbers: {', '.join(found)}", hint="pass a loss function that picks one"
         )
-    return loss
+    raise CaptureError(f"{what} without a loss", hint="pass a loss function, or labels")
+
+
+def _numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
+    """Single floating-point numbers in an output that can be trained, by where they are."""
+    if isinstance(item, Tensor):
+        if item.numel() == 1 and item.is_floating_point() and (item.requires_grad or not torch.is_grad_enabled()):
+            yield path, item
+    elif isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _numbers(f"{path}[{key!r}]", value)
+    elif isinstance(item, (list, tuple)):
+        names = getattr(item, "_fields", ())
+        for index, value in enumerate(item):
+            yield from _numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
+    elif dataclasses.is_dataclass(item):
+        for each in dataclasses.fields(item):
+            yield from _numbers(f"{path}.{each.name}", getattr(item, each.name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from magis.aten.call import CallError
 from magis.capture.layout import ONLY_DENSE, layout_problem
@@ -118,9 +117,7 @@ def check_loss(loss: Any) -> None:
 
 @contextmanager
 def clear_errors(places: Places) -> Iterator[None]:
-    """Errors of the step as one line that says where; torch's own report of a failed fake call is held back."""
-    chatter = logging.getLogger(FakeTensorMode.__module__)
-    was_disabled, chatter.disabled = chatter.disabled, True
+    """Errors of the step as one line that says where."""
     try:
         yield
     except CallError as error:
@@ -137,8 +134,6 @@ def clear_errors(places: Places) -> Iterator[None]:
             f"{type(error).__name__} {_place(places, error)}: {error}",
             hint=EAGER_FIRST,
         ) from error
-    finally:
-        chatter.disabled = was_disabled
 
 
 def _place(places: Places, error: BaseException) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from magis.errors import CaptureError
-from magis.ir import Graph, Op, Value
+from magis.ir import Graph, Op, Ref, Value
 
 __all__ = ["ConformanceError", "check_conforms", "first_difference"]
 
@@ -33,7 +33,10 @@ def first_difference(captured: Graph, eager: Graph) -> str:
     pairs = zip(_steps(captured), _steps(eager), strict=False)
     for ours, theirs in pairs:
         if ours != theirs:
-            return f"{_told(theirs)} in eager, {_told(ours)} captured"
+            there, here = _told(theirs), _told(ours)
+            if there == here:
+                there, here = f"{there}, {_given(eager, theirs[0])},", _given(captured, ours[0])
+            return f"{there} in eager, {here} captured"
     rest = len([*_steps(eager)]) - len([*_steps(captured)])
     if rest:
         return f"{abs(rest)} operators {'more' if rest > 0 else 'fewer'} in eager"
@@ -54,3 +57,19 @@ def _told(step: _Step) -> str:
     op, results = step
     shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in results if value is not None)
     return f"{op.target} -> {shapes} in module {op.module or '(root)'!r}{f' at {op.line}' if op.line else ''}"
+
+
+def _given(graph: Graph, op: Op) -> str:
+    """What an operator is called with: numbers as they are, tensors by their names or by who made them."""
+    makers = {value: other for other in graph.ops for value in other.made()}
+
+    def told(value: int) -> str:
+        name, maker = graph.values[value].name, makers.get(value)
+        return name or (f"%{value}" if maker is None else f"{maker.target} of {maker.module or '(root)'!r}")
+
+    def shown(arg: object) -> str:
+        if isinstance(arg, tuple):
+            return f"({', '.join(map(shown, arg))})"
+        return told(arg.value) if isinstance(arg, Ref) else str(arg)
+
+    return f"given {shown((*op.args, *(value for _, value in op.kwargs)))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-__all__ = ["convertible", "fake_tensors"]
+__all__ = ["convertible", "fake_tensors", "no_reports"]
 
 
 @contextmanager
@@ -17,6 +18,17 @@ def fake_tensors() -> Iterator[None]:
     """`FakeTensorMode`, in which modules are `convertible`."""
     with convertible(), FakeTensorMode():
         yield
+
+
+@contextmanager
+def no_reports() -> Iterator[None]:
+    """Hold back torch's own report of a failed fake call: who makes the call says what comes of it."""
+    chatter = logging.getLogger(FakeTensorMode.__module__)
+    was_disabled, chatter.disabled = chatter.disabled, True
+    try:
+        yield
+    finally:
+        chatter.disabled = was_disabled
 
 
 @contextmanager

@@ -33,9 +33,10 @@ from magis.aten.facts import CONTIGUOUS_RESULT
 from magis.aten.layouts import element_wise, masked, row_by_row
 from magis.aten.mixed import as_mixed
 from magis.aten.packed import as_packed
-from magis.aten.schemas import BY_CONTENTS, COMPUTING, FREE_DRAWS, looks_of, written_by
 from magis.aten.states import GET_STATE
-from magis.aten.unfaked import unfaked
+from magis.aten.unfaked import known_results, unfaked
+from magis.capture.fakes import no_reports
+from magis.capture.schemas import BY_CONTENTS, COMPUTING, FREE_DRAWS, looks_of, written_by
 
 __all__ = ["Hollow", "hollow", "hollow_like", "is_hollow", "on_storage"]
 
@@ -94,8 +95,10 @@ class Hollow(TorchDispatchMode):
         if func.namespace == "magis":
             return self._state(func, args, kwargs)
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        looks = looks_of(func)
-        if looks.view or looks.renews:  # metadata alone: the kernel itself knows best
+        says = looks_of(func)
+        if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
+            _contents(args[0], Contents(True, owner=self))
+        if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
         for tensor in written:
@@ -107,15 +110,20 @@ class Hollow(TorchDispatchMode):
         if decided is not None:
             return torch.full(args[0].shape, decided)
         out = self._faked(func, args, kwargs)
-        if looks.random:
+        if says.random:
             return self._random(func, given, written, args, kwargs, out)
         known = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
-        if known and not looks.undefined and self._may_compute(func, given, written, out):
+        if known and not says.undefined and self._may_compute(func, given, written, out):
             return self._computed(func, given, written, args, kwargs)
         drawn = all(_contents(tensor).known or _contents(tensor).drawn for tensor in given)
         for tensor in written:
             _contents(tensor).known, _contents(tensor).drawn = False, drawn
-        return self._hollow(func, out, given, written, drawn=drawn)
+        made = self._hollow(func, out, given, written, drawn=drawn)
+        for result, numbers in known_results(func, args, made, self.read_by):
+            result.copy_(numbers)
+            sources = frozenset().union(*(_contents(t).sources for t in given if _contents(t).known))
+            setattr(result.untyped_storage(), _MARK, Contents(True, sources, self))
+        return made
 
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
@@ -366,7 +374,7 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
     for name, (_, read) in readers.items():
         setattr(Tensor, name, asking(read))
     try:
-        with mode:
+        with no_reports(), mode:
             yield mode
     finally:
         for name, (own, read) in readers.items():

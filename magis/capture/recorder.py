@@ -102,7 +102,8 @@ class Recorder(TorchDispatchMode):
         where = f"in module {self.places.module or '(root)'!r}"
         if tensor.requires_grad:
             raise CaptureError(
-                f"{what} and requires a gradient is used {where}", hint="register it as a parameter, or detach it"
+                f"{what} and requires a gradient is used {where}",
+                hint="register it as a parameter (a loss with such is an nn.Module), or detach it",
             )
         name = self._find(tensor)
         if name is None:

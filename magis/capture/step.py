@@ -20,6 +20,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.aten import optimizers
+from magis.aten.averages import averages_named
 from magis.aten.generators import held_generators, own_kept
 from magis.aten.held import find
 from magis.aten.host_random import HostGenerators, generators_kept
@@ -138,7 +139,8 @@ def _captured(
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
         given = shapes(stand)
-        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own)
+        sentinels = optimizers.sentinels(rule).names
+        recorder = Recorder(sentinels, _finder(stand, loss_fn), own)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
         if explicit_attention:
@@ -147,9 +149,10 @@ def _captured(
         stack.enter_context(device_forms(device))
         if device == "cuda":  # with autocast of the module's own, too
             stack.enter_context(as_on_cuda())
-        with states_recorded(device, own), hollow(mode):
+        with states_recorded(device, own), hollow(mode), averages_named(stand.module, sentinels) as averages:
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
         check_shapes(given, stand)
+        averages.check(found.graph)
         if settled:
             check_buffers(stand)
         check_products(found.graph)
@@ -182,7 +185,8 @@ def record_eager(
     trained = _trained(module, rule)
     with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
         own = held_generators(stand.module, loss_fn)
-        recorder = Recorder({}, _finder(stand, loss_fn), own)
+        sentinels: dict[float, str] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn), own)
         with ExitStack() as stack:
             stack.enter_context(own_kept(own))
             stack.enter_context(clear_errors(recorder.places))
@@ -190,6 +194,7 @@ def record_eager(
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(states_recorded("cpu", own))
+            stack.enter_context(averages_named(stand.module, sentinels))
             return _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
 
 

@@ -20,7 +20,7 @@ from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.backend.measure import collector_spared
 from magis.capture import Captured, OptimizerSpec, Workload, capture
-from magis.capture.batch import as_batch, own_loss, with_keywords
+from magis.capture.batch import as_batch, own_loss, with_keywords, with_loss
 from magis.checkpointing.policy import RegionPolicies
 from magis.checkpointing.region import Region, wrapped
 from magis.errors import UsageError
@@ -81,12 +81,13 @@ def checkpoint_policy(
     if memory_ratio is not None and not 0 < memory_ratio <= 1:
         raise UsageError(f"memory_ratio={memory_ratio!r}", hint="use a share above 0 and at most 1")
     given = as_batch(batch)
+    whole, loss = with_loss(module, loss_fn)
     work = Workload(
         f"{type(module).__module__}:{type(module).__qualname__}",
-        with_keywords(module, given),
+        with_keywords(whole, given),
         given.inputs,
         given.targets,
-        own_loss if loss_fn is None else loss_fn,
+        loss or own_loss,
         OptimizerSpec("gradients"),
     )
     nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -203,7 +204,8 @@ class _Search:
 
     def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
         """What may be saved of each block that runs once and can be run again."""
-        prefix = "module." if self._work.module is not self._module else ""
+        where = next(path for path, part in self._work.module.named_modules() if part is self._module)
+        prefix = f"{where}." if where else ""
         inside = {path: self._inside(f"{prefix}{path}") for path in blocks}
         inside = {path: ops for path, ops in inside.items() if self._may_repeat(ops)}
         seen: dict[str, list[str]] = {path: [] for path in inside}

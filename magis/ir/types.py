@@ -144,6 +144,10 @@ class Op:
         """Value ids that the call makes."""
         return self._made
 
+    def scalars(self) -> tuple[str, ...]:
+        """Names of the numbers that the call takes when the step runs, in order, each once."""
+        return tuple(dict.fromkeys(_scalars((self.args, tuple(arg for _, arg in self.kwargs)))))
+
 
 @dataclass(frozen=True, slots=True)
 class Graph:
@@ -199,6 +203,14 @@ def _refs(arg: Arg) -> Iterator[Ref]:
     elif isinstance(arg, tuple):
         for item in arg:
             yield from _refs(item)
+
+
+def _scalars(arg: Arg) -> Iterator[str]:
+    if isinstance(arg, Scalar):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from _scalars(item)
 
 
 def replace_refs(arg: Arg, mapping: dict[int, int]) -> Arg:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture.batch import Batch, as_batch, own_loss, with_keywords
+from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
 from magis.capture.rule import fused_rule, why_apart
 from magis.errors import UsageError
 from magis.models.workload import OPTIMIZER_KINDS, OptimizerSpec, Workload
@@ -46,13 +46,14 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
     batch = _batch(path, parts)
     # parts that are in evaluation mode on purpose (frozen statistics) stay so in a module that is to be trained
-    called = with_keywords(module if module.training else module.train(), batch)
+    whole, loss = with_loss(module if module.training else module.train(), loss_fn)
+    called = with_keywords(whole, batch)
     return Workload(
         name=path,
         module=called,
         inputs=batch.inputs,
         targets=batch.targets,
-        loss_fn=loss_fn,
+        loss_fn=loss or own_loss,
         optimizer=PLAIN_SGD if last is None else spec_of(path, last, called),
     )
 

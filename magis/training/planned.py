@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from magis.api.foreign import foreign_operator
 from magis.api.planning import Plan, plan
@@ -19,6 +20,7 @@ from magis.capture.copies import deep_copy
 from magis.capture.side_effects import observe_step
 from magis.errors import UsageError
 from magis.ir import Graph, Value
+from magis.training.behind import behind_step
 from magis.training.guards import Guards
 from magis.units import format_bytes, format_milliseconds, share_of
 
@@ -98,13 +100,15 @@ def planned(
     device: str,
     autocast: torch.dtype | None,
     update: str,
+    optimizer: Optimizer | None = None,
     graph: Graph | None = None,
     expected: str = "",
     known: Mapping[str, Planned] | None = None,
 ) -> Planned:
     """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
 
-    `known` are plans of this step by digest: one of the same graph holds again.
+    `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
+    digest: one of the same graph holds again.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     subject = _subject(module, loss_fn, batch, rule, device, autocast)
@@ -112,6 +116,8 @@ def planned(
     captured = subject.captured
     guards = Guards(module, loss_fn, batch, reads, captured.contents)
     _ = subject.conformance
+    behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
+    update = f"{update}{behind.note}"
     same = (known or {}).get(subject.digest)
     if same is not None:
         return replace(
@@ -121,30 +127,31 @@ def planned(
         raise UsageError(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
         )
-    original = subject.original.peak_bytes
+    original = behind.peak(subject.original.peak_bytes)
     limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
         _check_fits(graph, captured.graph)
-        peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
+        peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes), subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
         return Planned(graph, captured.graded, subject.digest, rule, report, guards)
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
         subject,
-        memory_limit=limit,
+        memory_limit=None if limit is None else max(1, limit - behind.state_bytes),
         latency_limit_ns=latency_limit,
         budget=limits.budget,
         seconds=limits.seconds,
         seed=0,
         stored=None,
     )
-    if limit is not None and not found.feasible:
+    peak = behind.peak(found.peak)
+    if limit is not None and (peak > limit or not found.feasible):
         raise UsageError(
-            f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(found.peak)}, none"
-            f" less than {format_bytes(subject.lower_bound)}, eager {format_bytes(original)}",
+            f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
+            f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
             hint="raise the limit",
         )
-    report = _report(found, subject, original, limit, update)
+    report = _report(found, subject, original, peak, limit, update)
     return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
 
 
@@ -167,10 +174,10 @@ def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
     return value.name, value.dtype, value.shape
 
 
-def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str) -> Report:
+def _report(found: Plan, subject: Subject, original: int, peak: int, limit: int | None, update: str) -> Report:
     return Report(
         original,
-        found.peak,
+        peak,
         limit,
         _ratio(found.latency_ns, subject),
         found.recomputed_ops,

@@ -18,7 +18,7 @@ from magis.aten.generators import held_generators
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
-from magis.capture.batch import Batch, as_batch, with_keywords
+from magis.capture.batch import Batch, as_batch, with_keywords, with_loss
 from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
 from magis.errors import UsageError
 from magis.training.guards import Memory, check_mode
@@ -93,12 +93,12 @@ class OptimizedStep:
         autocast: torch.dtype | None,
     ) -> None:
         self.model = model
-        self._loss_fn = loss_fn
+        self._whole, self._loss_fn = with_loss(model, loss_fn)
         self._optimizer = optimizer
         self._limits = limits
         self._device = device
         self._autocast = autocast
-        self._memory = Memory(model)
+        self._memory = Memory(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
         self._restless = 0
         self._choice = _Choice("left to the caller", None)
@@ -120,7 +120,7 @@ class OptimizedStep:
         self._look_at_memory()
         found = self._find(batch)
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
-            self._choice, self._memory = self._choose(), Memory(self.model)
+            self._choice, self._memory = self._choose(), Memory(self._whole)
             found = self._find(batch) or self._made(batch, plan)
         self._entries = [*(entry for entry in self._entries if entry is not found), found][-KEPT:]
         return found
@@ -151,7 +151,7 @@ class OptimizedStep:
 
     def _look_at_memory(self) -> None:
         if not self._memory.holds():
-            self._memory = Memory(self.model)
+            self._memory = Memory(self._whole)
             for entry in self._entries:
                 entry.bound = None
 
@@ -171,7 +171,7 @@ class OptimizedStep:
     def _choose(self) -> _Choice:
         if self._optimizer is None:
             return _Choice("left to the caller", None)
-        trained = _trained(self.model)
+        trained = _trained(self._whole)
         _check_optimizer(self._optimizer, trained)
         why = why_apart(self._optimizer, trained)
         if not why and self._restless > RESTLESS:
@@ -181,7 +181,7 @@ class OptimizedStep:
         return _Choice("part of the step", update_of(self._optimizer, trained))
 
     def _made(self, batch: Batch, plan: Path | str | None) -> _Entry:
-        module = with_keywords(self.model, batch)
+        module = with_keywords(self._whole, batch)
         trained = _trained(module)
         _check_hooks(trained)
         choice, rule = self._choice, OptimizerSpec("gradients")
@@ -189,9 +189,9 @@ class OptimizedStep:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         graph, expected = (None, "") if plan is None else read_plan(Path(plan))
         found = planned(
-            self.model, self._loss_fn, batch, rule, self._limits,
+            self._whole, self._loss_fn, batch, rule, self._limits,
             device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
-            known=self._plans,
+            known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
         )  # fmt: skip
         self._plans[found.digest] = found
         self._plans.move_to_end(found.digest)
@@ -200,7 +200,7 @@ class OptimizedStep:
         return _Entry(self._key(batch), choice, found)
 
     def _bind(self, batch: Batch, entry: _Entry) -> _Bound:
-        module = with_keywords(self.model, batch)
+        module = with_keywords(self._whole, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
             # as torch's own: a parameter without a gradient has no state, and its counter stands still
@@ -210,7 +210,7 @@ class OptimizedStep:
             found.graph, module, batch.inputs, batch.targets, found.rule,
             device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
         )  # fmt: skip
-        self._memory = Memory(self.model)  # weights that are used together may have been moved together
+        self._memory = Memory(self._whole)  # weights that are used together may have been moved together
         for other in self._entries:
             other.bound = None
         return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn)

@@ -182,6 +182,6 @@ def test_where_bytes_part_is_told() -> None:
 def test_an_operator_of_which_nothing_is_known_is_named() -> None:
     subject = subject_of(NETS["lstm"])
     scratches = subject.scratches
-    scratches.add(subject.captured.graph, None, None, subject.traced.optimizer)
+    scratches.add(subject.captured.graph, None, None)
     assert scratches.note == "workspace unknown: aten.mkldnn_rnn_layer_backward.default in layer"
     assert Memory(0, 0) != subject.original, "estimates take its place"

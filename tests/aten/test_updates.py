@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,6 +105,40 @@ def test_operators_and_numbers_are_torchs_own(name: str, setting: str, dtypes: t
     assert [call[:2] for call in seen] == [call[:2] for call in expected]
     assert all(call[2].items() >= own[2].items() for call, own in zip(expected, seen, strict=True))
     assert all(torch.equal(theirs[key], mine[key]) for key in theirs)
+
+
+FORMS = {
+    "nesterov": OptimizerSpec("momentum", lr=0.1, momentum=0.9, nesterov=True),
+    "nesterov-decay": OptimizerSpec("momentum", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "nesterov-maximize": OptimizerSpec("momentum", lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "dampening": OptimizerSpec("momentum", lr=0.1, momentum=0.9, dampening=0.3),
+    "dampening-maximize-decay": OptimizerSpec(
+        "momentum", lr=0.1, momentum=0.9, dampening=0.3, maximize=True, weight_decay=0.1
+    ),
+    "sgd-maximize": OptimizerSpec("sgd", lr=0.1, maximize=True),
+    "sgd-maximize-decay": OptimizerSpec("sgd", lr=0.1, maximize=True, weight_decay=0.1),
+    "adam-amsgrad": OptimizerSpec("adam", lr=0.1, amsgrad=True),
+    "adam-amsgrad-maximize-decay": OptimizerSpec("adam", lr=0.1, amsgrad=True, maximize=True, weight_decay=0.1),
+    "adamw-amsgrad-decay": OptimizerSpec("adamw", lr=0.1, amsgrad=True, weight_decay=0.1),
+    "adamw-maximize": OptimizerSpec("adamw", lr=0.1, maximize=True),
+}
+"""Options that fused kernels are not captured with."""
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=["one", "two"])
+@pytest.mark.parametrize("name", FORMS)
+def test_lists_of_every_form_are_torchs_own(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    rule = OptimizerSpec(**{**vars(FORMS[name]), "foreach": True})
+    theirs, mine, short = (parameters(*dtypes) for _ in range(3))
+    optimizer, expected = torchs(rule, theirs)
+    seen = ours(rule, mine, update)
+    assert [call[:2] for call in seen] == [call[:2] for call in expected]
+    ours(rule, short, partial(update, device="cuda", most_bytes=1))
+    for key, weight in theirs.items():
+        assert torch.equal(weight, mine[key])
+        assert torch.equal(weight, short[key])
+        assert torch.equal(weight.grad, mine[key].grad)  # which nesterov writes to
+    assert type(optimizer).__name__ == {"momentum": "SGD", "sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[rule.kind]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

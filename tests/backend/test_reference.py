@@ -44,6 +44,28 @@ def test_loss_and_gradients_are_those_of_a_double_module(rule: OptimizerSpec) ->
         assert gradient.dtype == torch.float64
 
 
+class Grouped(nn.Module):
+    """A product of groups of rows with a matrix each, which has no kernel for doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16))
+        self.register_buffer("ends", torch.tensor([4, 8], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, self.ends)  # type: ignore[arg-type]
+
+
+def test_what_has_no_kernel_for_doubles_runs_in_the_steps_own_type() -> None:
+    net = nets.Net(Grouped, nets.rows(8, 16), nets.labels(8, 16), F.cross_entropy).build()
+    graph = captured(net).graph
+    found = exact(graph, graph_step(graph, net).tensors, graph.outputs)
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(
+        found[0].float(), F.cross_entropy(net.module(*net.inputs), *net.targets), rtol=1e-5, atol=0
+    )
+
+
 def test_random_numbers_are_those_of_the_step() -> None:
     """Dropout of half the elements: exact and eager drop the same ones, or the gradients would be far apart."""
     net = nets.Net(lambda: deep(dropout=nn.Dropout(0.5)), nets.rows(16, 6), nets.labels(16, 3), F.cross_entropy).build()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 
-from magis.backend.made_up import make_tensors, scalar_names
+from magis.backend.made_up import make_tensors
 from magis.backend.measure import window_peak
 from magis.backend.workspaces import measure_workspaces
 from magis.cost.signature import parse, signature
@@ -157,4 +157,4 @@ def test_a_value_that_comes_twice_is_one_tensor() -> None:
     value = Value(3, (4,), (1,), "float32", 3)
     op = Op(0, "aten.mul.Tensor", (Ref(3), Ref(3)), (("out", (Ref(3), Scalar("b"), (Scalar("a"), Scalar("b")))),), ())
     assert list(make_tensors(op, {3: value})) == [3]
-    assert set(scalar_names(op)) == {"a", "b"}
+    assert set(op.scalars()) == {"a", "b"}

@@ -184,6 +184,28 @@ def test_the_module_is_left_as_it_was() -> None:
     assert module.sizes.tolist() == [2, 3]
 
 
+def test_hooks_that_the_first_forward_registers_are_taken_away_again() -> None:
+    """As transformers records outputs: once, and a second capture must not find two of them."""
+
+    def call(module: Any, x: Tensor) -> Tensor:
+        if not hasattr(module, "hooked"):
+            module.hooked = module.a.register_forward_hook(lambda _part, _inputs, out: out + 1)
+        return x
+
+    module = Calls(call)
+    graphs = [capture(module, (torch.ones(3, 4),), (), lambda out: out.sum(), SGD).graph for _ in range(2)]
+    assert not module.a._forward_hooks
+    assert not first_difference(*graphs)
+
+
+def test_torchs_report_of_what_has_no_function_for_fakes_is_held_back(caplog: pytest.LogCaptureFixture) -> None:
+    rows, weight = torch.randn(8, 16), torch.randn(2, 16, 16)
+    with hollow():
+        made = torch._grouped_mm(rows, weight, torch.tensor([4, 8], dtype=torch.int32))
+    assert made.shape == (8, 16)
+    assert not caplog.records
+
+
 def test_hollow_tensors_are_plain_and_need_no_memory() -> None:
     with hollow():
         huge = torch.ones(1 << 40, dtype=torch.uint8)
@@ -201,3 +223,10 @@ def test_steps_that_differ_are_told_apart_by_operator_and_module() -> None:
     shorter = Calls(lambda _module, x: x)
     found = capture(shorter, (torch.ones(5, 4),), (), lambda out: out.sum(), SGD)
     assert "float32[3, 4]" in first_difference(found.graph, one.graph)
+
+
+def test_operators_that_look_alike_are_told_apart_by_what_they_are_given() -> None:
+    two, three = (of(lambda _module, x, how=how: x.pow(how))[0].graph for how in (2.0, 3.0))
+    told = first_difference(two, three)
+    assert "given (aten.addmm.default of 'a', 3.0), in eager" in told
+    assert told.endswith("given (aten.addmm.default of 'a', 2.0) captured")

@@ -30,6 +30,23 @@ def test_the_step_updates_as_its_optimizer_does(name: str, way: str) -> None:
     loops.agree(2)
 
 
+FORMS = {
+    "nesterov": partial(SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "nesterov decay maximize": partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, maximize=True),
+    "dampening": partial(SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "maximize": partial(SGD, lr=0.1, maximize=True),
+    "amsgrad": partial(Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "amsgrad maximize": partial(AdamW, lr=1e-2, amsgrad=True, maximize=True),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_lists_with_every_option_are_part_of_the_step(name: str) -> None:
+    loops = Loops(net(depth=2), partial(FORMS[name], foreach=True), memory_ratio=1.0)
+    assert loops.step.report().update == "part of the step"
+    loops.agree(3)
+
+
 def test_groups_that_are_fused_only_in_part_run_by_themselves() -> None:
     module = net(depth=2)
     first, *others = module.parameters()

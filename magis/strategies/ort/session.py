@@ -13,6 +13,7 @@ from onnx import ModelProto
 from torch import Tensor, nn
 
 from magis.aten import optimizers
+from magis.aten.averages import is_share
 from magis.aten.optimizers import OptimizerSpec
 from magis.backend.turns import Turn
 from magis.errors import MagisError, UsageError
@@ -89,6 +90,11 @@ class OrtStep:
         self._rule = rule
         self._steps = 0
         self._name = name
+        if any(map(is_share, exported.scalars)):
+            raise UsageError(
+                f"{name}: a batch norm averages over all batches (momentum=None), which this technique does not count",
+                hint="give it a momentum",
+            )
         self._session = open_session(exported.model, optimized=optimized, name=name)
         self._owners: dict[str, Tensor] = {f"parameter:{name}": p for name, p in module.named_parameters()}
         self._owners.update((f"buffer:{name}", b) for name, b in module.named_buffers())

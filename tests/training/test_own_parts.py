@@ -1,0 +1,279 @@
+"""Parts of a step that are others at every one, or belong to nobody else: averages over all batches, shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from magis import optimize
+from magis.api import Bench, check_case, run_case
+from magis.capture import OptimizerSpec, capture
+from magis.errors import CaptureError
+from magis.models import from_function
+from magis.results import Case
+from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
+
+
+class Averaged(nn.Module):
+    """A batch norm that averages over all batches; called twice, and a third time in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norm = nn.BatchNorm1d(32, momentum=None)
+        self.fixed = nn.BatchNorm1d(32, momentum=None, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(torch.tanh(self.first(x)))
+        x = checkpoint(lambda y: self.norm(torch.tanh(self.last(y))), x, use_reentrant=False)
+        return torch.tanh(self.last(self.fixed(x)))
+
+
+def test_statistics_that_average_over_all_batches_go_on_as_in_eager_mode() -> None:
+    loops = Loops(Averaged(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    loops.agree()
+    loops.module.eval()
+    loops.twin.eval()
+    loops.agree()
+    loops.module.train()
+    loops.twin.train()
+    for each in (loops.module, loops.twin):
+        each.norm.reset_running_stats()
+    loops.agree()
+    assert loops.module.norm.momentum is None
+
+
+def gate(made: tuple[object, ...], ratio: float = 0.95) -> None:
+    """A case of the gate: bytes exactly as they are measured, and eager's numbers."""
+    make, bench = from_function("own", lambda: made), Bench()
+    case = Case("own", "magis", "cpu", "small", memory_ratio=ratio, budget=BUDGET, timing_rounds=1)
+    check_case(case, cache=bench, make=make)
+    result = run_case(case, cache=bench, make=make, rough=True)
+    assert result.numbers == "bit-identical"
+    for step in (result.original, result.optimized):
+        assert step.measured is not None
+        assert (step.simulated.tensor_bytes, step.simulated.peak_bytes) == (
+            step.measured.tensor_bytes,
+            step.measured.peak_bytes,
+        )
+
+
+def test_the_gate_runs_them() -> None:
+    gate((Averaged(), batch(), loss_of))
+
+
+class Miscounting(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        return super().forward(x)
+
+
+def test_counts_other_than_of_calls_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), Miscounting(4, momentum=None))
+    with pytest.raises(CaptureError, match=r"^1 has momentum None and counts 2 batches in 1 calls; give it a momentum"):
+        capture(net, (torch.randn(3, 4),), (), lambda out: out.sum(), OptimizerSpec("sgd"))
+
+
+class Tempered(nn.Module):
+    """A loss with a temperature that is learned, and statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.norm(output) * self.scale.exp() - target).abs().mean()
+
+
+def with_its_loss() -> tuple[nn.Module, Tempered, torch.optim.Optimizer]:
+    module, loss = net(), Tempered()
+    return module, loss, torch.optim.AdamW([*module.parameters(), *loss.parameters()], lr=0.01)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in the step", "gradients alone"])
+def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
+    (module, loss, optimizer), (twin, other, their) = with_its_loss(), with_its_loss()
+    step = optimize(module, loss, None if apart else optimizer, batch(), memory_ratio=0.9, budget=BUDGET)
+    for seed in range(3):
+        inputs, targets = batch(seed=seed)
+        optimizer.zero_grad()
+        their.zero_grad()
+        ours = step(inputs, targets)
+        if apart:
+            optimizer.step()
+        expected = other(twin(inputs), targets)
+        expected.backward()
+        their.step()
+        assert torch.equal(ours, expected)
+    assert not torch.equal(loss.scale, Tempered().scale)
+    for mine, plain in ((module, twin), (loss, other), (optimizer, their)):
+        assert_same(mine.state_dict(), plain.state_dict())
+
+
+def test_the_gate_trains_such_a_loss() -> None:
+    module, loss, optimizer = with_its_loss()
+    gate((module, batch(), loss, optimizer))
+
+
+def test_a_loss_that_is_no_module_may_not_train_parameters() -> None:
+    module, loss, optimizer = with_its_loss()
+    with pytest.raises(CaptureError, match=r"requires a gradient is used .*a loss with such is an nn.Module"):
+        optimize(module, lambda out, target: 2 * loss(out, target), optimizer, batch(), memory_ratio=0.9)
+
+
+class Returns(nn.Module):
+    """What a model with a loss of its own may return."""
+
+    def __init__(self, how: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.net, self.how = net(), how
+
+    def forward(self, x: Tensor, target: Tensor) -> object:
+        out = self.net(x)
+        return self.how(out, loss_of(out, target))
+
+
+class Named(NamedTuple):
+    logits: Tensor
+    total: Tensor
+    steps: Tensor
+
+
+FOUND: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "(logits, loss)": lambda out, loss: (out, loss),
+    "once more": lambda out, loss: {"parts": [loss], "all": loss, "seen": loss.detach()},
+    "named": lambda out, loss: Named(out, loss, torch.tensor(3)),
+    ".loss before others": lambda out, loss: {"loss": loss, "aside": loss * 2},
+}
+
+
+@pytest.mark.parametrize("how", FOUND)
+def test_the_only_number_that_can_be_trained_is_the_loss(how: str) -> None:
+    module = Returns(FOUND[how])
+    step = optimize(
+        module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9, budget=BUDGET
+    )
+    expected = loss_of(module.net(batch()[0]), batch()[1])
+    assert torch.equal(step(batch(), ()), expected)
+
+
+UNCLEAR: dict[str, tuple[Callable[[Tensor, Tensor], object], str]] = {
+    "two": (
+        lambda out, loss: (out, {"a": loss, "b": loss + 1}),
+        r"a tuple with several numbers: \[1\]\['a'\], \[1\]\['b'\]",
+    ),
+    "none": (lambda out, loss: [out], "a list without a loss"),
+    "a loss of None": (lambda out, loss: {"loss": None, "aside": loss}, "a dict without a loss"),
+}
+
+
+@pytest.mark.parametrize("how", UNCLEAR)
+def test_what_may_or_may_not_be_the_loss_is_not_guessed(how: str) -> None:
+    module = Returns(UNCLEAR[how][0])
+    with pytest.raises(CaptureError, match=UNCLEAR[how][1]):
+        optimize(module, None, torch.optim.SGD(module.parameters(), lr=0.1), (batch(), ()), memory_ratio=0.9)
+
+
+class Packed(nn.Module):
+    """A recurrent layer on sequences of their own lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.head = nn.LSTM(8, 16, batch_first=True, bidirectional=True), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        padded, _ = pad_packed_sequence(self.cell(packed)[0], batch_first=True, total_length=x.shape[1])
+        return self.head(padded.amax(1))
+
+
+def sequences(*lengths: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    return (torch.randn(len(lengths), 6, 8), torch.tensor(lengths)), torch.randn(len(lengths), 8)
+
+
+def test_packed_sequences_are_trained_as_in_eager_mode() -> None:
+    loops = Loops(Packed(), torch.optim.AdamW, example=sequences(5, 2, 6), memory_ratio=1.0)
+    for lengths in ((5, 2, 6), (5, 2, 6), (3, 6, 1)):  # other lengths are another step
+        data = sequences(*lengths)
+        assert torch.equal(loops.step(*data), loops.eager(*data))
+    loops.same()
+
+
+def test_the_gate_runs_packed_sequences() -> None:
+    gate((Packed(), sequences(5, 2, 6), loss_of), ratio=1.0)
+
+
+def test_lengths_that_the_step_computes_are_refused() -> None:
+    class Computes(Packed):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return super().forward(x, (x.sum((1, 2)) > 0).long() + lengths - 1)
+
+    with pytest.raises(CaptureError, match="depends on the data of a tensor"):
+        capture(Computes(), sequences(5, 2, 6)[0], (), lambda out: out.sum(), OptimizerSpec("sgd"))
+
+
+class Shared(nn.Module):
+    """An embedding whose weight is the head's, and two layers that are one; under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False)
+        self.first, self.second, self.third = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head.weight = self.embed.weight
+        self.third = self.first
+        self.second.weight = self.first.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def words(seed: int = 0) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(40, (16, 13), generator=torch.Generator().manual_seed(seed))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def word_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)])
+def test_tied_weights_are_trained_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    loops = Loops(Shared(), kind, word_loss, words(), memory_ratio=0.8)
+    assert loops.step.report().update == "part of the step"
+    for seed in range(3):
+        data = words(seed)
+        assert torch.equal(loops.step(*data), loops.eager(*data))
+    loops.same()
+    assert loops.module.head.weight is loops.module.embed.weight
+    assert loops.module.second.weight is loops.module.third.weight
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_gate_trains_tied_weights_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    module = Shared()
+    gate((module, words(), word_loss, kind(module.parameters(), lr=0.1)), ratio=0.8)
+
+
+def test_tied_weights_count_once_in_the_gate() -> None:
+    module = Shared()
+    found = capture(module, (words()[0],), (words()[1],), word_loss, OptimizerSpec("adam"))
+    assert found.parameters == tuple(name for name, _ in module.named_parameters())
+    kept = sum(parameter.nbytes for parameter in module.parameters())
+    nbytes = {
+        kind: sum(s.nbytes for s in found.graph.storages.values() if s.kind == kind) for kind in ("parameter", "state")
+    }
+    assert nbytes == {"parameter": kept, "state": 2 * kept}
