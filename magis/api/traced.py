@@ -7,12 +7,16 @@ from functools import cached_property
 
 import torch
 
+from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
 from magis.aten.host_random import generators_kept, seed_all
 from magis.capture import Captured, Workload, capture
+from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
 from magis.capture.hollow import hollow
+from magis.capture.listening import Heard
 from magis.capture.settle import settle
+from magis.capture.step import record_eager
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
 from magis.ir import verify
@@ -30,6 +34,7 @@ class TracedModel:
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._settles = False
+        self._heard: Heard | None = None
 
     @cached_property
     def source(self) -> Source:
@@ -76,17 +81,47 @@ class TracedModel:
             return found
         self._settles = True
         settle(self.traced)
+        if self._heard is not None:
+            self._listen()
         return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
         """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
         try:
             return self._captured(self.traced, settled=False)
-        except CaptureError:
-            if not self._asked.of_user or self.traced is self.workload:
+        except CaptureError as error:
+            branches = isinstance(error, BranchError)
+            if not branches and (not self._asked.of_user or self.traced is self.workload):
                 raise
         self.__dict__["traced"] = self.workload
+        return self._branching()
+
+    def _branching(self) -> Captured:
+        """Of the real workload; where it branches on data, with what eager's run of it tells."""
+        try:
+            return self._captured(self.traced, settled=False)
+        except BranchError:
+            weights = sum(each.numel() * each.element_size() for each in self.workload.module.parameters())
+            if 4 * weights > MOST_BYTES:
+                raise
+            self._listen()
         return self._captured(self.traced, settled=False)
+
+    def _listen(self) -> None:
+        """Run the real workload once, for the ways that its branches take."""
+        work = self.workload
+        with generators_kept():
+            seed_all(self._asked.seed)
+            self._heard = record_eager(
+                work.module,
+                work.inputs,
+                work.targets,
+                work.loss_fn,
+                work.optimizer,
+                explicit_attention=work.explicit_attention,
+                autocast=autocast_type(self._asked.dtype),
+                expects=True,
+            ).heard
 
     @cached_property
     def _settled(self) -> Workload:
@@ -124,6 +159,7 @@ class TracedModel:
             explicit_attention=workload.explicit_attention,
             autocast=cast or autocast_type(self._asked.dtype),
             settled=settled,
+            heard=self._heard,
         )
 
     @property

@@ -16,7 +16,6 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,8 +35,10 @@ from magis.aten.mixed import as_mixed
 from magis.aten.packed import as_packed
 from magis.aten.states import GET_STATE
 from magis.aten.unfaked import unfaked
+from magis.capture.listening import Follower, Heard
+from magis.capture.schemas import COMPARISONS, FREE_DRAWS, ITEM, OVERWRITING, READS, looks_of, written_by
 
-__all__ = ["Hollow", "hollow", "hollow_like", "is_hollow", "on_storage"]
+__all__ = ["Hollow", "UnknownTruth", "hollow", "hollow_like", "is_hollow", "on_storage"]
 
 KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
@@ -50,7 +51,10 @@ _NORESERVE = 0x4000
 _MARK = "_magis_contents"
 _CPU = torch.device("cpu")
 TWIN = "twin"
-_OVERWRITING = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
+
+
+class UnknownTruth(DataDependentOutputException):
+    """Python reads a truth value off a tensor whose contents are not known."""
 
 
 @dataclass(slots=True)
@@ -75,13 +79,15 @@ class Hollow(TorchDispatchMode):
 
     A mode that ``draws`` takes random numbers from the generator as eager does, so that Python may read those that
     depend on nothing else: which layers this step leaves out, say. ``drawn`` tells whether it did, or would have.
+    ``heard`` is what eager's run of the step told: layouts of results, and what branches on data found.
     """
 
-    def __init__(self, *, draws: bool = False) -> None:
+    def __init__(self, *, draws: bool = False, heard: Heard | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode()
         self._draws = draws
         self.drawn = False
+        self.follower = Follower(heard)
         self.read: set[str] = set()
         """Names of the tensors on whose contents the numbers that Python has read so far depend."""
 
@@ -94,19 +100,21 @@ class Hollow(TorchDispatchMode):
         if func.namespace == "magis":
             return self._state(func, args, kwargs)
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        looks = _looks(func)
+        looks = looks_of(func)
         if looks.view or looks.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for tensor in written:
             _contents(tensor).unit = False
-        if func in _READS:
-            self.read_by(*given)
-            return func(*args, **kwargs)
+        if func in READS:
+            return self._read(func, given, args, kwargs)
         decided = _decided(func, args)
         if decided is not None:
             return torch.full(args[0].shape, decided)
         out = self._faked(func, args, kwargs)
+        if not written:
+            with self._fakes:
+                out = self.follower.laid_out(func, out)
         if looks.random:
             return self._random(func, given, written, args, kwargs, out)
         known = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
@@ -126,6 +134,18 @@ class Hollow(TorchDispatchMode):
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
             self.read |= contents.sources
 
+    def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The number that Python reads; of unknown contents, if at all, the truth value that eager found."""
+        truth = func is not ITEM or given[0].dtype is torch.bool
+        found = self.follower.truth() if truth else None
+        unknown = [each for each in map(_contents, given) if not each.known]
+        if truth and unknown and not all(each.drawn for each in unknown):
+            if found is None:
+                raise UnknownTruth(func)
+            return found
+        self.read_by(*given)
+        return func(*args, **kwargs)
+
     # -- results that are computed --------------------------------------------------------------------------------
 
     def _may_compute(self, func: Any, given: list[Tensor], written: list[Tensor], out: Any) -> bool:
@@ -136,7 +156,7 @@ class Hollow(TorchDispatchMode):
             return False
         if any(_contents(tensor).owner not in (self, TWIN) for tensor in written):
             return False
-        overwrites = func._schema.name in _OVERWRITING
+        overwrites = func._schema.name in OVERWRITING
         return all(_contents(t).known or (overwrites and _covers(t)) for t in written)
 
     def _computed(
@@ -160,7 +180,7 @@ class Hollow(TorchDispatchMode):
         out: Any,
     ) -> Any:
         """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
-        free = func._schema.name.removeprefix("aten::") in _FREE_DRAWS
+        free = func._schema.name.removeprefix("aten::") in FREE_DRAWS
         if not (self._draws and free):
             self._draws = False  # how far the generator would be after this is not known
             for tensor in written:
@@ -214,7 +234,7 @@ class Hollow(TorchDispatchMode):
         if dynamic and any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in unknown):
             raise error
         wanted = sum(tensor.numel() * tensor.element_size() for tensor in given)
-        if _looks(func).random or func.namespace != "aten":
+        if looks_of(func).random or func.namespace != "aten":
             raise error
         if wanted > MADE_UP_BYTES or any(tensor.device != _CPU for tensor in given):
             raise error
@@ -337,60 +357,12 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
     """How a comparison of numbers from [0, 1) with a constant comes out, where that is the same for all of them."""
-    kind = _COMPARISONS.get(func)
+    kind = COMPARISONS.get(func)
     if kind is None or not isinstance(args[1], (int, float)) or not _contents(args[0]).unit:
         return None
     if args[1] >= 1 or args[1] < 0 or (args[1] == 0 and kind in ("lt", "ge")):
         return (args[1] > 0) == (kind in ("lt", "le"))
     return None
-
-
-# -- what schemas say of operators ----------------------------------------------------------------------------------
-
-_COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
-_READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
-
-
-_FREE_DRAWS = frozenset(
-    {
-        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli_", "uniform_",
-        "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "native_dropout",
-    }
-)  # fmt: skip
-"""Random operators that draw as many numbers whatever their arguments hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Looks:
-    view: bool
-    """Returns windows on its arguments, and writes nothing."""
-    renews: bool
-    """Changes how an argument looks at its memory."""
-    random: bool
-    undefined: bool
-    """Returns memory with whatever is in it."""
-
-
-@cache
-def _looks(func: Any) -> _Looks:
-    schema = func._schema
-    aliases = [result.alias_info for result in schema.returns]
-    name = schema.name.removeprefix("aten::")
-    return _Looks(
-        view=bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
-        renews=torch.Tag.inplace_view in func.tags or name == "set_",
-        random=torch.Tag.nondeterministic_seeded in func.tags or "Generator?" in str(schema),
-        undefined=name.startswith(("empty", "new_empty")),
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
-    return found
 
 
 @contextmanager

@@ -21,18 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
-from magis.aten.facts import (
-    VIEW_FORM,
-    least_bytes,
-    spared,
-    undeclared_writes,
-)
-from magis.aten.kept import TakenNumber, kept_bytes, kinds, takes_number
+from magis.aten.expect import EXPECT
+from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
+from magis.aten.kept import TakenNumber, kinds, lives, takes_number
 from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
 from magis.capture.layout import check_dense, tensors_in
 from magis.capture.places import Places
 from magis.capture.randomness import Own, draws
+from magis.capture.schemas import READS
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -48,14 +45,16 @@ class Recorder(TorchDispatchMode):
         scalars: dict[float, str],
         find: Callable[[Tensor], str | None] = lambda _tensor: None,
         generators: Mapping[str, torch.Generator] | None = None,
+        *,
+        expects: bool = False,
     ) -> None:
         """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
-        ``generators`` are the step's own by name."""
+        ``generators`` are the step's own by name. With ``expects``, truth values that Python reads are recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sentinels = scalars
-        self._find = find
+        self._sentinels, self._find = scalars, find
         self._own = Own(generators or {})
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
+        self._expects, self._waited = expects, False
         self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -129,8 +128,33 @@ class Recorder(TorchDispatchMode):
         before = self._snapshot(args, kwargs)
         out = func(*args, **kwargs)
         check_dense(out)
+        if self._expects and func in READS and isinstance(out, bool):
+            self._expect([before[id(item)] for item in args], expected=out)
         self._record(func, args, kwargs, out, before)
         return out
+
+    def _expect(self, known: list[int], *, expected: bool) -> None:
+        """Record that Python reads a truth value, and which one."""
+        order = self._generators.setdefault(EXPECT, len(self._storages))
+        if order not in self._storages:
+            self._storages[order], self._versions[order] = Storage(order, 0, "generator"), 0
+        read = sorted({self._values[value].storage for value in known})
+        module, line = self.places.of_forward(_get_sequence_nr() - 1)
+        self._versions[order] += 1
+        self._ops.append(
+            Op(
+                id=len(self._ops), target=EXPECT, args=(Ref(known[0]), expected, *map(Ref, known[1:])), kwargs=(),
+                outputs=(), reads=tuple((storage, self._versions[storage]) for storage in read),
+                writes=((order, self._versions[order]),), phase=self.phase, module=module, line=line,
+            )
+        )  # fmt: skip
+
+    def _awaited(self) -> set[int]:
+        """Storages that the backward's first operator reads, to come after all that the forward expects."""
+        if self.phase != "backward" or self._waited or EXPECT not in self._generators:
+            return set()
+        self._waited = True
+        return {self._generators[EXPECT]}
 
     def _made_from_numbers(self, data: Tensor) -> Any:
         """``torch.tensor(...)`` in the forward: eager makes the tensor in every step, hence a copy of a constant."""
@@ -179,7 +203,7 @@ class Recorder(TorchDispatchMode):
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
         sets = target in (SET_STATE, SEED)
-        if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func) and not sets:
+        if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
@@ -189,7 +213,7 @@ class Recorder(TorchDispatchMode):
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
             (storage, self._versions[storage])
-            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set())
+            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set()) | self._awaited()
         )
         if random or sets:
             written.add(source)
@@ -362,15 +386,7 @@ class Recorder(TorchDispatchMode):
 
         Operators that take the number are left out: there, it is part of their workspace.
         """
-        lives = []
-        for number in self._numbers:
-            nbytes = kept_bytes(number.func, number.given, number.named, number.in_place)
-            born = number.made + 1
-            for use in self._number_uses.get(number.sequence, ()):
-                lives.append((born, use - 1, nbytes))
-                born = use + 1
-            lives.append((born, self._last_of_node.get(number.sequence, len(self._ops)), nbytes))
-        return tuple((born, last, nbytes) for born, last, nbytes in lives if born <= last and nbytes)
+        return lives(self._numbers, self._number_uses, self._last_of_node, len(self._ops))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -402,7 +418,3 @@ class Recorder(TorchDispatchMode):
 
 def _least(target: str, position: int, item: Any, largest: int) -> int:
     return least_bytes(target, position, item.numel(), item.element_size(), largest) if isinstance(item, Tensor) else 0
-
-
-def _declared_writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

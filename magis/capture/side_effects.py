@@ -27,6 +27,7 @@ from magis.aten.host_random import HostGenerators, generators_kept
 from magis.capture.autocast import autocast as casting
 from magis.capture.checks import clear_errors
 from magis.capture.hollow import Hollow, hollow, hollow_like
+from magis.capture.listening import Heard
 from magis.capture.places import Places
 from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
 from magis.capture.stand_ins import stand_ins
@@ -49,12 +50,14 @@ _BELOW = ("magis.capture", "magis.aten", "torch._", "torch.fx", "torch.utils._")
 """Code below the forward's own: it runs operators, or watches them."""
 
 
-def observe_step(work: Workload, autocast: str | None = None) -> Reads:
+def observe_step(work: Workload, autocast: str | None = None, heard: Heard | None = None) -> Reads:
     """What the code of a training step's forward and loss reads; the module and all generators are left as they were.
+
+    ``heard`` is what eager's run of the step told, for its branches on data.
 
     Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that cannot be called.
     """
-    mode, places = Hollow(draws=True), Places()
+    mode, places = Hollow(draws=True, heard=heard), Places()
     trained = [name for name, parameter in work.module.named_parameters() if parameter.requires_grad]
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
@@ -66,6 +69,7 @@ def observe_step(work: Workload, autocast: str | None = None) -> Reads:
         stack.enter_context(hollow(mode))
 
         def forward() -> object:
+            mode.follower.rewind()
             with torch.enable_grad(), casting(autocast):
                 return work.loss_fn(stand.module(*stand.inputs), *stand.targets)
 

@@ -38,6 +38,7 @@ from magis.capture.checks import (
 )
 from magis.capture.device_table import device_forms
 from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
+from magis.capture.listening import Heard, Listener
 from magis.capture.recorder import Recorder
 from magis.capture.stand_ins import StandIns, stand_ins
 from magis.errors import CaptureError
@@ -75,8 +76,15 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    heard: Heard | None = field(default=None, compare=False)
+    """What eager's run of the step told that it was captured with, or what that run tells."""
     listed: Captured | None = None
     """Eager's own step, where that updates weights list by list (foreach, fused): this one does it weight by weight."""
+
+    @property
+    def expects(self) -> bool:
+        """Whether branches on data are expected to go as they did when the step was captured."""
+        return self.heard is not None and self.heard.expects
 
     @property
     def original(self) -> Captured:
@@ -95,23 +103,25 @@ def capture(
     explicit_attention: bool = False,
     autocast: str | None = None,
     settled: bool = True,
+    heard: Heard | None = None,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
     The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
     that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
-    With ``settled`` False the module may replace buffers, as some do in their first step. Raises CaptureError, naming
-    module and line, for steps that are not one static graph.
+    With ``settled`` False the module may replace buffers, as some do in their first step. ``heard`` is what
+    `record_eager` told of this step. Raises CaptureError, naming module and line, for steps that are not one static
+    graph, BranchError where ``heard`` would help.
     """
     check_tensors(module, inputs, targets)
     settings = (device, explicit_attention, autocast, settled)
-    mode = Hollow()
+    mode = Hollow(heard=heard)
     try:
         return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
     except CaptureError:
         if not mode.drawn:
             raise
-    return _captured(Hollow(draws=True), module, inputs, targets, loss_fn, rule, *settings)
+    return _captured(Hollow(draws=True, heard=heard), module, inputs, targets, loss_fn, rule, *settings)
 
 
 def _captured(
@@ -133,7 +143,8 @@ def _captured(
         stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
-        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own)
+        expects = mode.follower.expects
+        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own, expects=expects)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
         if explicit_attention:
@@ -155,6 +166,7 @@ def _captured(
             left=changed(kept),
             drawn=drawn,
             after=HostGenerators() if drawn else None,
+            heard=mode.follower.heard,
         )
 
 
@@ -167,16 +179,18 @@ def record_eager(
     *,
     explicit_attention: bool = False,
     autocast: str | None = None,
+    expects: bool = False,
 ) -> Captured:
     """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
 
-    The graph ends before the update. Modules, tensors and the random-number generator are left as they were.
+    The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
+    of the result is what a capture cannot know; with ``expects``, the truth values that Python reads are in the graph.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     trained = _trained(module, rule)
     with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
         own = held_generators(stand.module, loss_fn)
-        recorder = Recorder({}, _finder(stand, loss_fn), own)
+        recorder, listener = Recorder({}, _finder(stand, loss_fn), own, expects=expects), Listener(expects=expects)
         with ExitStack() as stack:
             stack.enter_context(own_kept(own))
             stack.enter_context(clear_errors(recorder.places))
@@ -184,7 +198,9 @@ def record_eager(
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(states_recorded("cpu", own))
-            return _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+            stack.enter_context(listener)
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+        return replace(found, heard=listener.heard())
 
 
 def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[[Tensor], str | None]:

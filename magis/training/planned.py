@@ -13,8 +13,10 @@ from magis.api.foreign import foreign_operator
 from magis.api.planning import Plan, plan
 from magis.api.source import Source
 from magis.api.subject import Subject
+from magis.aten.expect import undone
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
+from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
 from magis.capture.side_effects import observe_step
 from magis.errors import UsageError
@@ -108,10 +110,14 @@ def planned(
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     subject = _subject(module, loss_fn, batch, rule, device, autocast)
-    reads = observe_step(subject.workload, None if autocast is None else str(autocast).removeprefix("torch."))
+    cast = None if autocast is None else str(autocast).removeprefix("torch.")
+    try:
+        reads = observe_step(subject.workload, cast)
+    except BranchError:
+        reads = observe_step(subject.workload, cast, subject.captured.heard)
+    _ = subject.conformance
     captured = subject.captured
     guards = Guards(module, loss_fn, batch, reads, captured.contents)
-    _ = subject.conformance
     same = (known or {}).get(subject.digest)
     if same is not None:
         return replace(
@@ -125,26 +131,30 @@ def planned(
     limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
         _check_operators(graph, captured.graph)
-        peak, latency = subject.simulate_graph(graph).peak_bytes, subject.latency_ns(graph)
+        kept = sum((undone(graph) or {}).values())
+        peak, latency = subject.simulate_graph(graph).peak_bytes + kept, subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
         return Planned(graph, captured.graded, subject.digest, rule, report, guards)
+    kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
         subject,
-        memory_limit=limit,
+        memory_limit=None if limit is None else max(0, limit - kept),
         latency_limit_ns=latency_limit,
         budget=limits.budget,
         seconds=limits.seconds,
         seed=0,
         stored=None,
     )
-    if limit is not None and not found.feasible:
+    kept = sum((undone(found.graph) or {}).values())
+    if limit is not None and not (found.feasible and found.peak + kept <= limit):
         raise UsageError(
-            f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(found.peak)}, none"
-            f" less than {format_bytes(subject.lower_bound)}, eager {format_bytes(original)}",
+            f"no plan found that needs at most {format_bytes(limit)}: the best needs"
+            f" {format_bytes(found.peak + kept)}, none less than {format_bytes(subject.lower_bound)}, eager"
+            f" {format_bytes(original)}",
             hint="raise the limit",
         )
-    report = _report(found, subject, original, limit, update)
+    report = _report(found, subject, original, limit, update, kept)
     return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
 
 
@@ -155,10 +165,10 @@ def _check_operators(graph: Graph, step: Graph) -> None:
         raise UsageError(f"the saved plan holds {target}, which its step has not", hint="optimize again")
 
 
-def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str) -> Report:
+def _report(found: Plan, subject: Subject, original: int, limit: int | None, update: str, kept: int) -> Report:
     return Report(
         original,
-        found.peak,
+        found.peak + kept,
         limit,
         _ratio(found.latency_ns, subject),
         found.recomputed_ops,

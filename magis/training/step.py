@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from magis.aten.generators import held_generators
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
-from magis.capture.batch import Batch, as_batch, with_keywords
+from magis.capture.batch import Batch, as_batch, own_loss, with_keywords
 from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
 from magis.errors import UsageError
 from magis.training.guards import Memory, check_mode
 from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
+from magis.training.undo import Undo, undo_of
 from magis.units import is_number, parse_bytes
 
 __all__ = ["OptimizedStep", "optimize"]
@@ -213,7 +215,16 @@ class OptimizedStep:
         self._memory = Memory(self.model)  # weights that are used together may have been moved together
         for other in self._entries:
             other.bound = None
-        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn)
+        undo = undo_of(found.graph, step, self._device)
+        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn, self._eager, undo)
+
+    def _eager(self, batch: Batch) -> Tensor:
+        """Forward, loss and backward as the loop's own."""
+        loss_fn = own_loss if self._loss_fn is None else self._loss_fn
+        with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
+            loss = loss_fn(with_keywords(self.model, batch)(*batch.inputs), *batch.targets)
+        loss.backward()
+        return loss.detach()
 
 
 @dataclass(frozen=True)
@@ -249,6 +260,8 @@ class _Bound:
     optimizer: Optimizer | None
     choice: _Choice
     loss_fn: Callable[..., Tensor] | None
+    eager: Callable[[Batch], Tensor]
+    undo: Undo | None
 
     def is_current(self, choice: _Choice) -> bool:
         known = self.step.generators
@@ -260,14 +273,28 @@ class _Bound:
     def run(self, batch: Batch) -> Tensor:
         self.step.prepare()
         self.step.feed(batch.by_name)
-        if self.state is None:
-            return self._gradients()
-        optimizer = self.state.optimizer
+        planned = self._gradients if self.state is None else partial(self._updated, self.state)
+        return planned() if self.undo is None else self.undo.attempt(planned, partial(self._eagerly, batch))
+
+    def _eagerly(self, batch: Batch) -> Tensor:
+        """The step without a plan."""
+        self.step.prepare()
+        if self.optimizer is None:
+            return self.eager(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.eager(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _updated(self, state: State) -> Tensor:
+        optimizer = state.optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        rule = with_rates(self.state.update, optimizer)
-        loss = self.step.run_with(scalars(rule, self.state.counted()))
+        rule = with_rates(state.update, optimizer)
+        with state.step_to_come() as number:
+            loss = self.step.run_with(scalars(rule, number))
         self.step.finish()
         self.step.prepare()
         _mark_stepped(optimizer)
