@@ -159,7 +159,8 @@ def compile_step(
             function = resolve(op.target)._op
             if trains and op.target in IN_TRAINING:
                 function = torch.enable_grad()(function)
-            namespace[_function(op.target)] = function if between is None else _followed(function, between)
+            own = op.target.startswith("magis.")
+            namespace[_function(op.target)] = function if between is None or own else _followed(function, between)
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
             namespace[_constant(const)] = constant(const, device, generators or {})
     source = generate(graph)

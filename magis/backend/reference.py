@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magis.analysis.hazards import is_pure_view
 from magis.aten.call import call
+from magis.aten.expect import EXPECT
 from magis.backend.equal import agreeing
 from magis.ir import Arg, Const, Graph, Op, Value
 from magis.simulate.grouping import split
@@ -96,12 +97,12 @@ def exact(
         if storage not in shared:
             shared[storage] = wide(tensor.detach().clone())
         known[number] = shared[storage]
-    ops = [op for op in graph.ops if op.phase != "update"]
+    ops = [op for op in graph.ops if op.phase != "update" and op.target != EXPECT]
     last = {number: op.id for op in ops for number in (*op.inputs(), *op.made())}
     kept = set(outputs)
     with torch.no_grad():
         for op in ops:
-            results = _random(op, known, graph.values, generators or {}) if op.random else call(_widened(op), known, {})
+            results = _results(op, known, graph.values, generators or {})
             known.update(
                 {
                     number: wide(made)
@@ -140,10 +141,22 @@ def _widened(op: Op) -> Op:
     return Op(op.id, op.target, args, tuple((name, widened(arg)) for name, arg in op.kwargs), op.outputs, op.many)
 
 
-def _random(
+def _results(
     op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
 ) -> tuple[Tensor | None, ...]:
-    """A call that draws random numbers, in the step's own data type; what it writes goes back into the wide tensor."""
+    """What a call returns in float64, or in its own data type where its kernel has no other."""
+    if op.random:
+        return _narrow(op, known, values, generators)
+    try:
+        return call(_widened(op), known, {})
+    except (NotImplementedError, RuntimeError):
+        return _narrow(op, known, values, generators)
+
+
+def _narrow(
+    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+) -> tuple[Tensor | None, ...]:
+    """A call in the step's own data type, as of random numbers; what it writes goes back into the wide tensor."""
     narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
     results = call(op, narrow, {}, generators=generators)
     written = {storage for storage, _ in op.writes}
