@@ -373,7 +373,7 @@ class Subject(TracedModel):
         work = self.fresh()
         return GraphStep(
             graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
-            loss_fn=work.loss_fn, seed=self._step_seed,
+            loss_fn=work.loss_fn, seed=self._step_seed, cached=self.captured.cached,
         )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:

@@ -11,6 +11,7 @@ from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
 from magis.aten.host_random import generators_kept, seed_all
 from magis.capture import Captured, Workload, capture
+from magis.capture.caches import CACHES, caches_kept
 from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
 from magis.capture.hollow import hollow
@@ -56,7 +57,7 @@ class TracedModel:
         """The workload on hollow tensors, to be captured. The real one of a factory that does on real tensors what
         hollow ones cannot: it reads numbers off them, say."""
         try:
-            with hollow():
+            with caches_kept(), hollow():
                 return self.make()
         except Exception:
             if not self._asked.of_user:
@@ -80,6 +81,8 @@ class TracedModel:
         if not found.left:
             return found
         self._settles = True
+        if CACHES in found.left:
+            self.__dict__["traced"] = self.workload
         settle(self.traced)
         if self._heard is not None:
             self._listen()

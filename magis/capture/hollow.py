@@ -38,7 +38,7 @@ from magis.aten.unfaked import unfaked
 from magis.capture.listening import Follower, Heard
 from magis.capture.schemas import COMPARISONS, FREE_DRAWS, ITEM, OVERWRITING, READS, looks_of, written_by
 
-__all__ = ["Hollow", "UnknownTruth", "hollow", "hollow_like", "is_hollow", "on_storage"]
+__all__ = ["Hollow", "UnknownTruth", "hollow", "hollow_like", "is_hollow", "is_made", "on_storage"]
 
 KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
@@ -316,6 +316,12 @@ def is_hollow(tensor: Tensor) -> bool:
     """Whether nothing was ever computed for a tensor."""
     contents = getattr(tensor.untyped_storage(), _MARK, None)
     return isinstance(contents, Contents) and not contents.known
+
+
+def is_made(tensor: Tensor) -> bool:
+    """Whether a tensor was made while some mode was in force, computed or not."""
+    contents = getattr(tensor.untyped_storage(), _MARK, None)
+    return isinstance(contents, Contents) and contents.owner is not None
 
 
 def hollow_like(tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from magis.capture.caches import caches_kept
 from magis.capture.hollow import hollow, is_hollow
 from magis.capture.workload import Workload
 
@@ -19,7 +20,12 @@ def settle(work: Workload) -> None:
     """
     tensors = [*work.module.parameters(), *work.module.buffers()]
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
-    with torch.random.fork_rng(devices=[]), hollow() if any(map(is_hollow, tensors)) else nullcontext():
+    without_memory = any(map(is_hollow, tensors))
+    with (
+        torch.random.fork_rng(devices=[]),
+        caches_kept() if without_memory else nullcontext(),
+        hollow() if without_memory else nullcontext(),
+    ):
         work.loss_fn(work.module(*work.inputs), *work.targets)
         with torch.no_grad():
             for buffer, contents in kept:

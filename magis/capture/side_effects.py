@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magis.aten.generators import held_generators, own_kept
 from magis.aten.host_random import HostGenerators, generators_kept
 from magis.capture.autocast import autocast as casting
+from magis.capture.caches import caches_kept
 from magis.capture.checks import clear_errors
 from magis.capture.hollow import Hollow, hollow, hollow_like
 from magis.capture.listening import Heard
@@ -61,6 +62,7 @@ def observe_step(work: Workload, autocast: str | None = None, heard: Heard | Non
     trained = [name for name, parameter in work.module.named_parameters() if parameter.requires_grad]
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
+        stack.enter_context(caches_kept())
         twins = partial(hollow_like, known=is_readable)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))

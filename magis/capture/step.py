@@ -27,6 +27,7 @@ from magis.aten.updates import Weight, by_lists, update
 from magis.capture.attributes import attributes_kept, changed
 from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
+from magis.capture.caches import CACHED, CACHES, cached_memory, caches_kept
 from magis.capture.checks import (
     INFERENCE,
     check_buffers,
@@ -76,6 +77,8 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Tensors that caches of functions hold, by their names in the graph."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     listed: Captured | None = None
@@ -140,11 +143,13 @@ def _captured(
     with ExitStack() as stack:
         hosts = stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable)
+        forget = stack.enter_context(caches_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
         expects = mode.follower.expects
-        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn), own, expects=expects)
+        cached: dict[str, Tensor] = {}
+        recorder = Recorder(optimizers.sentinels(rule).names, _finder(stand, loss_fn, cached), own, expects=expects)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
         if explicit_attention:
@@ -158,12 +163,13 @@ def _captured(
         if settled:
             check_buffers(stand)
         check_products(found.graph)
-        check_contents(found.graph, mode.read)
+        check_contents(found.graph, mode.read | cached.keys())
         drawn = mode.drawn or hosts.moved()
         return replace(
             found,
             contents=frozenset(mode.read),
-            left=changed(kept),
+            left=(*changed(kept), *((CACHES,) if forget() else ())),
+            cached=cached,
             drawn=drawn,
             after=HostGenerators() if drawn else None,
             heard=mode.follower.heard,
@@ -190,7 +196,7 @@ def record_eager(
     trained = _trained(module, rule)
     with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
         own = held_generators(stand.module, loss_fn)
-        recorder, listener = Recorder({}, _finder(stand, loss_fn), own, expects=expects), Listener(expects=expects)
+        recorder, listener = Recorder({}, _finder(stand, loss_fn, {}), own, expects=expects), Listener(expects=expects)
         with ExitStack() as stack:
             stack.enter_context(own_kept(own))
             stack.enter_context(clear_errors(recorder.places))
@@ -203,8 +209,10 @@ def record_eager(
         return replace(found, heard=listener.heard())
 
 
-def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[[Tensor], str | None]:
-    """Names tensors by where the module or the loss function holds them."""
+def _finder(
+    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
+) -> Callable[[Tensor], str | None]:
+    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
     roots = {"module": stand.module, "loss": loss_fn}
 
     def found(tensor: Tensor) -> str | None:
@@ -214,7 +222,11 @@ def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[
                 f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
                 hint="make the view in the forward, or register it as a buffer",
             )
-        return find(roots, tensor)
+        name = find(roots, tensor)
+        if name is None and tensor.untyped_storage()._cdata in cached_memory():
+            name = f"{CACHED}{len(cached)}"
+            cached[name] = tensor.detach()
+        return name
 
     return found
 

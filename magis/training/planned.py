@@ -88,6 +88,8 @@ class Planned:
     rule: OptimizerSpec
     report: Report
     guards: Guards
+    cached: Mapping[str, Tensor]
+    """Tensors that caches of functions hold, by their names in the graph."""
 
 
 def planned(
@@ -121,8 +123,9 @@ def planned(
     same = (known or {}).get(subject.digest)
     if same is not None:
         return replace(
-            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards
-        )
+            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards,
+            cached=captured.cached,
+        )  # fmt: skip
     if graph is not None and subject.digest != expected:
         raise UsageError(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
@@ -134,7 +137,7 @@ def planned(
         kept = sum((undone(graph) or {}).values())
         peak, latency = subject.simulate_graph(graph).peak_bytes + kept, subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
-        return Planned(graph, captured.graded, subject.digest, rule, report, guards)
+        return Planned(graph, captured.graded, subject.digest, rule, report, guards, captured.cached)
     kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
@@ -155,7 +158,7 @@ def planned(
             hint="raise the limit",
         )
     report = _report(found, subject, original, limit, update, kept)
-    return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
+    return Planned(found.graph, captured.graded, subject.digest, rule, report, guards, captured.cached)
 
 
 def _check_operators(graph: Graph, step: Graph) -> None:

@@ -211,6 +211,7 @@ class OptimizedStep:
         step = GraphStep(
             found.graph, module, batch.inputs, batch.targets, found.rule,
             device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
+            cached=found.cached,
         )  # fmt: skip
         self._memory = Memory(self.model)  # weights that are used together may have been moved together
         for other in self._entries:
