@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from magis.aten.host_random import generators_kept, seed_all
+from magis.aten.host_random import generators_kept
 from magis.capture import Captured, Workload, capture
 from magis.capture.checks import BranchError
 from magis.capture.conform import ConformanceError, check_conforms, first_difference
@@ -32,50 +32,58 @@ def conformance(
     weight_bytes: int,
     *,
     autocast: str | None,
-    seed: int,
+    start: Callable[[], None],
     mends: bool,
 ) -> tuple[str, Captured | None]:
     """How far a step was compared with eager's own operators: "whole step", "batch of 2", or "not checked: <why>".
 
-    `work` is on real CPU tensors, `captured` its capture for the CPU with this seed where there is one already, and
-    `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and module that differ,
-    for a step that eager does not run so; where only layouts differ and it `mends`, the capture that follows eager's
-    is returned, too.
+    `work` is on real CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets
+    the generators, and `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and
+    module that differ, for a step that eager does not run so; where only layouts differ and it `mends`, the capture
+    that follows eager's is returned, too.
     """
     if peak_bytes <= MOST_BYTES:
-        return _checked(work, captured, autocast, seed, WHOLE, follows=mends)
+        return _checked(work, captured, autocast, start, WHOLE, follows=mends)
     if 4 * weight_bytes > MOST_BYTES:
         return f"{UNCHECKED}: the parameters alone are too large to run a step here", captured
     small = _smaller(work)
     if small is None:
         why = "the step is too large to run here, and its tensors have no batch dimension in common"
         return f"{UNCHECKED}: {why}", captured
-    said, _ = _checked(small, None, autocast, seed, f"batch of {SMALL_BATCH}", follows=False)
+    said, _ = _checked(small, None, autocast, start, f"batch of {SMALL_BATCH}", follows=False)
     return said, captured
 
 
 def _checked(
-    work: Workload, captured: Captured | None, autocast: str | None, seed: int, said: str, *, follows: bool
+    work: Workload,
+    captured: Captured | None,
+    autocast: str | None,
+    start: Callable[[], None],
+    said: str,
+    *,
+    follows: bool,
 ) -> tuple[str, Captured | None]:
     try:
-        return said, _check(work, captured, autocast, seed, follows=follows)
+        return said, _check(work, captured, autocast, start, follows=follows)
     except ConformanceError:
         raise
     except CaptureError as error:  # who runs the step for its own sake says so
         return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
 
 
-def _check(work: Workload, captured: Captured | None, autocast: str | None, seed: int, *, follows: bool) -> Captured:
+def _check(
+    work: Workload, captured: Captured | None, autocast: str | None, start: Callable[[], None], *, follows: bool
+) -> Captured:
     args = (work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
     explicit = work.explicit_attention
     expects = captured is not None and captured.expects
 
     def eager() -> Captured:
-        seed_all(seed)
+        start()
         return record_eager(*args, explicit_attention=explicit, autocast=autocast, expects=expects)
 
     def anew(heard: Heard | None) -> Captured:
-        seed_all(seed)
+        start()
         return capture(*args, explicit_attention=explicit, autocast=autocast, heard=heard)
 
     with generators_kept():

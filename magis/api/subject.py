@@ -86,7 +86,7 @@ class Subject(TracedModel):
         cast = autocast_type(self._asked.dtype)
         mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
         said, found = conformance(
-            work, on_cpu, self._step_bytes, weights, autocast=cast, seed=self._asked.seed, mends=mends
+            work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
         )
         if on_cpu is not None and found is not None and found is not on_cpu:
             verify(found.graph)
@@ -362,7 +362,7 @@ class Subject(TracedModel):
     @property
     def _step_seed(self) -> int | None:
         """What every step is seeded with, where another draw would make it another step."""
-        return self._asked.seed if self.captured.drawn else None
+        return self._asked.seed if self.captured.drawn and self._asked.seeded else None
 
     def _around(self) -> AbstractContextManager[object]:
         """The context of eager's forward and loss."""

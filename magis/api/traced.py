@@ -9,7 +9,7 @@ import torch
 
 from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
-from magis.aten.host_random import generators_kept, seed_all
+from magis.aten.host_random import generators_kept
 from magis.capture import Captured, Workload, capture
 from magis.capture.caches import CACHES, caches_kept
 from magis.capture.checks import BranchError
@@ -114,7 +114,7 @@ class TracedModel:
         """Run the real workload once, for the ways that its branches take."""
         work = self.workload
         with generators_kept():
-            seed_all(self._asked.seed)
+            self._asked.start()
             self._heard = record_eager(
                 work.module,
                 work.inputs,
@@ -145,7 +145,7 @@ class TracedModel:
 
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
         with generators_kept():
-            seed_all(self._asked.seed)
+            self._asked.start()
             found = self._captured_now(workload, cast, settled=settled)
         verify(found.graph)
         verify(found.original.graph)
