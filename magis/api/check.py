@@ -25,8 +25,8 @@ def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = No
     """Build and capture what the case would run, and run the original step once if its cases run for real.
 
     With a ``cache`` that the case is given afterwards, the capture is made once. Raises UsageError for a model that
-    cannot be found or built, and CaptureError, naming module and line, for one that is no single static step: a
-    branch on data, tensors on another device, data types that eager refuses to mix.
+    cannot be found or built, and CaptureError, naming module and line, for one that is no single static step:
+    numbers read off data, tensors on another device, data types that eager refuses to mix.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
     technique = technique_of(case, subject)

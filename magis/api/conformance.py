@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from magis.aten.host_random import generators_kept, seed_all
+from magis.aten.host_random import generators_kept
 from magis.capture import Captured, Workload, capture
-from magis.capture.conform import ConformanceError, check_conforms
+from magis.capture.checks import BranchError
+from magis.capture.conform import ConformanceError, check_conforms, first_difference
+from magis.capture.listening import Heard
 from magis.capture.step import record_eager
 from magis.errors import CaptureError
 
@@ -30,43 +32,72 @@ def conformance(
     weight_bytes: int,
     *,
     autocast: str | None,
-    seed: int,
-) -> str:
+    start: Callable[[], None],
+    mends: bool,
+) -> tuple[str, Captured | None]:
     """How far a step was compared with eager's own operators: "whole step", "batch of 2", or "not checked: <why>".
 
-    `work` is on real CPU tensors, `captured` its capture for the CPU with this seed where there is one already, and
-    `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and module that differ,
-    for a step that eager does not run so.
+    `work` is on real CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets
+    the generators, and `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and
+    module that differ, for a step that eager does not run so; where only layouts differ and it `mends`, the capture
+    that follows eager's is returned, too.
     """
     if peak_bytes <= MOST_BYTES:
-        return _checked(work, captured, autocast, seed, WHOLE)
+        return _checked(work, captured, autocast, start, WHOLE, follows=mends)
     if 4 * weight_bytes > MOST_BYTES:
-        return f"{UNCHECKED}: the parameters alone are too large to run a step here"
+        return f"{UNCHECKED}: the parameters alone are too large to run a step here", captured
     small = _smaller(work)
     if small is None:
-        return f"{UNCHECKED}: the step is too large to run here, and its tensors have no batch dimension in common"
-    return _checked(small, None, autocast, seed, f"batch of {SMALL_BATCH}")
+        why = "the step is too large to run here, and its tensors have no batch dimension in common"
+        return f"{UNCHECKED}: {why}", captured
+    said, _ = _checked(small, None, autocast, start, f"batch of {SMALL_BATCH}", follows=False)
+    return said, captured
 
 
-def _checked(work: Workload, captured: Captured | None, autocast: str | None, seed: int, said: str) -> str:
+def _checked(
+    work: Workload,
+    captured: Captured | None,
+    autocast: str | None,
+    start: Callable[[], None],
+    said: str,
+    *,
+    follows: bool,
+) -> tuple[str, Captured | None]:
     try:
-        _check(work, captured, autocast, seed)
+        return said, _check(work, captured, autocast, start, follows=follows)
     except ConformanceError:
         raise
     except CaptureError as error:  # who runs the step for its own sake says so
-        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}"
-    return said
+        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
 
 
-def _check(work: Workload, captured: Captured | None, autocast: str | None, seed: int) -> None:
+def _check(
+    work: Workload, captured: Captured | None, autocast: str | None, start: Callable[[], None], *, follows: bool
+) -> Captured:
     args = (work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
     explicit = work.explicit_attention
+    expects = captured is not None and captured.expects
+
+    def eager() -> Captured:
+        start()
+        return record_eager(*args, explicit_attention=explicit, autocast=autocast, expects=expects)
+
+    def anew(heard: Heard | None) -> Captured:
+        start()
+        return capture(*args, explicit_attention=explicit, autocast=autocast, heard=heard)
+
     with generators_kept():
-        seed_all(seed)
-        found = captured or capture(*args, explicit_attention=explicit, autocast=autocast)
-        seed_all(seed)
-        eager = record_eager(*args, explicit_attention=explicit, autocast=autocast)
-    check_conforms(found.graph, eager.graph)
+        try:
+            found = captured or anew(None)
+        except BranchError:
+            expects = True
+            found = anew(eager().heard)
+        theirs = eager()
+        if follows and first_difference(found.graph, theirs.graph):
+            other = anew(theirs.heard)
+            found = found if first_difference(other.graph, theirs.graph) else other
+    check_conforms(found.graph, theirs.graph)
+    return found
 
 
 def _smaller(work: Workload) -> Workload | None:

@@ -35,13 +35,8 @@ class Scratches:
         if step is not None and any(needs(*call) is not Needs.ANYTHING for call in missing.values()):
             ready = step()
             found = record_workspaces(graph, ready.tensors, ready.numbers())
-            self.known.update(
-                {
-                    key: found[key]
-                    for key, call in missing.items()
-                    if key in found and needs(*call) is not Needs.ANYTHING
-                }
-            )
+            of_numbers = [key for key, call in missing.items() if needs(*call) is not Needs.ANYTHING]
+            self.known.update({key: found[key] for key in of_numbers if key in found})
         missing = {key: call for key, call in missing.items() if key not in self.known}
         if missing:
             self.known.update(measure_workspaces(missing.values(), limit))

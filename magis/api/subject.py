@@ -45,6 +45,8 @@ from magis.simulate.reserved import reserved
 from magis.strategies.base import loss_of_shares
 
 ROUNDS_ALONE = 5
+_OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured"})
+"""Members that everything comes from that hangs on how the captured step lays its tensors out."""
 ALONE = Sharing()
 
 
@@ -82,7 +84,15 @@ class Subject(TracedModel):
                 raise
             return f"not checked: {error}"
         cast = autocast_type(self._asked.dtype)
-        return conformance(work, on_cpu, self.predicted_bytes, weights, autocast=cast, seed=self._asked.seed)
+        mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
+        said, found = conformance(
+            work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
+        )
+        if on_cpu is not None and found is not None and found is not on_cpu:
+            verify(found.graph)
+            verify(found.original.graph)
+            self.captured = found
+        return said
 
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never) -> FissionFront:
         """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
@@ -273,12 +283,16 @@ class Subject(TracedModel):
         costs = self.costs(known)
         return floor(self.untangled, costs.workspace, costs.rounding)
 
-    @cached_property
+    @property
     def predicted_bytes(self) -> int:
         """Free memory that running the case takes: two modules with their state beside one step's peak."""
+        return self._step_bytes + 2 * self.captured.original.graph.persistent_bytes()
+
+    @cached_property
+    def _step_bytes(self) -> int:
+        """The peak of the original step, by estimates alone."""
         step, costs = self.captured.original, self.roofline
-        profile = replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding)
-        return profile.peak_bytes + 2 * step.graph.persistent_bytes()
+        return replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding).peak_bytes
 
     @cached_property
     def runs(self) -> bool:
@@ -348,7 +362,7 @@ class Subject(TracedModel):
     @property
     def _step_seed(self) -> int | None:
         """What every step is seeded with, where another draw would make it another step."""
-        return self._asked.seed if self.captured.drawn else None
+        return self._asked.seed if self.captured.drawn and self._asked.seeded else None
 
     def _around(self) -> AbstractContextManager[object]:
         """The context of eager's forward and loss."""
@@ -359,7 +373,7 @@ class Subject(TracedModel):
         work = self.fresh()
         return GraphStep(
             graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
-            loss_fn=work.loss_fn, seed=self._step_seed,
+            loss_fn=work.loss_fn, seed=self._step_seed, cached=self.captured.cached,
         )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:

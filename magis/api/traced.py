@@ -7,12 +7,17 @@ from functools import cached_property
 
 import torch
 
+from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
-from magis.aten.host_random import generators_kept, seed_all
+from magis.aten.host_random import generators_kept
 from magis.capture import Captured, Workload, capture
+from magis.capture.caches import CACHES, caches_kept
+from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
 from magis.capture.hollow import hollow
+from magis.capture.listening import Heard
 from magis.capture.settle import settle
+from magis.capture.step import record_eager
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
 from magis.ir import verify
@@ -30,6 +35,7 @@ class TracedModel:
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._settles = False
+        self._heard: Heard | None = None
 
     @cached_property
     def source(self) -> Source:
@@ -51,7 +57,7 @@ class TracedModel:
         """The workload on hollow tensors, to be captured. The real one of a factory that does on real tensors what
         hollow ones cannot: it reads numbers off them, say."""
         try:
-            with hollow():
+            with caches_kept(), hollow():
                 return self.make()
         except Exception:
             if not self._asked.of_user:
@@ -75,18 +81,50 @@ class TracedModel:
         if not found.left:
             return found
         self._settles = True
+        if CACHES in found.left:
+            self.__dict__["traced"] = self.workload
         settle(self.traced)
+        if self._heard is not None:
+            self._listen()
         return self._captured(self.traced)
 
     def _first_capture(self) -> Captured:
         """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
         try:
             return self._captured(self.traced, settled=False)
-        except CaptureError:
-            if not self._asked.of_user or self.traced is self.workload:
+        except CaptureError as error:
+            branches = isinstance(error, BranchError)
+            if not branches and (not self._asked.of_user or self.traced is self.workload):
                 raise
         self.__dict__["traced"] = self.workload
+        return self._branching()
+
+    def _branching(self) -> Captured:
+        """Of the real workload; where it branches on data, with what eager's run of it tells."""
+        try:
+            return self._captured(self.traced, settled=False)
+        except BranchError:
+            weights = sum(each.numel() * each.element_size() for each in self.workload.module.parameters())
+            if 4 * weights > MOST_BYTES:
+                raise
+            self._listen()
         return self._captured(self.traced, settled=False)
+
+    def _listen(self) -> None:
+        """Run the real workload once, for the ways that its branches take."""
+        work = self.workload
+        with generators_kept():
+            self._asked.start()
+            self._heard = record_eager(
+                work.module,
+                work.inputs,
+                work.targets,
+                work.loss_fn,
+                work.optimizer,
+                explicit_attention=work.explicit_attention,
+                autocast=autocast_type(self._asked.dtype),
+                expects=True,
+            ).heard
 
     @cached_property
     def _settled(self) -> Workload:
@@ -107,7 +145,7 @@ class TracedModel:
 
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
         with generators_kept():
-            seed_all(self._asked.seed)
+            self._asked.start()
             found = self._captured_now(workload, cast, settled=settled)
         verify(found.graph)
         verify(found.original.graph)
@@ -124,6 +162,7 @@ class TracedModel:
             explicit_attention=workload.explicit_attention,
             autocast=cast or autocast_type(self._asked.dtype),
             settled=settled,
+            heard=self._heard,
         )
 
     @property

@@ -7,7 +7,7 @@ its autograd node looked at.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Kind", "TakenNumber", "kept_bytes", "kinds", "takes_number"]
+__all__ = ["Kind", "TakenNumber", "kept_bytes", "kinds", "lives", "takes_number"]
 
 Kind = tuple[type, str, bool]
 """Of an argument: its Python type; for a tensor also its data type, and whether it requires a gradient."""
@@ -78,3 +78,21 @@ def _sample(kind: Kind, *, first: bool) -> Any:
         tensor = torch.ones(1, dtype=getattr(torch, dtype), requires_grad=grad)
         return tensor.clone() if first else tensor
     return None if what is type(None) else what(1)
+
+
+def lives(
+    numbers: Sequence[TakenNumber], uses: Mapping[int, Sequence[int]], last_of_node: Mapping[int, int], end: int
+) -> tuple[tuple[int, int, int], ...]:
+    """First and last position, and bytes, of each number as autograd keeps it, in a step of `end` operators.
+
+    `uses` are the positions at which a node passes its number on, `last_of_node` that of its last operator.
+    """
+    found = []
+    for number in numbers:
+        nbytes = kept_bytes(number.func, number.given, number.named, number.in_place)
+        born = number.made + 1
+        for use in uses.get(number.sequence, ()):
+            found.append((born, use - 1, nbytes))
+            born = use + 1
+        found.append((born, last_of_node.get(number.sequence, end), nbytes))
+    return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)

@@ -181,7 +181,8 @@ class GraphStep:
 
     ``loss_fn`` is where tensors and generators are looked up that only the loss holds. With a ``seed`` every step draws
     the same random numbers. ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by
-    name, where it has some already ("exp_avg:layer.weight"); the others are zeros.
+    name, where it has some already ("exp_avg:layer.weight"); the others are zeros. ``cached`` are those that caches
+    of functions hold.
     """
 
     def __init__(
@@ -197,10 +198,12 @@ class GraphStep:
         states: Mapping[str, Tensor] | None = None,
         loss_fn: Callable[..., Any] | None = None,
         seed: int | None = None,
+        cached: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.module = module
         self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
         self._seed = seed
+        self._cached = cached or {}
         self._holders = {"module": module, "loss": loss_fn}
         self._rule = rule
         self._steps = 0
@@ -221,7 +224,7 @@ class GraphStep:
     def _bind(
         self, graph: Graph, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str
     ) -> list[Tensor]:
-        known: dict[str, Tensor] = {}
+        known = {name: tensor.to(device) for name, tensor in self._cached.items()}
         known.update({f"parameter:{name}": p for name, p in self.module.named_parameters()})
         known.update({f"buffer:{name}": b for name, b in self.module.named_buffers()})
         known.update({f"input:{i}": t for i, t in enumerate(inputs)})

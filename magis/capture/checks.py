@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from magis.aten.call import CallError
+from magis.capture.hollow import UnknownTruth
 from magis.capture.layout import ONLY_DENSE, layout_problem
 from magis.capture.places import Places
 from magis.capture.stand_ins import StandIns
@@ -20,8 +21,8 @@ from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
 
 __all__ = [
-    "INFERENCE", "check_buffers", "check_contents", "check_loss", "check_products", "check_shapes", "check_tensors",
-    "clear_errors", "shapes",
+    "INFERENCE", "BranchError", "check_buffers", "check_contents", "check_loss", "check_products", "check_shapes",
+    "check_tensors", "clear_errors", "shapes",
 ]  # fmt: skip
 
 INFERENCE = "use optimizer kind 'none' for inference"
@@ -115,6 +116,10 @@ def check_loss(loss: Any) -> None:
         raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
 
 
+class BranchError(CaptureError):
+    """A step branches on data that a capture does not know, and that eager's run of it would tell."""
+
+
 @contextmanager
 def clear_errors(places: Places) -> Iterator[None]:
     """Errors of the step as one line that says where."""
@@ -125,7 +130,8 @@ def clear_errors(places: Places) -> Iterator[None]:
     except MagisError:
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise CaptureError(
+        kind = BranchError if isinstance(error, UnknownTruth) else CaptureError
+        raise kind(
             f"the step depends on the data of a tensor ({error.func}) {_place(places, error)}",
             hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
         ) from error

@@ -36,9 +36,20 @@ from magis.aten.packed import as_packed
 from magis.aten.states import GET_STATE
 from magis.aten.unfaked import known_results, unfaked
 from magis.capture.fakes import no_reports
-from magis.capture.schemas import BY_CONTENTS, COMPUTING, FREE_DRAWS, looks_of, written_by
+from magis.capture.listening import Follower, Heard
+from magis.capture.schemas import (
+    BY_CONTENTS,
+    COMPARISONS,
+    COMPUTING,
+    FREE_DRAWS,
+    ITEM,
+    OVERWRITING,
+    READS,
+    looks_of,
+    written_by,
+)
 
-__all__ = ["Hollow", "hollow", "hollow_like", "is_hollow", "on_storage"]
+__all__ = ["Hollow", "UnknownTruth", "hollow", "hollow_like", "is_hollow", "is_made", "on_storage"]
 
 KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
@@ -51,7 +62,10 @@ _NORESERVE = 0x4000
 _MARK = "_magis_contents"
 _CPU = torch.device("cpu")
 TWIN = "twin"
-_OVERWRITING = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
+
+
+class UnknownTruth(DataDependentOutputException):
+    """Python reads a truth value off a tensor whose contents are not known."""
 
 
 @dataclass(slots=True)
@@ -76,13 +90,15 @@ class Hollow(TorchDispatchMode):
 
     A mode that ``draws`` takes random numbers from the generator as eager does, so that Python may read those that
     depend on nothing else: which layers this step leaves out, say. ``drawn`` tells whether it did, or would have.
+    ``heard`` is what eager's run of the step told: layouts of results, and what branches on data found.
     """
 
-    def __init__(self, *, draws: bool = False) -> None:
+    def __init__(self, *, draws: bool = False, heard: Heard | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode()
         self._draws = draws
         self.drawn = False
+        self.follower = Follower(heard)
         self.read: set[str] = set()
         """Names of the tensors on whose contents the numbers that Python has read so far depend."""
 
@@ -103,13 +119,15 @@ class Hollow(TorchDispatchMode):
         written = written_by(func, args, kwargs)
         for tensor in written:
             _contents(tensor).unit = False
-        if func in _READS:
-            self.read_by(*given)
-            return func(*args, **kwargs)
+        if func in READS:
+            return self._read(func, given, args, kwargs)
         decided = _decided(func, args)
         if decided is not None:
             return torch.full(args[0].shape, decided)
         out = self._faked(func, args, kwargs)
+        if not written:
+            with self._fakes:
+                out = self.follower.laid_out(func, out)
         if says.random:
             return self._random(func, given, written, args, kwargs, out)
         known = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
@@ -134,6 +152,18 @@ class Hollow(TorchDispatchMode):
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
             self.read |= contents.sources
 
+    def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The number that Python reads; of unknown contents, if at all, the truth value that eager found."""
+        truth = func is not ITEM or given[0].dtype is torch.bool
+        found = self.follower.truth() if truth else None
+        unknown = [each for each in map(_contents, given) if not each.known]
+        if truth and unknown and not all(each.drawn for each in unknown):
+            if found is None:
+                raise UnknownTruth(func)
+            return found
+        self.read_by(*given)
+        return func(*args, **kwargs)
+
     # -- results that are computed --------------------------------------------------------------------------------
 
     def _may_compute(self, func: Any, given: list[Tensor], written: list[Tensor], out: Any) -> bool:
@@ -144,7 +174,7 @@ class Hollow(TorchDispatchMode):
             return False
         if any(_contents(tensor).owner not in (self, TWIN) for tensor in written):
             return False
-        overwrites = func._schema.name in _OVERWRITING
+        overwrites = func._schema.name in OVERWRITING
         return all(_contents(t).known or (overwrites and _covers(t)) for t in written)
 
     def _computed(
@@ -307,6 +337,12 @@ def is_hollow(tensor: Tensor) -> bool:
     return isinstance(contents, Contents) and not contents.known
 
 
+def is_made(tensor: Tensor) -> bool:
+    """Whether a tensor was made while some mode was in force, computed or not."""
+    contents = getattr(tensor.untyped_storage(), _MARK, None)
+    return isinstance(contents, Contents) and contents.owner is not None
+
+
 def hollow_like(tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
     """Hollow twins of tensors, by name, that share memory where these do; detached.
 
@@ -346,16 +382,12 @@ def _among(tensor: Tensor, others: list[Tensor]) -> bool:
 
 def _decided(func: Any, args: tuple[Any, ...]) -> bool | None:
     """How a comparison of numbers from [0, 1) with a constant comes out, where that is the same for all of them."""
-    kind = _COMPARISONS.get(func)
+    kind = COMPARISONS.get(func)
     if kind is None or not isinstance(args[1], (int, float)) or not _contents(args[0]).unit:
         return None
     if args[1] >= 1 or args[1] < 0 or (args[1] == 0 and kind in ("lt", "ge")):
         return (args[1] > 0) == (kind in ("lt", "le"))
     return None
-
-
-_COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
-_READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
 
 
 @contextmanager

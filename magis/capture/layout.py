@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magis.aten.bits import bits_of
 from magis.errors import CaptureError
 
-__all__ = ["ONLY_DENSE", "check_dense", "layout_problem", "tensors_in"]
+__all__ = ["ONLY_DENSE", "check_dense", "layout_problem", "tensors_in", "window"]
 
 ONLY_DENSE = "only dense, strided tensors can be captured"
 
@@ -39,3 +40,11 @@ def layout_problem(tensor: Tensor) -> str:
     if tensor.layout != torch.strided:
         return str(tensor.layout).removeprefix("torch.")
     return "quantized" if tensor.is_quantized else ""
+
+
+def window(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from others: autograd hands out new objects for what it saved, on the same part of memory."""
+    return (
+        tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
+        tensor.dtype, bits_of(tensor),
+    )  # fmt: skip

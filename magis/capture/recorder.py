@@ -21,19 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
-from magis.aten.facts import (
-    VIEW_FORM,
-    least_bytes,
-    spared,
-    undeclared_writes,
-)
-from magis.aten.kept import TakenNumber, kept_bytes, kinds, takes_number
+from magis.aten.expect import EXPECT
+from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
+from magis.aten.kept import TakenNumber, kinds, lives, takes_number
 from magis.aten.layouts import masked
 from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
-from magis.capture.layout import check_dense, tensors_in
+from magis.capture.layout import check_dense, tensors_in, window
 from magis.capture.places import Places
 from magis.capture.randomness import Own, draws
+from magis.capture.schemas import READS
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 
@@ -49,14 +46,16 @@ class Recorder(TorchDispatchMode):
         scalars: dict[float, str],
         find: Callable[[Tensor], str | None] = lambda _tensor: None,
         generators: Mapping[str, torch.Generator] | None = None,
+        *,
+        expects: bool = False,
     ) -> None:
         """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
-        ``generators`` are the step's own by name."""
+        ``generators`` are the step's own by name. With ``expects``, truth values that Python reads are recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sentinels = scalars
-        self._find = find
+        self._sentinels, self._find = scalars, find
         self._own = Own(generators or {})
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
+        self._expects, self._waited = expects, False
         self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -131,8 +130,33 @@ class Recorder(TorchDispatchMode):
         before = self._snapshot(args, kwargs)
         out = masked(func, args, func(*args, **kwargs))
         check_dense(out)
+        if self._expects and func in READS and isinstance(out, bool):
+            self._expect([before[id(item)] for item in args], expected=out)
         self._record(func, args, kwargs, out, before)
         return out
+
+    def _expect(self, known: list[int], *, expected: bool) -> None:
+        """Record that Python reads a truth value, and which one."""
+        order = self._generators.setdefault(EXPECT, len(self._storages))
+        if order not in self._storages:
+            self._storages[order], self._versions[order] = Storage(order, 0, "generator"), 0
+        read = sorted({self._values[value].storage for value in known})
+        module, line = self.places.of_forward(_get_sequence_nr() - 1)
+        self._versions[order] += 1
+        self._ops.append(
+            Op(
+                id=len(self._ops), target=EXPECT, args=(Ref(known[0]), expected, *map(Ref, known[1:])), kwargs=(),
+                outputs=(), reads=tuple((storage, self._versions[storage]) for storage in read),
+                writes=((order, self._versions[order]),), phase=self.phase, module=module, line=line,
+            )
+        )  # fmt: skip
+
+    def _awaited(self) -> set[int]:
+        """Storages that the backward's first operator reads, to come after all that the forward expects."""
+        if self.phase != "backward" or self._waited or EXPECT not in self._generators:
+            return set()
+        self._waited = True
+        return {self._generators[EXPECT]}
 
     def _made_from_numbers(self, data: Tensor) -> Any:
         """``torch.tensor(...)`` in the forward: eager makes the tensor in every step, hence a copy of a constant."""
@@ -167,7 +191,7 @@ class Recorder(TorchDispatchMode):
         found: dict[int, int] = {}
         check_dense((args, tuple(kwargs.values())))
         for tensor in tensors_in((args, tuple(kwargs.values()))):
-            key = self._key(tensor)
+            key = window(tensor)
             known = self._value_of.get(key)
             if known is None:
                 if tensor.untyped_storage()._cdata not in self._storage_of:
@@ -181,7 +205,7 @@ class Recorder(TorchDispatchMode):
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
         sets = target in (SET_STATE, SEED)
-        if not any(isinstance(item, Tensor) for item in returned) and not _declared_writes(func) and not sets:
+        if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
@@ -191,7 +215,7 @@ class Recorder(TorchDispatchMode):
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
             (storage, self._versions[storage])
-            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set())
+            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set()) | self._awaited()
         )
         if random or sets:
             written.add(source)
@@ -223,7 +247,7 @@ class Recorder(TorchDispatchMode):
         if self.phase == "forward":
             module, line = self.places.of_forward(sequence)
             given = kinds(args) if takes_number(func, args) else None
-            if given is not None and isinstance(args[0], Tensor) and self._key(args[0]) in self._resolved:
+            if given is not None and isinstance(args[0], Tensor) and window(args[0]) in self._resolved:
                 given = ((*given[0][:2], True), *given[1:])
             if given is not None and torch.is_grad_enabled() and any(grad for _, _, grad in given):
                 self._numbers.append(TakenNumber(len(self._ops), sequence, func, given, graph_kwargs, bool(writes)))
@@ -237,7 +261,7 @@ class Recorder(TorchDispatchMode):
         if func is not torch.ops.aten.clone.default:
             self._resolved.clear()
         elif bits_of(args[0]) and args[0].requires_grad:
-            self._resolved.add(self._key(out))
+            self._resolved.add(window(out))
         self._ops.append(
             Op(
                 id=len(self._ops), target=target, args=graph_args, kwargs=graph_kwargs, outputs=tuple(outputs),
@@ -268,7 +292,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_current(self, tensor: Tensor) -> bool:
         """Whether a value for this window has been made since the last write to its storage."""
-        value = self._value_of.get(self._key(tensor))
+        value = self._value_of.get(window(tensor))
         return value is not None and self._made_at[value] == self._versions[self._values[value].storage]
 
     def _all_known(self, returned: Any) -> bool:
@@ -280,21 +304,14 @@ class Recorder(TorchDispatchMode):
             return None
         storage = self._storage_of.get(item.untyped_storage()._cdata)
         if renew or (storage is not None and storage in written):
-            self._value_of.pop(self._key(item), None)  # the same window, but on new contents: a value of its own
+            self._value_of.pop(window(item), None)  # the same window, but on new contents: a value of its own
         return self._value(item, kind, "", least)
 
     # -- identities ---------------------------------------------------------------------------------------------
 
-    def _key(self, tensor: Tensor) -> tuple[Any, ...]:
-        # Autograd hands out new tensor objects for what it saved: the window on the storage is the identity.
-        return (
-            tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
-            tensor.dtype, bits_of(tensor),
-        )  # fmt: skip
-
     def _value(self, tensor: Tensor, kind: str, name: str, least: int = 0) -> int:
         """Value id of a tensor; a storage that is new is at least ``least`` bytes large."""
-        key = self._key(tensor)
+        key = window(tensor)
         known = self._value_of.get(key)
         if known is not None:
             return known
@@ -364,15 +381,7 @@ class Recorder(TorchDispatchMode):
 
         Operators that take the number are left out: there, it is part of their workspace.
         """
-        lives = []
-        for number in self._numbers:
-            nbytes = kept_bytes(number.func, number.given, number.named, number.in_place)
-            born = number.made + 1
-            for use in self._number_uses.get(number.sequence, ()):
-                lives.append((born, use - 1, nbytes))
-                born = use + 1
-            lives.append((born, self._last_of_node.get(number.sequence, len(self._ops)), nbytes))
-        return tuple((born, last, nbytes) for born, last, nbytes in lives if born <= last and nbytes)
+        return lives(self._numbers, self._number_uses, self._last_of_node, len(self._ops))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -404,7 +413,3 @@ class Recorder(TorchDispatchMode):
 
 def _least(target: str, position: int, item: Any, largest: int) -> int:
     return least_bytes(target, position, item.numel(), item.element_size(), largest) if isinstance(item, Tensor) else 0
-
-
-def _declared_writes(func: Any) -> bool:
-    return any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)

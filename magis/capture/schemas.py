@@ -11,8 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-__all__ = ["BY_CONTENTS", "COMPUTING", "FREE_DRAWS", "Looks", "looks_of", "written_by"]
+__all__ = [
+    "BY_CONTENTS", "COMPARISONS", "COMPUTING", "FREE_DRAWS", "ITEM", "OVERWRITING", "READS", "Looks", "looks_of",
+    "written_by",
+]  # fmt: skip
 
+COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
+ITEM = torch.ops.aten._local_scalar_dense.default
+READS = frozenset({ITEM, torch.ops.aten.equal.default})
+"""Operators that hand Python a number."""
+OVERWRITING = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
 FREE_DRAWS = frozenset(
     {
         "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli_", "uniform_",

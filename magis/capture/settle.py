@@ -6,6 +6,8 @@ from contextlib import nullcontext
 
 import torch
 
+from magis.aten.host_random import generators_kept
+from magis.capture.caches import caches_kept
 from magis.capture.hollow import hollow, is_hollow
 from magis.capture.workload import Workload
 
@@ -15,11 +17,16 @@ __all__ = ["settle"]
 def settle(work: Workload) -> None:
     """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
 
-    Buffers and the random-number generator are left as they were.
+    Buffers and generators of random numbers are left as they were.
     """
     tensors = [*work.module.parameters(), *work.module.buffers()]
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
-    with torch.random.fork_rng(devices=[]), hollow() if any(map(is_hollow, tensors)) else nullcontext():
+    without_memory = any(map(is_hollow, tensors))
+    with (
+        generators_kept(),
+        caches_kept() if without_memory else nullcontext(),
+        hollow() if without_memory else nullcontext(),
+    ):
         work.loss_fn(work.module(*work.inputs), *work.targets)
         with torch.no_grad():
             for buffer, contents in kept:

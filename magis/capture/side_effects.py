@@ -25,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magis.aten.generators import held_generators, own_kept
 from magis.aten.host_random import HostGenerators, generators_kept
 from magis.capture.autocast import autocast as casting
+from magis.capture.caches import caches_kept
 from magis.capture.checks import clear_errors
 from magis.capture.hollow import Hollow, hollow, hollow_like
+from magis.capture.listening import Heard
 from magis.capture.places import Places
 from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
 from magis.capture.stand_ins import stand_ins
@@ -34,7 +36,7 @@ from magis.capture.step import is_readable
 from magis.capture.workload import Workload
 from magis.errors import CaptureError
 
-__all__ = ["observe", "observe_step"]
+__all__ = ["DrawError", "observe", "observe_step"]
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -49,15 +51,25 @@ _BELOW = ("magis.capture", "magis.aten", "torch._", "torch.fx", "torch.utils._")
 """Code below the forward's own: it runs operators, or watches them."""
 
 
-def observe_step(work: Workload, autocast: str | None = None) -> Reads:
+class DrawError(CaptureError):
+    """The forward draws random numbers on the host."""
+
+
+def observe_step(
+    work: Workload, autocast: str | None = None, heard: Heard | None = None, *, draws: bool = False
+) -> Reads:
     """What the code of a training step's forward and loss reads; the module and all generators are left as they were.
+
+    ``heard`` is what eager's run of the step told, for its branches on data. With ``draws`` the forward may draw on the
+    host: every step is captured anew.
 
     Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that cannot be called.
     """
-    mode, places = Hollow(draws=True), Places()
+    mode, places = Hollow(draws=True, heard=heard), Places()
     trained = [name for name, parameter in work.module.named_parameters() if parameter.requires_grad]
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
+        stack.enter_context(caches_kept())
         twins = partial(hollow_like, known=is_readable)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
@@ -66,19 +78,35 @@ def observe_step(work: Workload, autocast: str | None = None) -> Reads:
         stack.enter_context(hollow(mode))
 
         def forward() -> object:
+            mode.follower.rewind()
+            if draws:
+                state.restore()
+                torch.default_generator.set_state(drawn)
             with torch.enable_grad(), casting(autocast):
                 return work.loss_fn(stand.module(*stand.inputs), *stand.targets)
 
-        reads = observe(forward, {"model": stand.module, "loss": work.loss_fn}, stand.named().values())
-    if mode.drawn:
-        raise CaptureError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
+        state, drawn = HostGenerators(), torch.default_generator.get_state()
+        roots = {"model": stand.module, "loss": work.loss_fn}
+        try:
+            reads = observe(forward, roots, stand.named().values(), draws=draws)
+        except DrawError:
+            raise
+        except CaptureError as error:
+            if draws or not mode.drawn:
+                raise
+            raise DrawError(str(error)) from error
+    if mode.drawn and not draws:
+        raise DrawError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
     return reads
 
 
-def observe(call: Callable[[], object], roots: Mapping[str, object], tensors: Iterable[Tensor]) -> Reads:
+def observe(
+    call: Callable[[], object], roots: Mapping[str, object], tensors: Iterable[Tensor], *, draws: bool = False
+) -> Reads:
     """Call a forward twice and return what its code reads; all that hangs on `roots` is put back as it was.
 
-    `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat.
+    `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
+    where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
     known, codes = tuple(tensors), dict[types.CodeType, dict[str, Any]]()
     start, first = Snapshot(roots), _Traced(known)
@@ -89,14 +117,14 @@ def observe(call: Callable[[], object], roots: Mapping[str, object], tensors: It
         second = _Traced(known, _left_behind(first, start, between))
         with second, _running(codes):
             other = call()
-        _check(between, drawn, first, second)
+        _check(between, drawn, first, second, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
     return _reads(codes)
 
 
-def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Traced) -> None:
+def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Traced, *, draws: bool) -> None:
     if second.taken:
         raise CaptureError(
             f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
@@ -104,8 +132,8 @@ def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Tr
     for path, then, now in between.changes():
         if not _only_results(now, then):
             raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
-    if drawn.moved():
-        raise CaptureError(
+    if drawn.moved() and not draws:
+        raise DrawError(
             "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
             hint=WHERE,
         )

@@ -324,7 +324,7 @@ def _nothing(_mapping: Any) -> tuple[Any, ...]:
 
 
 def _one(key: Any, mapping: Any) -> tuple[Any, ...]:
-    return (mapping.get(key, _MISSING),)
+    return (dict.get(mapping, key, _MISSING),)  # of dictionaries that have a `get` of their own, too
 
 
 def _several(mapping: Any, keys: tuple[Any, ...]) -> tuple[Any, ...]:

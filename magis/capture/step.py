@@ -29,6 +29,7 @@ from magis.aten.updates import Weight, by_lists, update
 from magis.capture.attributes import attributes_kept, changed
 from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
+from magis.capture.caches import CACHED, CACHES, cached_memory, caches_kept
 from magis.capture.checks import (
     INFERENCE,
     check_buffers,
@@ -42,6 +43,7 @@ from magis.capture.checks import (
 )
 from magis.capture.device_table import device_forms
 from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
+from magis.capture.listening import Heard, Listener
 from magis.capture.recorder import Recorder
 from magis.capture.stand_ins import StandIns, stand_ins
 from magis.errors import CaptureError
@@ -79,8 +81,17 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Tensors that caches of functions hold, by their names in the graph."""
+    heard: Heard | None = field(default=None, compare=False)
+    """What eager's run of the step told that it was captured with, or what that run tells."""
     listed: Captured | None = None
     """Eager's own step, where that updates weights list by list (foreach, fused): this one does it weight by weight."""
+
+    @property
+    def expects(self) -> bool:
+        """Whether branches on data are expected to go as they did when the step was captured."""
+        return self.heard is not None and self.heard.expects
 
     @property
     def original(self) -> Captured:
@@ -99,23 +110,25 @@ def capture(
     explicit_attention: bool = False,
     autocast: str | None = None,
     settled: bool = True,
+    heard: Heard | None = None,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
     The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
     that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
-    With ``settled`` False the module may replace buffers, as some do in their first step. Raises CaptureError, naming
-    module and line, for steps that are not one static graph.
+    With ``settled`` False the module may replace buffers, as some do in their first step. ``heard`` is what
+    `record_eager` told of this step. Raises CaptureError, naming module and line, for steps that are not one static
+    graph, BranchError where ``heard`` would help.
     """
     check_tensors(module, inputs, targets)
     settings = (device, explicit_attention, autocast, settled)
-    mode = Hollow()
+    mode = Hollow(heard=heard)
     try:
         return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
     except CaptureError:
         if not mode.drawn:
             raise
-    return _captured(Hollow(draws=True), module, inputs, targets, loss_fn, rule, *settings)
+    return _captured(Hollow(draws=True, heard=heard), module, inputs, targets, loss_fn, rule, *settings)
 
 
 def _captured(
@@ -135,12 +148,15 @@ def _captured(
         stack.enter_context(unset_fake_temporarily())
         hosts = stack.enter_context(generators_kept())
         twins = partial(hollow_like, known=is_readable)
+        forget = stack.enter_context(caches_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
         given = shapes(stand)
         sentinels = optimizers.sentinels(rule).names
-        recorder = Recorder(sentinels, _finder(stand, loss_fn), own)
+        expects = mode.follower.expects
+        cached: dict[str, Tensor] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, cached), own, expects=expects)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
         if explicit_attention:
@@ -156,14 +172,16 @@ def _captured(
         if settled:
             check_buffers(stand)
         check_products(found.graph)
-        check_contents(found.graph, mode.read)
+        check_contents(found.graph, mode.read | cached.keys())
         drawn = mode.drawn or hosts.moved()
         return replace(
             found,
             contents=frozenset(mode.read),
-            left=changed(kept),
+            left=(*changed(kept), *((CACHES,) if forget() else ())),
+            cached=cached,
             drawn=drawn,
             after=HostGenerators() if drawn else None,
+            heard=mode.follower.heard,
         )
 
 
@@ -176,17 +194,20 @@ def record_eager(
     *,
     explicit_attention: bool = False,
     autocast: str | None = None,
+    expects: bool = False,
 ) -> Captured:
     """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
 
-    The graph ends before the update. Modules, tensors and the random-number generator are left as they were.
+    The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
+    of the result is what a capture cannot know; with ``expects``, the truth values that Python reads are in the graph.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     trained = _trained(module, rule)
     with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
         own = held_generators(stand.module, loss_fn)
         sentinels: dict[float, str] = {}
-        recorder = Recorder(sentinels, _finder(stand, loss_fn), own)
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, {}), own, expects=expects)
+        listener = Listener(expects=expects)
         with ExitStack() as stack:
             stack.enter_context(own_kept(own))
             stack.enter_context(clear_errors(recorder.places))
@@ -195,11 +216,15 @@ def record_eager(
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(states_recorded("cpu", own))
             stack.enter_context(averages_named(stand.module, sentinels))
-            return _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+            stack.enter_context(listener)
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+        return replace(found, heard=listener.heard())
 
 
-def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[[Tensor], str | None]:
-    """Names tensors by where the module or the loss function holds them."""
+def _finder(
+    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
+) -> Callable[[Tensor], str | None]:
+    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
     roots = {"module": stand.module, "loss": loss_fn}
 
     def found(tensor: Tensor) -> str | None:
@@ -209,7 +234,11 @@ def _finder(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Callable[
                 f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
                 hint="make the view in the forward, or register it as a buffer",
             )
-        return find(roots, tensor)
+        name = find(roots, tensor)
+        if name is None and tensor.untyped_storage()._cdata in cached_memory():
+            name = f"{CACHED}{len(cached)}"
+            cached[name] = tensor.detach()
+        return name
 
     return found
 

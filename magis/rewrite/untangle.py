@@ -44,14 +44,15 @@ def _only_shape(graph: Graph, op: Op) -> bool:
 def _factory(graph: Graph, op: Op) -> Op:
     value = graph.values[op.made()[0]]
     given = dict(op.kwargs)
+    order = tuple(pair for pair in op.reads if graph.storages[pair[0]].kind == "generator")
     kwargs: tuple[tuple[str, Arg], ...] = (
         ("device", given.get("device") or Const("device", "cpu")),
         ("dtype", Const("dtype", value.dtype)),
     )
     if op.target == "aten.empty_like.default":
-        return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=())
+        return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=order)
     fill: Arg = op.args[1] if op.target == "aten.full_like.default" else _FILL[op.target]
-    return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=())
+    return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
 
 
 def _mean_of_counted(op: Op) -> bool:

@@ -14,18 +14,26 @@ from magis.api.foreign import foreign_operator
 from magis.api.planning import Plan, plan
 from magis.api.source import Source
 from magis.api.subject import Subject
-from magis.capture import OptimizerSpec, Workload
+from magis.aten.expect import undone
+from magis.aten.host_random import generators_kept, seed_all
+from magis.capture import Captured, OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
+from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
-from magis.capture.side_effects import observe_step
+from magis.capture.listening import Heard
+from magis.capture.side_effects import DrawError, observe_step
+from magis.capture.snapshot import Reads
 from magis.errors import UsageError
 from magis.ir import Graph, Value
 from magis.training.behind import behind_step
+from magis.training.drawn import check_outlines, outline
 from magis.training.guards import Guards
-from magis.units import format_bytes, format_milliseconds, share_of
+from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
-__all__ = ["Limits", "Planned", "Report", "planned"]
+__all__ = ["Limits", "Planned", "Report", "captured_now", "limits_of", "planned"]
 
+OTHER = 20261123
+"""Seeds the generators for another draw, to see what drawing changes."""
 AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
 
 
@@ -84,10 +92,14 @@ class Planned:
     graded: tuple[str, ...]
     """Parameters with a gradient, in the order in which the graph returns them (where it does)."""
     digest: str
-    """Of the captured step: a plan holds for this step alone."""
+    """Of the captured step: a plan holds for this step alone (the outline, where its forward draws on the host)."""
     rule: OptimizerSpec
     report: Report
     guards: Guards
+    cached: Mapping[str, Tensor]
+    """Tensors that caches of functions hold, by their names in the graph."""
+    drawn: bool
+    """Whether another step may be another graph, by what its forward draws on the host."""
 
 
 def planned(
@@ -104,26 +116,36 @@ def planned(
     graph: Graph | None = None,
     expected: str = "",
     known: Mapping[str, Planned] | None = None,
-) -> Planned:
+) -> Planned | None:
     """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
 
     `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
-    digest: one of the same graph holds again.
+    digest: one of the same graph holds again. None where the forward draws on the host and the update is part of the
+    step, which parameters of layers that are left out would miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
     subject = _subject(module, loss_fn, batch, rule, device, autocast)
-    reads = observe_step(subject.workload, None if autocast is None else str(autocast).removeprefix("torch."))
+    cast = None if autocast is None else str(autocast).removeprefix("torch.")
+    reads = _observed(subject, cast)
+    _ = subject.conformance
     captured = subject.captured
     guards = Guards(module, loss_fn, batch, reads, captured.contents)
-    _ = subject.conformance
+    if captured.drawn and rule.kind != "gradients":
+        return None
+    if captured.drawn:
+        with generators_kept():
+            seed_all(OTHER)
+            check_outlines(captured.graph, captured_now(module, loss_fn, batch, rule, device, autocast).graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     update = f"{update}{behind.note}"
-    same = (known or {}).get(subject.digest)
+    digest = outline(captured.graph) if captured.drawn else subject.digest
+    same = (known or {}).get(digest)
     if same is not None:
         return replace(
-            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards
-        )
-    if graph is not None and subject.digest != expected:
+            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards,
+            cached=captured.cached, drawn=captured.drawn,
+        )  # fmt: skip
+    if graph is not None and digest != expected:
         raise UsageError(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
         )
@@ -131,20 +153,23 @@ def planned(
     limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
         _check_fits(graph, captured.graph)
-        peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes), subject.latency_ns(graph)
+        kept = sum((undone(graph) or {}).values())
+        peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes + kept), subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
-        return Planned(graph, captured.graded, subject.digest, rule, report, guards)
+        return Planned(graph, captured.graded, digest, rule, report, guards, captured.cached, captured.drawn)
+    kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
         subject,
-        memory_limit=None if limit is None else max(1, limit - behind.state_bytes),
+        memory_limit=None if limit is None else max(1, limit - behind.state_bytes - kept),
         latency_limit_ns=latency_limit,
         budget=limits.budget,
         seconds=limits.seconds,
         seed=0,
         stored=None,
     )
-    peak = behind.peak(found.peak)
+    kept = sum((undone(found.graph) or {}).values())
+    peak = behind.peak(found.peak + kept)
     if limit is not None and (peak > limit or not found.feasible):
         raise UsageError(
             f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
@@ -152,7 +177,35 @@ def planned(
             hint="raise the limit",
         )
     report = _report(found, subject, original, peak, limit, update)
-    return Planned(found.graph, captured.graded, subject.digest, rule, report, guards)
+    return Planned(found.graph, captured.graded, digest, rule, report, guards, captured.cached, captured.drawn)
+
+
+def captured_now(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    batch: Batch,
+    rule: OptimizerSpec,
+    device: str,
+    autocast: torch.dtype | None,
+) -> Captured:
+    """The step as eager would run it now, with the generators as they are."""
+    return _subject(module, loss_fn, batch, rule, device, autocast).captured
+
+
+def _observed(subject: Subject, autocast: str | None) -> Reads:
+    heard: Heard | None = None
+    draws = False
+    while True:
+        try:
+            return observe_step(subject.workload, autocast, heard, draws=draws)
+        except BranchError:
+            if heard is not None:
+                raise
+            heard = subject.captured.heard
+        except DrawError:
+            if draws:
+                raise
+            draws = True
 
 
 def _check_fits(graph: Graph, step: Graph) -> None:
@@ -211,4 +264,33 @@ def _subject(
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
     # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
-    return Subject(Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, running_seconds=math.inf))
+    return Subject(
+        Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, running_seconds=math.inf)
+    )
+
+
+def limits_of(
+    memory_ratio: float | None,
+    memory_limit: str | int | None,
+    latency_ratio: float | None,
+    budget: int | None,
+    seconds: float | None,
+) -> Limits:
+    """The one limit among those given. Raises UsageError for none, several, or one that cannot be."""
+    given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = " and ".join(named) or "none"
+        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
+    for name, number, most in (("memory_ratio", memory_ratio, 1.0), ("latency_ratio", latency_ratio, math.inf)):
+        least = 1.0 if name == "latency_ratio" else 0.0
+        if number is not None and not (is_number(number) and least <= number <= most and number > 0):
+            raise UsageError(f"{name}={number!r}", hint="use a share above 0 and at most 1, or a latency of at least 1")
+    if budget is not None and not (is_number(budget) and budget > 0 and budget == int(budget)):
+        raise UsageError(f"budget={budget!r}", hint="use a whole number above 0")
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
+        raise UsageError(f"seconds={seconds!r}", hint="use a number above 0")
+    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if nbytes is not None and nbytes <= 0:
+        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
+    return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis.aten.expect import ExpectationError
 from magis.aten.optimizers import new_state, state_names
 from magis.capture.rule import Update, age_of
 
@@ -47,6 +49,23 @@ class State:
             return steps
         torch._foreach_add_(counters, 1)
         return tuple(int(some[0]) if some else 1 for some in self._counts())
+
+    @contextmanager
+    def step_to_come(self) -> Iterator[tuple[int, ...]]:
+        """`counted`, taken back where the step finds that it cannot run."""
+        first = [*self.first]
+        try:
+            yield self.counted()
+        except ExpectationError:
+            counters = [counter for some in self._counters() for counter in some]
+            if counters:
+                torch._foreach_sub_(counters, 1)
+            self.first = first
+            for new, some in zip(first, self.members, strict=True):
+                for parameter in some if new else ():
+                    if "momentum_buffer" in self.optimizer.state[parameter]:  # which torch makes of the first gradient
+                        self.optimizer.state[parameter]["momentum_buffer"] = None
+            raise
 
     def _counters(self) -> list[list[Tensor]]:
         if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,23 @@ from magis.aten.generators import held_generators
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
-from magis.capture.batch import Batch, as_batch, with_keywords, with_loss
+from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
 from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
 from magis.errors import UsageError
+from magis.training.drawn import Draw, draw_of, outline
 from magis.training.guards import Memory, check_mode
-from magis.training.planned import AUTOCAST, Limits, Planned, Report, planned
+from magis.training.planned import AUTOCAST, Limits, Planned, Report, captured_now, limits_of, planned
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
-from magis.units import is_number, parse_bytes
+from magis.training.undo import Undo, undo_of
 
 __all__ = ["OptimizedStep", "optimize"]
 
 KEPT = 4
 """Plans for batches of different kinds, and modules in different states, that are kept."""
+DRAWS = "its forward draws on the host which parameters it uses"
+VARIANTS = 64
+"""Plans for different draws of one step that are kept."""
 RESTLESS = 2
 """Changes of an optimizer's numbers (not its learning rates) that are planned for; then it runs by itself."""
 
@@ -71,7 +75,7 @@ def optimize(
     Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
     and line, for a step that is no single static graph.
     """
-    limits = _limits(memory_ratio, memory_limit, latency_ratio, budget, seconds)
+    limits = limits_of(memory_ratio, memory_limit, latency_ratio, budget, seconds)
     if autocast not in AUTOCAST:
         raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
     where = _device(model, device)
@@ -101,6 +105,7 @@ class OptimizedStep:
         self._memory = Memory(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
         self._restless = 0
+        self._apart = ""
         self._choice = _Choice("left to the caller", None)
         self._entries: list[_Entry] = []
         self._plans: OrderedDict[str, Planned] = OrderedDict()
@@ -108,10 +113,12 @@ class OptimizedStep:
     def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
-        entry = self.prepare(given)
+        entry, draw = self.prepare(given), None
+        if entry.plan.drawn:
+            entry, draw = self._drawn(given, entry)
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
-        return entry.bound.run(given)
+        return entry.bound.run(given, draw)
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Entry:
         """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
@@ -133,6 +140,25 @@ class OptimizedStep:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
         write_plan(Path(path), self._entries[-1].plan)
 
+    def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
+        """The plan for what this step draws, and what that is."""
+        rule = entry.plan.rule
+        captured = captured_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast)
+        name = outline(captured.graph)
+        found = entry.variants.pop(name, None)
+        if found is not None and found.bound is not None and not found.bound.is_current(self._choice):
+            found.bound = None
+        entry.variants[name] = found = found or self._made(batch, None)
+        while len(entry.variants) > VARIANTS:
+            del entry.variants[next(iter(entry.variants))]
+        entry.plan = replace(found.plan, guards=entry.plan.guards)
+        return found, draw_of(captured, self._device)
+
+    def _unbind(self) -> None:
+        for entry in self._entries:
+            for one in (entry, *entry.variants.values()):
+                one.bound = None
+
     # -- what plans rest on -------------------------------------------------------------------------------------
 
     def _key(self, batch: Batch) -> Any:
@@ -152,8 +178,7 @@ class OptimizedStep:
     def _look_at_memory(self) -> None:
         if not self._memory.holds():
             self._memory = Memory(self._whole)
-            for entry in self._entries:
-                entry.bound = None
+            self._unbind()
 
     def _look_at_optimizer(self) -> None:
         """Choose again where the optimizer is not what it was; one whose numbers always change runs by itself."""
@@ -173,7 +198,7 @@ class OptimizedStep:
             return _Choice("left to the caller", None)
         trained = _trained(self._whole)
         _check_optimizer(self._optimizer, trained)
-        why = why_apart(self._optimizer, trained)
+        why = why_apart(self._optimizer, trained) or self._apart
         if not why and self._restless > RESTLESS:
             why = "its numbers change from step to step"
         if why:
@@ -193,6 +218,10 @@ class OptimizedStep:
             device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
             known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
         )  # fmt: skip
+        if found is None:
+            self._apart = DRAWS
+            self._choice = self._choose()
+            return self._made(batch, plan)
         self._plans[found.digest] = found
         self._plans.move_to_end(found.digest)
         while len(self._plans) > KEPT:
@@ -209,11 +238,19 @@ class OptimizedStep:
         step = GraphStep(
             found.graph, module, batch.inputs, batch.targets, found.rule,
             device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
+            cached=found.cached,
         )  # fmt: skip
-        self._memory = Memory(self._whole)  # weights that are used together may have been moved together
-        for other in self._entries:
-            other.bound = None
-        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn)
+        self._look_at_memory()  # weights that are used together may have been moved together
+        undo = undo_of(found.graph, step, self._device)
+        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn, self._eager, undo)
+
+    def _eager(self, batch: Batch) -> Tensor:
+        """Forward, loss and backward as the loop's own."""
+        loss_fn = own_loss if self._loss_fn is None else self._loss_fn
+        with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
+            loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
+        loss.backward()
+        return loss.detach()
 
 
 @dataclass(frozen=True)
@@ -236,6 +273,8 @@ class _Entry:
     choice: _Choice
     plan: Planned
     bound: _Bound | None = None
+    variants: dict[str, _Entry] = field(default_factory=dict)
+    """By the outlines of their graphs, where forwards draw on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +288,8 @@ class _Bound:
     optimizer: Optimizer | None
     choice: _Choice
     loss_fn: Callable[..., Tensor] | None
+    eager: Callable[[Batch], Tensor]
+    undo: Undo | None
 
     def is_current(self, choice: _Choice) -> bool:
         known = self.step.generators
@@ -257,17 +298,39 @@ class _Bound:
         homes = None if choice.update is None else choice.update.homes
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
         self.step.prepare()
         self.step.feed(batch.by_name)
-        if self.state is None:
-            return self._gradients()
-        optimizer = self.state.optimizer
+        if draw is not None:
+            self.step.feed(draw.constants)
+        planned = partial(self._planned, draw)
+        return planned() if self.undo is None else self.undo.attempt(planned, partial(self._eagerly, batch))
+
+    def _planned(self, draw: Draw | None) -> Tensor:
+        loss = self._gradients() if self.state is None else self._updated(self.state)
+        if draw is not None and draw.after is not None:
+            draw.after.restore()
+        return loss
+
+    def _eagerly(self, batch: Batch) -> Tensor:
+        """The step without a plan."""
+        self.step.prepare()
+        if self.optimizer is None:
+            return self.eager(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.eager(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _updated(self, state: State) -> Tensor:
+        optimizer = state.optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
-        rule = with_rates(self.state.update, optimizer)
-        loss = self.step.run_with(scalars(rule, self.state.counted()))
+        rule = with_rates(state.update, optimizer)
+        with state.step_to_come() as number:
+            loss = self.step.run_with(scalars(rule, number))
         self.step.finish()
         self.step.prepare()
         _mark_stepped(optimizer)
@@ -336,29 +399,3 @@ def _device(model: nn.Module, asked: str | None) -> str:
         raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")
     check_device(found)
     return found
-
-
-def _limits(
-    memory_ratio: float | None,
-    memory_limit: str | int | None,
-    latency_ratio: float | None,
-    budget: int | None,
-    seconds: float | None,
-) -> Limits:
-    given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        what = " and ".join(named) or "none"
-        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
-    for name, number, most in (("memory_ratio", memory_ratio, 1.0), ("latency_ratio", latency_ratio, math.inf)):
-        least = 1.0 if name == "latency_ratio" else 0.0
-        if number is not None and not (is_number(number) and least <= number <= most and number > 0):
-            raise UsageError(f"{name}={number!r}", hint="use a share above 0 and at most 1, or a latency of at least 1")
-    if budget is not None and not (is_number(budget) and budget > 0 and budget == int(budget)):
-        raise UsageError(f"budget={budget!r}", hint="use a whole number above 0")
-    if seconds is not None and not (is_number(seconds) and seconds > 0):
-        raise UsageError(f"seconds={seconds!r}", hint="use a number above 0")
-    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    if nbytes is not None and nbytes <= 0:
-        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
-    return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)

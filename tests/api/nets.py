@@ -101,7 +101,7 @@ def branches() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], objec
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) if x.sum() > 0 else x
+            return self.linear(x) * x.sum().item()
 
     return Branch(), (torch.randn(2, 4),), (torch.randn(2, 4),), F.mse_loss
 

@@ -69,7 +69,7 @@ class Starting(Odd):
         (Counting, r"every forward changes model.calls, .*keep it in a buffer"),
         (Listing, r"every forward changes model.history"),
         (Carrying, r"takes the tensor model.carried from one step to the next"),
-        (Drawing, r"draws from Python's or numpy's random numbers"),
+        (Drawing, r"a number in an operator .* draws from Python's or numpy's random numbers"),
         (Starting, r"the first forward computes aten.mean.*call the module once before"),
     ],
 )

@@ -1,0 +1,59 @@
+"""Forwards that draw on the host: layers left out by chance, masks that numpy draws.
+
+Such a step is captured anew each time, with the generators as they are. Plans are kept by the outline of the graph, all
+of it but the contents of its constants, which are fed to the step like a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from magis.aten.host_random import HostGenerators
+from magis.capture import Captured
+from magis.errors import CaptureError
+from magis.ir import Graph, digest
+
+__all__ = ["Draw", "check_outlines", "draw_of", "outline"]
+
+NUMBERS = "draw with torch, and compute with the tensors that it makes"
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """What one step has drawn."""
+
+    constants: Mapping[str, Tensor]
+    """By the names of the graph's inputs."""
+    after: HostGenerators | None
+    """Python's and numpy's generators as the step leaves them."""
+
+
+def draw_of(captured: Captured, device: str) -> Draw:
+    """What a captured step has drawn."""
+    graph = captured.graph
+    constants = {}
+    for number, data in graph.constants.items():
+        value = graph.values[number]
+        made = torch.tensor(data, dtype=getattr(torch, value.dtype), device=device)
+        constants[value.name] = made.reshape(value.shape)
+    return Draw(constants, captured.after)
+
+
+def outline(graph: Graph) -> str:
+    """A digest of all but the contents of constants."""
+    return digest(replace(graph, constants={number: (0.0,) * len(data) for number, data in graph.constants.items()}))
+
+
+def check_outlines(one: Graph, other: Graph) -> None:
+    """Raise CaptureError where two draws differ in numbers within operators, of which every step would need a plan."""
+    alike = [op.target for op in one.ops] == [op.target for op in other.ops]
+    if alike and outline(one) != outline(other):
+        raise CaptureError(
+            "a number in an operator is one that the forward draws from Python's or numpy's random numbers, of which a"
+            " step would repeat the first",
+            hint=NUMBERS,
+        )

@@ -1,0 +1,75 @@
+"""Tables that `functools.lru_cache` keeps from the first step on: no capture leaves one without contents there."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from magis import Bench, CaptureError, optimize, run_case
+from magis.api import check_case
+from magis.capture import OptimizerSpec, capture
+from magis.models import from_function
+from magis.results import Case
+from tests.training.loops import Loops, batch, loss_of, net
+
+
+class Waves(nn.Module):
+    @functools.lru_cache(maxsize=4)  # noqa: B019  (as libraries do it)
+    def forward(self, rows: int, width: int) -> Tensor:
+        return torch.linspace(0, 3, rows * width).reshape(rows, width).sin()
+
+
+class Positioned(nn.Module):
+    """Adds a table that its first step makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves, self.body = Waves(), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.waves(*x.shape))
+
+
+class Marking(Positioned):
+    """Writes to the table."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.waves(*x.shape).mul_(2))
+
+
+def test_a_capture_leaves_nothing_in_caches() -> None:
+    module, (inputs, targets) = Positioned(), batch()
+    found = capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    assert found.left == ("the caches of functools",)
+    table = module.waves(*inputs.shape)
+    assert torch.equal(table, torch.linspace(0, 3, inputs.numel()).reshape(inputs.shape).sin())
+    again = capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    assert not again.left
+    assert [*again.cached] == ["cached:0"]
+    assert torch.equal(again.cached["cached:0"], table)
+    assert module.waves(*inputs.shape) is table
+
+
+def test_steps_read_the_table_as_eager_does() -> None:
+    Loops(Positioned(), partial(SGD, lr=0.1)).agree()
+
+
+def test_the_gate_counts_the_table() -> None:
+    case = Case("cached", "magis", "cpu", "small", memory_ratio=0.95, budget=100, timing_rounds=1)
+    make, bench = from_function("cached", lambda: (Positioned(), batch(), loss_of)), Bench()
+    check_case(case, cache=bench, make=make)
+    result = run_case(case, cache=bench, make=make, rough=True)
+    assert (result.numbers, result.conformance) == ("bit-identical", "whole step")
+    for step in (result.original, result.optimized):
+        assert step.measured is not None
+        assert step.simulated.peak_bytes == step.measured.peak_bytes
+
+
+def test_a_table_that_the_step_changes_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"cached:0|takes the tensor|every forward"):
+        optimize(Marking(), loss_of, None, batch(), memory_ratio=1.0, budget=1)

@@ -1,0 +1,72 @@
+"""What eager's run of a step tells a capture: strides that torch's functions for fakes give otherwise, and branches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from magis.capture import Captured, OptimizerSpec, capture
+from magis.capture.checks import BranchError
+from magis.capture.conform import first_difference
+from magis.capture.step import record_eager
+
+RULE = OptimizerSpec("gradients")
+
+
+class OneQuery(nn.Module):
+    """Attention of a single token, whose strides kernels choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, words, width = x.shape
+        q = self.q(x[:, 0]).unsqueeze(1).reshape(rows, 1, 2, width // 2).permute(0, 2, 1, 3)
+        k, v = self.kv(x).reshape(rows, words, 2, 2, width // 2).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, width)
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def test_a_capture_follows_eagers_layouts() -> None:
+    module, inputs = OneQuery(), (torch.randn(3, 5, 16),)
+    eager = record_eager(module, inputs, (), squares, RULE)
+    plain = capture(module, inputs, (), squares, RULE)
+    assert first_difference(plain.graph, eager.graph)
+    following = capture(module, inputs, (), squares, RULE, heard=eager.heard)
+    assert not first_difference(following.graph, eager.graph)
+    assert not following.expects
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        for _ in range(2):
+            if torch.isfinite(y).all():
+                y = y.tanh()
+        return y if y.max() > 5 else -y
+
+
+def taken(found: Captured) -> list[object]:
+    return [op.args[1] for op in found.graph.ops if op.target == "magis.expect.default"]
+
+
+def test_branches_go_where_eagers_go() -> None:
+    module, inputs = Branching(), (torch.randn(3, 4),)
+    with pytest.raises(BranchError, match=r"test_listening\.py"):
+        capture(module, inputs, (), squares, RULE)
+    eager = record_eager(module, inputs, (), squares, RULE, expects=True)
+    found = capture(module, inputs, (), squares, RULE, heard=eager.heard)
+    assert taken(found) == taken(eager) == [True, True, False]
+    assert not first_difference(found.graph, eager.graph)
+    other = record_eager(module, (torch.full((3, 4), torch.inf),), (), squares, RULE, expects=True)
+    assert taken(other)[0] is False
+    assert first_difference(found.graph, other.graph)

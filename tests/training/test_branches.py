@@ -1,0 +1,171 @@
+"""Branches on data: planned as they went in the example, and run by eager where a batch takes another way."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from magis import Bench, CaptureError, optimize, run_case
+from magis.api import check_case
+from magis.aten.expect import EXPECT, ExpectationError, undone
+from magis.backend.steps import GraphStep
+from magis.capture.batch import as_batch
+from magis.models import from_function
+from magis.results import Case
+from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
+
+
+class Clamping(nn.Module):
+    """Clamps what is not finite, as encoders of detection networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), net(dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if torch.isinf(x).any() or torch.isnan(x).any():
+            x = torch.clamp(torch.nan_to_num(x), min=-100.0, max=100.0)
+        return self.second(x)
+
+
+def batches(scales: tuple[float, ...]) -> list[tuple[Tensor, Tensor]]:
+    return [
+        (scale * inputs, targets) for scale, (inputs, targets) in ((s, batch(seed=i)) for i, s in enumerate(scales))
+    ]
+
+
+class Scaling(nn.Module):
+    """Branches on its input, behind dropout and statistics that have moved by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop, self.body = nn.BatchNorm1d(32), nn.Dropout(0.2), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = self.drop(self.norm(x))
+        if (x.abs().amax() + 0 * noisy.sum()) > 50:
+            noisy = torch.rand_like(noisy) * noisy
+        return self.body(noisy)
+
+
+MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(AdamW, lr=1e-2),
+    "momentum": partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "by itself": partial(torch.optim.RMSprop, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0), (1.0, 100.0, 1.0), (100.0, 1.0, 100.0)])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_every_way_that_a_batch_takes_is_eagers(make: Any, scales: tuple[float, ...]) -> None:
+    loops = Loops(Scaling(), make)
+    states = []
+    for step in (loops.step, loops.eager):
+        torch.manual_seed(7)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            losses = [step(*data) for data in batches(scales)]
+        states.append((losses, torch.get_rng_state()))
+        assert len([each for each in told if "another way" in str(each.message)]) == (
+            scales.count(100.0) if step is loops.step else 0
+        )
+    assert_same(*states)
+    loops.same()
+
+
+def test_gradients_are_left_to_the_caller_either_way() -> None:
+    module, twin = Scaling(), Scaling()
+    twin.load_state_dict(module.state_dict())
+    step = optimize(module, loss_of, None, batch(), memory_ratio=0.95, budget=BUDGET)
+    for data in batches((1.0, 100.0)):
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ours = step(*data)
+        torch.manual_seed(3)
+        theirs = loss_of(twin(data[0]), data[1])
+        theirs.backward()
+        assert torch.equal(ours, theirs)
+    for left, right in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
+def test_infinite_activations_are_clamped_as_by_eager() -> None:
+    loops = Loops(Clamping(), MAKES["adamw"])
+    data = batch()
+    data[0][3, 4] = float("inf")
+    loops.agree(2)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="another way"):
+        ours = loops.step(*data)
+    torch.manual_seed(1)
+    assert torch.equal(ours, loops.eager(*data))
+
+
+def test_nothing_is_updated_before_the_last_expectation() -> None:
+    loops = Loops(Scaling(), MAKES["adamw"])
+    entry = loops.step.prepare(as_batch(batch()))
+    written = undone(entry.plan.graph)
+    assert written
+    assert {name.partition(":")[0] for name in written} == {"buffer"}
+    report = loops.step.report()
+    assert report.limit_bytes is not None
+    assert report.planned_bytes <= report.limit_bytes
+
+
+class Equal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y if torch.equal(y, x) else y + x
+
+
+def test_contents_may_be_compared() -> None:
+    loops = Loops(Equal(), MAKES["momentum"])
+    loops.agree()
+
+
+def test_the_gate_runs_what_its_batch_takes() -> None:
+    case = Case("branches", "magis", "cpu", "small", memory_ratio=0.95, budget=BUDGET, timing_rounds=1)
+    make, bench = from_function("branches", lambda: (Clamping(), batch(), loss_of)), Bench()
+    check_case(case, cache=bench, make=make)
+    subject = bench.subject(case, make)
+    targets = [op.target for op in subject.captured.graph.ops]
+    assert targets.count(EXPECT) == 2
+    assert subject.conformance == "whole step"
+    result = run_case(case, cache=bench, make=make, rough=True)
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured is not None
+    assert result.optimized.simulated.peak_bytes == result.optimized.measured.peak_bytes
+    step = subject.generated(subject.captured.graph)
+    assert isinstance(step, GraphStep)
+    with torch.no_grad():
+        step.tensors[0].fill_(float("inf"))
+    with pytest.raises(ExpectationError, match="branches on is True for this batch, False when it was captured"):
+        step.run()
+
+
+class Number(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        return y * y.abs().max().item()
+
+
+def test_numbers_are_still_refused() -> None:
+    with pytest.raises(CaptureError, match=r"depends on the data of a tensor.*test_branches\.py"):
+        optimize(Number(), loss_of, None, batch(), memory_ratio=1.0, budget=1)
