@@ -57,6 +57,15 @@ def _vit() -> Any:
     )
 
 
+def _mixtral() -> Any:
+    """Experts by products of groups of rows; a loss of the router beside the words', by hooks of the first call."""
+    config = transformers.MixtralConfig(
+        **{**SMALL, "intermediate_size": 96}, **WORDS, **ENDS, num_key_value_heads=2, num_local_experts=4,
+        output_router_logits=True, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
 def _words(masked: bool = False) -> dict[str, Tensor]:
     ids = torch.randint(0, 200, (4, 16))
     return {"input_ids": ids, "labels": ids, **({"attention_mask": torch.ones_like(ids)} if masked else {})}
@@ -71,6 +80,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
     "gpt2": (_gpt2, _words),
     "gpt_neo": (_gpt_neo, _words),
     "llama": (_llama, _words),
+    "mixtral": (_mixtral, _words),
     "t5": (_t5, _words),
     "vit": (_vit, _pictures),
 }
