@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import sys
 import types
 import weakref
@@ -228,17 +229,23 @@ def _tensors(item: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _running(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
-    """Collect the code of every Python function that is called, with its globals."""
+    """Collect the code of every Python function that is called, with its globals.
+
+    Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is not part of the forward.
+    """
 
     def called(frame: types.FrameType, event: str, _arg: object) -> None:
         if event == "call":
             codes.setdefault(frame.f_code, frame.f_globals)
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.setprofile(called)
     try:
         yield
     finally:
+        if collecting:
+            gc.enable()
         if before is not None and hasattr(before, "enable"):  # cProfile's: no function
             before.enable()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -157,6 +158,23 @@ def test_attributes_that_nothing_reads_need_no_other_plan() -> None:
     for epoch in range(3):
         loops.module.epoch = loops.twin.epoch = epoch  # type: ignore[assignment]
         loops.agree(1)
+    assert len(loops.step._entries) == 1
+
+
+def test_what_the_collector_of_garbage_calls_is_no_part_of_the_forward() -> None:
+    def by_name(phase: str, _info: object) -> None:
+        getattr(gc, phase, None)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(by_name)
+    gc.set_threshold(200)
+    try:
+        loops = Loops(net(depth=2), MOMENTUM, **ANY)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(by_name)
+    loops.module.epoch = loops.twin.epoch = 1  # type: ignore[assignment]
+    loops.agree(1)
     assert len(loops.step._entries) == 1
 
 
