@@ -87,7 +87,7 @@ def tiny(
 def _grouped(fields: dict[str, Any]) -> dict[str, Any]:
     found = {name: _grouped(value) if isinstance(value, dict) else value for name, value in fields.items()}
     heads = found.get("num_attention_heads")
-    if isinstance(heads, int) and heads % 2 == 0 and found.get("num_key_value_heads") == heads:
+    if isinstance(heads, int) and heads % 2 == 0 and found.get("num_key_value_heads", 0) in (heads, None):
         found["num_key_value_heads"] = heads // 2
     return found
 
@@ -116,11 +116,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 """Fields of model types whose names say too little."""
 
 
+NOISE = ("transformers_version", "architectures", "torch_dtype", "dtype", "ignore_keys_at_rope_validation")
+
+
 def plain(config: Any) -> dict[str, Any]:
     """Fields and their values, those of configurations within too, without what is only noise in a constructor."""
     found = {}
     for name, value in copy.deepcopy(vars(config)).items():
-        if name.startswith("_") or name in ("transformers_version", "architectures", "torch_dtype", "dtype"):
+        if name.startswith("_") or name in NOISE:
             continue
         found[name] = {**plain(value), "model_type": value.model_type} if hasattr(value, "model_type") else value
     return found
@@ -131,6 +134,9 @@ def shrunken(fields: dict[str, Any], divisor: int, *, lists: bool = True, ids: I
     depths = [value for name, value in fields.items() if _is_depth(name, value)]
     kinds = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("block_types") or ()
     keep = _first_of_each(kinds) if isinstance(kinds, (list, tuple)) and len(kinds) in depths else list(range(LAYERS))
+    looked_at = fields.get("out_indices")
+    if isinstance(looked_at, (list, tuple)) and depths and max(depths) > len(looked_at) > len(keep):
+        keep = list(range(len(looked_at)))  # a neck takes the results of so many layers
     found = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -160,6 +166,8 @@ def _fit_heads(fields: dict[str, Any]) -> None:
             fields[heads] = count = math.gcd(hidden, count)
             if isinstance(fields.get(shared), int):
                 fields[shared] = math.gcd(fields[shared], count)
+        if shared in fields and fields[shared] is None:
+            fields[shared] = count
         if "head_dim" in fields and fields["head_dim"] is None:
             fields["head_dim"] = hidden // count
 
@@ -213,7 +221,8 @@ def _shorter(name: str, value: Any, divisor: int, layers: int, ids: Iterator[int
     if name in ("depths", "num_block_repeats", "blocks_per_stage", "stage_numb_of_layers", "layers", "block_sizes"):
         return [1 for _ in value]
     if INDEXES.search(name) and "stage" not in name and max(value) >= layers:
-        return sorted({min(each, layers - 1) for each in value})
+        first = max(0, layers - len(value))  # as many as there were, where there are so many layers
+        return [*range(first, layers)]
     if LISTED.search(name) and not re.search(r"kernel|patch|window|image|pool|stride|block_sizes", name):
         return [_divided(each, min(divisor or 8, 8)) if each >= 64 else each for each in value]
     return value

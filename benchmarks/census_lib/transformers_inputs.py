@@ -82,6 +82,16 @@ def drawers(module: Any, *, images: int = 0, in_time: bool = False, size: int = 
         "spectrogram": lambda: torch.randn(ROWS, FRAMES, mels),
         "bbox": boxes,
         "attention_mask": lambda: torch.ones(ROWS, WORDS, dtype=torch.long),
+        "qformer_input_ids": words,
+        "task_inputs": words,
+        "flattened_patches": lambda: torch.cat(
+            [
+                torch.ones(ROWS, WORDS, 2),
+                torch.randn(ROWS, WORDS, _whole(field(config, "patch_embed_hidden_size"), 768)),
+            ],
+            dim=-1,
+        ),
+        "state": lambda: torch.randn(ROWS, _whole(field(config, "max_state_dim"), 32)),
         "inputs": lambda: torch.randint(*PLAIN_IDS, (ROWS, 64)),
         "inputs_embeds": lambda: torch.randn(ROWS, WORDS, _whole(field(config, "hidden_size", "d_model"), 32)),
     }

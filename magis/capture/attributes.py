@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,7 +45,7 @@ def changed(kept: Kept) -> tuple[str, ...]:
 
 
 def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set, deque) else None
+    return type(value)(value) if type(value) in (list, dict, OrderedDict, set, deque) else None
 
 
 def _same(value: Any, copy: Any) -> bool:
