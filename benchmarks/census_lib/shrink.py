@@ -79,9 +79,19 @@ def tiny(
     """A configuration of a class, its widths divided; `own` fields are given. `grouped`: heads share keys and values
     where a field says how many there are of them; `sections`: positions have time, height and width. Raises whatever
     the class raises."""
-    fields = shrunken(plain(config_class()), divisor, lists=lists)
+    fields = _with_neck(shrunken(plain(config_class()), divisor, lists=lists))
     fields = {**(_grouped(fields) if grouped else fields), **own}
     return config_class(**_with_sections(fields, sections))
+
+
+def _with_neck(fields: dict[str, Any]) -> dict[str, Any]:
+    """As many layers of a backbone as the neck above it takes results."""
+    sizes, backbone = fields.get("neck_hidden_sizes"), fields.get("backbone_config")
+    if not isinstance(sizes, (list, tuple)) or not isinstance(backbone, dict) or "num_hidden_layers" not in backbone:
+        return fields
+    kept = {name: value for name, value in backbone.items() if name not in ("stage_names", "out_features")}
+    count = len(sizes)
+    return {**fields, "backbone_config": {**kept, "num_hidden_layers": count, "out_indices": [*range(1, count + 1)]}}
 
 
 def _grouped(fields: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +121,10 @@ def _with_sections(fields: dict[str, Any], everywhere: bool) -> dict[str, Any]:
 
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "image_size": 64},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "wav2vec2-bert": {"vocab_size": 128},
+    "mimi": {"num_filters": 8, "hidden_size": 32, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16},
     "xlnet": {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "n_layer": 2},
 }
 """Fields of model types whose names say too little."""
@@ -220,7 +234,7 @@ def _shorter(name: str, value: Any, divisor: int, layers: int, ids: Iterator[int
         return [_number(name, each, divisor, ids) for each in value]
     if name in ("depths", "num_block_repeats", "blocks_per_stage", "stage_numb_of_layers", "layers", "block_sizes"):
         return [1 for _ in value]
-    if INDEXES.search(name) and "stage" not in name and max(value) >= layers:
+    if INDEXES.search(name) and not re.search(r"stage|proj_layers", name) and max(value) >= layers:
         first = max(0, layers - len(value))  # as many as there were, where there are so many layers
         return [*range(first, layers)]
     if LISTED.search(name) and not re.search(r"kernel|patch|window|image|pool|stride|block_sizes", name):
