@@ -54,7 +54,8 @@ HEADED = (
 """Fields of widths, of the heads that divide them, and of those that share keys and values."""
 EXACT: dict[str, int] = {
     "num_queries": 8, "num_denoising": 4, "train_num_points": 64, "num_negatives": 8, "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4, "num_codevectors_per_group": 8, "num_kv_shared_layers": 0, "num_group": 1, "num_expert_group": 1, "n_group": 1,
+    "num_conv_pos_embedding_groups": 4, "num_codevectors_per_group": 8, "num_kv_shared_layers": 0, "n_group": 1,
+    "num_group": 1, "num_expert_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "full_attention_interval": 2, "sliding_window_pattern": 2,
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     "max_window_layers": 1, "num_dense_layers": 1, "num_nextn_predict_layers": 0, "window_size": 4, "num_hash": 2,
@@ -207,12 +208,12 @@ def _first_of_each(kinds: Any) -> list[int]:
 def _number(name: str, value: int, divisor: int, ids: Iterator[int]) -> int:
     if name in EXACT:
         return min(value, EXACT[name])
+    if CHOSEN.search(name):
+        return min(value, 2)
     if TOKEN.search(name):
         return value if value < 0 or value < SPECIAL - 10 else next(ids, SPECIAL - 1)
     if EXPERTS.search(name):
         return min(value, 4)
-    if CHOSEN.search(name):
-        return min(value, 2)
     if "vocab" in name:
         return min(value, VOCABULARY)
     if POSITIONAL.search(name):
