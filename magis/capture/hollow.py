@@ -187,13 +187,16 @@ class Hollow(TorchDispatchMode):
                 _contents(tensor).known, _contents(tensor).drawn = False, free and _covers(tensor)
             made = self._hollow(func, out, given, written, drawn=free)
         else:
+            alike = func._schema.name.endswith("_like")
+            certain = alike or all(_contents(each).known for each in given if not _among(each, written))
             if func is torch.ops.aten.bernoulli_.Tensor and not _contents(args[1]).known:
                 args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
                 contents = _contents(tensor, Contents(True, owner=self))
                 small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
-                contents.known, contents.drawn = small and (not _among(tensor, written) or _covers(tensor)), True
+                whole = not _among(tensor, written) or _covers(tensor)
+                contents.known, contents.drawn = certain and small and whole, certain
         if func._schema.name == "aten::rand":
             _contents(made).unit = True
         return made
