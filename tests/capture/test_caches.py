@@ -93,3 +93,17 @@ def test_hooks_of_a_captured_first_step_are_taken_away_again() -> None:
     module, (inputs, targets) = Hooked(), batch()
     capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
     assert (len(module.body._forward_hooks), module.hooked) == (0, False)
+
+
+class Truncated(Positioned):
+    """Built by numbers that nothing without contents has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.trunc_normal_(self.body[0].weight, generator=None)
+        assert self.body[0].weight.abs().sum().item() > 0
+
+
+def test_a_user_may_read_numbers_while_building() -> None:
+    case = Case("built", "magis", "cpu", "small", memory_ratio=1.0, budget=1, timing_rounds=1)
+    check_case(case, cache=Bench(), make=from_function("built", lambda: (Truncated(), batch(), loss_of)))
