@@ -55,6 +55,7 @@ HEADED = (
 EXACT: dict[str, int] = {
     "num_queries": 8, "num_denoising": 4, "train_num_points": 64, "num_negatives": 8, "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 4, "num_codevectors_per_group": 8, "num_kv_shared_layers": 0, "n_group": 1,
+    "num_group": 1, "num_expert_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "full_attention_interval": 2, "sliding_window_pattern": 2,
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     "max_window_layers": 1, "num_dense_layers": 1, "num_nextn_predict_layers": 0, "window_size": 4, "num_hash": 2,
@@ -79,15 +80,25 @@ def tiny(
     """A configuration of a class, its widths divided; `own` fields are given. `grouped`: heads share keys and values
     where a field says how many there are of them; `sections`: positions have time, height and width. Raises whatever
     the class raises."""
-    fields = shrunken(plain(config_class()), divisor, lists=lists)
+    fields = _with_neck(shrunken(plain(config_class()), divisor, lists=lists))
     fields = {**(_grouped(fields) if grouped else fields), **own}
     return config_class(**_with_sections(fields, sections))
+
+
+def _with_neck(fields: dict[str, Any]) -> dict[str, Any]:
+    """As many layers of a backbone as the neck above it takes results."""
+    sizes, backbone = fields.get("neck_hidden_sizes"), fields.get("backbone_config")
+    if not isinstance(sizes, (list, tuple)) or not isinstance(backbone, dict) or "num_hidden_layers" not in backbone:
+        return fields
+    kept = {name: value for name, value in backbone.items() if name not in ("stage_names", "out_features")}
+    count = len(sizes)
+    return {**fields, "backbone_config": {**kept, "num_hidden_layers": count, "out_indices": [*range(1, count + 1)]}}
 
 
 def _grouped(fields: dict[str, Any]) -> dict[str, Any]:
     found = {name: _grouped(value) if isinstance(value, dict) else value for name, value in fields.items()}
     heads = found.get("num_attention_heads")
-    if isinstance(heads, int) and heads % 2 == 0 and found.get("num_key_value_heads") == heads:
+    if isinstance(heads, int) and heads % 2 == 0 and found.get("num_key_value_heads", 0) in (heads, None):
         found["num_key_value_heads"] = heads // 2
     return found
 
@@ -111,16 +122,23 @@ def _with_sections(fields: dict[str, Any], everywhere: bool) -> dict[str, Any]:
 
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "image_size": 64},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "wav2vec2-bert": {"vocab_size": 128},
+    "mimi": {"num_filters": 8, "hidden_size": 32, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16},
     "xlnet": {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "n_layer": 2},
 }
 """Fields of model types whose names say too little."""
+
+
+NOISE = ("transformers_version", "architectures", "torch_dtype", "dtype", "ignore_keys_at_rope_validation")
 
 
 def plain(config: Any) -> dict[str, Any]:
     """Fields and their values, those of configurations within too, without what is only noise in a constructor."""
     found = {}
     for name, value in copy.deepcopy(vars(config)).items():
-        if name.startswith("_") or name in ("transformers_version", "architectures", "torch_dtype", "dtype"):
+        if name.startswith("_") or name in NOISE:
             continue
         found[name] = {**plain(value), "model_type": value.model_type} if hasattr(value, "model_type") else value
     return found
@@ -131,6 +149,9 @@ def shrunken(fields: dict[str, Any], divisor: int, *, lists: bool = True, ids: I
     depths = [value for name, value in fields.items() if _is_depth(name, value)]
     kinds = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("block_types") or ()
     keep = _first_of_each(kinds) if isinstance(kinds, (list, tuple)) and len(kinds) in depths else list(range(LAYERS))
+    looked_at = fields.get("out_indices")
+    if isinstance(looked_at, (list, tuple)) and depths and max(depths) > len(looked_at) > len(keep):
+        keep = list(range(len(looked_at)))  # a neck takes the results of so many layers
     found = {}
     for name, value in fields.items():
         if isinstance(value, dict) and "model_type" in value:
@@ -160,6 +181,8 @@ def _fit_heads(fields: dict[str, Any]) -> None:
             fields[heads] = count = math.gcd(hidden, count)
             if isinstance(fields.get(shared), int):
                 fields[shared] = math.gcd(fields[shared], count)
+        if shared in fields and fields[shared] is None:
+            fields[shared] = count
         if "head_dim" in fields and fields["head_dim"] is None:
             fields["head_dim"] = hidden // count
 
@@ -185,12 +208,12 @@ def _first_of_each(kinds: Any) -> list[int]:
 def _number(name: str, value: int, divisor: int, ids: Iterator[int]) -> int:
     if name in EXACT:
         return min(value, EXACT[name])
+    if CHOSEN.search(name):
+        return min(value, 2)
     if TOKEN.search(name):
         return value if value < 0 or value < SPECIAL - 10 else next(ids, SPECIAL - 1)
     if EXPERTS.search(name):
         return min(value, 4)
-    if CHOSEN.search(name):
-        return min(value, 2)
     if "vocab" in name:
         return min(value, VOCABULARY)
     if POSITIONAL.search(name):
@@ -212,8 +235,9 @@ def _shorter(name: str, value: Any, divisor: int, layers: int, ids: Iterator[int
         return [_number(name, each, divisor, ids) for each in value]
     if name in ("depths", "num_block_repeats", "blocks_per_stage", "stage_numb_of_layers", "layers", "block_sizes"):
         return [1 for _ in value]
-    if INDEXES.search(name) and "stage" not in name and max(value) >= layers:
-        return sorted({min(each, layers - 1) for each in value})
+    if INDEXES.search(name) and not re.search(r"stage|proj_layers", name) and max(value) >= layers:
+        first = max(0, layers - len(value))  # as many as there were, where there are so many layers
+        return [*range(first, layers)]
     if LISTED.search(name) and not re.search(r"kernel|patch|window|image|pool|stride|block_sizes", name):
         return [_divided(each, min(divisor or 8, 8)) if each >= 64 else each for each in value]
     return value

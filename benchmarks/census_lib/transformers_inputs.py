@@ -55,14 +55,28 @@ def drawers(module: Any, *, images: int = 0, in_time: bool = False, size: int = 
     channels = _whole(field(config, "num_channels", "in_channels", "in_chans"), 3)
     channels = channels if channels in (1, 2, 3, 4) else 3
     frames = _whole(field(config, "num_frames", "frames_per_clip", "max_num_frames"), 4)
-    mels = _whole(field(config, "num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel", "n_mels"), 80)
+    mels = _whole(
+        field(
+            config,
+            "feature_projection_input_dim",
+            "num_mel_bins",
+            "feature_size",
+            "input_dim",
+            "input_feat_per_channel",
+            "n_mels",
+        ),
+        80,
+    )
     longest = field(config, "max_source_positions")
     length = 2 * longest if isinstance(longest, int) else FRAMES
     mel_first = "whisper" in type(module).__name__.lower() or "Whisper" in str(inspect.getmro(type(module)))
     token = field(config, "image_token_id", "image_token_index")
 
+    most = [part.max_position_embeddings for part in parts(config) if hasattr(part, "max_position_embeddings")]
+    count = min([WORDS, *(each for each in most if isinstance(each, int) and each >= 8)])
+
     def ids() -> Tensor:
-        found = words()
+        found = words()[:, :count]
         if images and isinstance(token, int):
             found = torch.cat([torch.full((ROWS, images), token), found], dim=1)
         return found
@@ -82,6 +96,16 @@ def drawers(module: Any, *, images: int = 0, in_time: bool = False, size: int = 
         "spectrogram": lambda: torch.randn(ROWS, FRAMES, mels),
         "bbox": boxes,
         "attention_mask": lambda: torch.ones(ROWS, WORDS, dtype=torch.long),
+        "qformer_input_ids": words,
+        "task_inputs": words,
+        "flattened_patches": lambda: torch.cat(
+            [
+                torch.ones(ROWS, WORDS, 2),
+                torch.randn(ROWS, WORDS, _whole(field(config, "patch_embed_hidden_size"), 768)),
+            ],
+            dim=-1,
+        ),
+        "state": lambda: torch.randn(ROWS, _whole(field(config, "max_state_dim"), 32)),
         "inputs": lambda: torch.randint(*PLAIN_IDS, (ROWS, 64)),
         "inputs_embeds": lambda: torch.randn(ROWS, WORDS, _whole(field(config, "hidden_size", "d_model"), 32)),
     }

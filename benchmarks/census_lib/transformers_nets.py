@@ -119,7 +119,7 @@ def network(kind: str) -> Network:
         except Exception as error:  # noqa: BLE001  (imports raise anything)
             reasons.append((NotRun if cannot_run_here(error) else NotBuilt)(reason_of(error)))
             continue
-        large, built = [], False
+        large = []
         for config in _configurations(kind, model):
             if time.process_time() > MOST_SECONDS:
                 break
@@ -129,16 +129,15 @@ def network(kind: str) -> Network:
                 raise
             except NotBuilt as error:
                 reasons.append(error)
-                built |= not str(error).startswith("configuration")
                 if "parameters" in str(error):
                     large.append(config)
-        for config in (*large[:1], *large[-1:]):
+        for config in large:
+            if time.process_time() > MOST_SECONDS:
+                break
             try:
                 return _running(_Made(model, config), mapping, MOST)
             except NotBuilt as error:
                 reasons.append(error)
-        if not built:  # other heads have the same configurations
-            break
     raise min(reasons, key=told_late) if reasons else NotBuilt("no class")
 
 

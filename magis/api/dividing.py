@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from magis.api.plans import Plan, Scratch, approached, attempts, searched
 from magis.api.subject import Subject
+from magis.errors import VerifyError
 from magis.fission.blocked import blocked
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, Op
@@ -45,7 +46,15 @@ def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
 
 
 def divided(request: Request, plain: Plan) -> Plan:
-    """The best plan with fission, or the one without if that is as good.
+    """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof."""
+    try:
+        return _divided(request, plain)
+    except VerifyError as error:
+        return replace(plain, unsplit=f"a cut failed its proof: {error}")
+
+
+def _divided(request: Request, plain: Plan) -> Plan:
+    """That plan; raises VerifyError.
 
     What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
     with those that are known.

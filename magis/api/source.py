@@ -22,14 +22,14 @@ class Source:
     """What every floating-point tensor is converted to; empty: each stays as it was built."""
     device: str
     seed: int
-    seeded: bool = True
-    """Whether the step is captured with generators seeded so; else with these as they are."""
     of_user: bool = False
     """Whether a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
     reuse: bool = True
     """Whether an operator may take over the memory of an input that dies with it."""
     running_seconds: float = RUNNING_SECONDS
     """How long running a case may take; what takes longer is simulated."""
+    seeded: bool = True
+    """Whether the step is captured with generators seeded so; else with these as they are."""
 
     def start(self) -> None:
         """Set the generators as they are when the step begins."""

@@ -38,9 +38,7 @@ from magis.aten.unfaked import known_results, unfaked
 from magis.capture.fakes import no_reports
 from magis.capture.listening import Follower, Heard
 from magis.capture.schemas import (
-    BY_CONTENTS,
     COMPARISONS,
-    COMPUTING,
     FREE_DRAWS,
     ITEM,
     OVERWRITING,
@@ -199,18 +197,22 @@ class Hollow(TorchDispatchMode):
     ) -> Any:
         """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
         free = func._schema.name.removeprefix("aten::") in FREE_DRAWS
-        told = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
-        if not (self._draws and free and (told or func not in BY_CONTENTS)):
+        if not (self._draws and free):
             self._draws = False  # how far the generator would be after this is not known
             for tensor in written:
                 _contents(tensor).known, _contents(tensor).drawn = False, free and _covers(tensor)
             made = self._hollow(func, out, given, written, drawn=free)
         else:
+            alike = func._schema.name.endswith("_like")
+            certain = alike or all(_contents(each).known for each in given if not _among(each, written))
+            if func is torch.ops.aten.bernoulli_.Tensor and not _contents(args[1]).known:
+                args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
                 contents = _contents(tensor, Contents(True, owner=self))
-                small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES and (told or func not in COMPUTING)
-                contents.known, contents.drawn = small and (not _among(tensor, written) or _covers(tensor)), True
+                small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
+                whole = not _among(tensor, written) or _covers(tensor)
+                contents.known, contents.drawn = certain and small and whole, certain
         if func._schema.name == "aten::rand":
             _contents(made).unit = True
         return made

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 __all__ = [
-    "BY_CONTENTS", "COMPARISONS", "COMPUTING", "FREE_DRAWS", "ITEM", "OVERWRITING", "READS", "Looks", "looks_of",
+    "COMPARISONS", "FREE_DRAWS", "ITEM", "OVERWRITING", "READS", "Looks", "looks_of",
     "written_by",
 ]  # fmt: skip
 
@@ -28,10 +28,6 @@ FREE_DRAWS = frozenset(
     }
 )  # fmt: skip
 """Random operators that draw as many numbers whatever their arguments hold."""
-BY_CONTENTS = frozenset({torch.ops.aten.bernoulli_.Tensor})
-"""Of these, those that check the numbers in their arguments."""
-COMPUTING = frozenset({torch.ops.aten.native_dropout.default})
-"""And those whose results are not of random numbers alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,3 +73,37 @@ def test_the_gate_counts_the_table() -> None:
 def test_a_table_that_the_step_changes_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"cached:0|takes the tensor|every forward"):
         optimize(Marking(), loss_of, None, batch(), memory_ratio=1.0, budget=1)
+
+
+class Hooked(nn.Module):
+    """Installs hooks in its first forward, and notes that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.seen, self.hooked = net(), 0.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.body.register_forward_hook(lambda _module, _inputs, output: output + 1)
+            self.hooked = True
+        return self.body(x)
+
+
+def test_hooks_of_a_captured_first_step_are_taken_away_again() -> None:
+    module, (inputs, targets) = Hooked(), batch()
+    capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    assert (len(module.body._forward_hooks), module.hooked) == (0, False)
+
+
+class Truncated(Positioned):
+    """Built by numbers that nothing without contents has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.trunc_normal_(self.body[0].weight, generator=None)
+        assert self.body[0].weight.abs().sum().item() > 0
+
+
+def test_a_user_may_read_numbers_while_building() -> None:
+    case = Case("built", "magis", "cpu", "small", memory_ratio=1.0, budget=1, timing_rounds=1)
+    check_case(case, cache=Bench(), make=from_function("built", lambda: (Truncated(), batch(), loss_of)))
