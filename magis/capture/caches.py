@@ -57,8 +57,19 @@ def cached_memory() -> set[int]:
     return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
 
 
+def _objects_of(kind: type) -> list[Any]:
+    """All that Python keeps track of, those included that collections are told to pass over."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    found = [item for item in gc.get_objects() if type(item) is kind]
+    if frozen:
+        gc.freeze()
+    return found
+
+
 def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
-    for cache in [item for item in gc.get_objects() if type(item) is _KIND]:
+    for cache in _objects_of(_KIND):
         if not cache.cache_info().currsize:
             continue
         held = gc.get_referents(cache)

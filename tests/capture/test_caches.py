@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from functools import partial
 
 import pytest
@@ -53,6 +54,14 @@ def test_a_capture_leaves_nothing_in_caches() -> None:
     assert [*again.cached] == ["cached:0"]
     assert torch.equal(again.cached["cached:0"], table)
     assert module.waves(*inputs.shape) is table
+
+
+def test_caches_that_the_collector_passes_over_are_seen() -> None:
+    gc.freeze()
+    try:
+        test_a_capture_leaves_nothing_in_caches()
+    finally:
+        gc.unfreeze()
 
 
 def test_steps_read_the_table_as_eager_does() -> None:
