@@ -109,6 +109,11 @@ def spec_of_these(rule: OptimizerSpec, names: Iterable[str]) -> OptimizerSpec:
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], technique: str) -> Optimizer:
     """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
     rule = spec_of_these(work.optimizer, params)
+    if rule.own is not None:
+        raise UsageError(
+            f"{technique} updates by SGD, Adam or AdamW; the optimizer of {work.name} is {rule.own.name}",
+            hint="choose one of these, or leave the strategy out",
+        )
     with quiet():  # a stage may well be left without a parameter of some group
         optimizer = torch_optimizer(rule, params)
     if optimizer is None:
