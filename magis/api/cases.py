@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -333,7 +333,7 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             graph_digest=subject.digest,
-            note="; ".join(filter(None, (outcome.note or candidate.note, subject.scratches.note, *partings))),
+            note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
             search=candidate.stats,
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
@@ -344,6 +344,15 @@ class CaseRun:
             portable=not self._is_compiled,
             timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
         )
+
+
+def _notes(first: str, subject: Subject, partings: Sequence[str]) -> Iterator[str]:
+    """What is said of a case, in order."""
+    yield from (first, subject.scratches.note)
+    own = subject.traced.optimizer.own
+    if own is not None and subject.kind != "cpu" and not own.is_torchs:
+        yield f"{own.name}.step is simulated as its code runs on a CPU"
+    yield from partings
 
 
 def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:

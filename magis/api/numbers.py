@@ -105,7 +105,8 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
     before = replace(before, ops=tuple(op for op in before.ops if op.phase != "update"))
-    ours = _ran(subject.stopped(before), seed).results()
+    alone = _ran(subject.stopped(before), seed)
+    ours, left = alone.results(), _states(alone)
     eager = subject.eager(stops=True)
     _ran(eager, seed)
     drawn = _states(eager)
@@ -114,13 +115,13 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
     _ran(full, seed)
-    yield from (f"differs: {said} 1" for said in _moved(drawn, _states(full)))
-    behind = subject.captured.behind is not None  # its step may write over gradients
-    shipped_results = full.results()[:1] if behind else full.results()
-    for position, (alone, shipped) in enumerate(zip(ours, shipped_results, strict=False)):
-        if not same(shipped, alone):
+    behind = subject.captured.behind is not None  # its step may draw, and write over gradients
+    yield from (f"differs: {said} 1" for said in _moved(drawn, left if behind else _states(full)))
+    for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
+        if not same(shipped, our):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     updated = subject.captured.graded if behind else names
+    generator_of(subject.torch_device).set_state(drawn["the generator"])
     yield from _otherwise_updated(subject, dict(zip(updated, ours[len(ours) - len(updated) :], strict=True)), full)
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():

@@ -33,6 +33,11 @@ class OwnOptimizer:
         return type(self.optimizer).__name__
 
     @property
+    def is_torchs(self) -> bool:
+        """Whether torch has the class, whose steps go by lists on a GPU unless they are asked to do otherwise."""
+        return type(self.optimizer).__module__.startswith("torch.optim.")
+
+    @property
     def parameters(self) -> dict[str, Tensor]:
         """Those of its parameters that the module has, by name."""
         every = (each for group in self.optimizer.param_groups for each in group["params"])

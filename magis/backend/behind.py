@@ -56,7 +56,10 @@ class BehindStep:
         return loss
 
     def settle(self) -> None:
-        """See `steps.settle`; a step has run."""
+        """Take the optimizer to where its memory is looked at."""
+        if not self._steps:
+            self.prepare()
+            self.run()
         self._steps = settle(self._optimizer, self._steps)
 
     def results(self) -> tuple[Tensor, ...]:

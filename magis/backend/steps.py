@@ -133,8 +133,11 @@ class EagerStep:
         return self._outputs[0]
 
     def settle(self) -> None:
-        """See `settle`; a step has run."""
+        """Take an optimizer that runs by itself to where its memory is looked at."""
         if self._rule.kind == "apart" and self._optimizer is not None:
+            if not self._steps:
+                self.prepare()
+                self.run()
             self._steps = settle(self._optimizer, self._steps)
 
     def _update(self) -> None:
