@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +29,9 @@ from magis.api.ranked import ranked_result
 from magis.api.subject import Subject
 from magis.api.values import median
 from magis.api.variants import Candidate, check_precision, numbers_of, of_technique, technique_of
+from magis.backend.behind import BehindStep
 from magis.backend.measure import collector_spared, device_identity
-from magis.backend.steps import Step
+from magis.backend.steps import EagerStep, Step
 from magis.errors import UsageError
 from magis.ir import Graph
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
@@ -176,14 +177,16 @@ class CaseRun:
             stored=table,
         )
         self.graph = found.graph
+        whole = subject.whole(found.graph)
+        step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
         return Candidate(
             subject.simulate_graph(found.graph),
             found.latency_ns,
             lambda _stack: subject.generated(found.graph),
             self._stats(found),
             found.workspaces,
-            subject.reserved_bytes(found.graph),
-            Replayed(subject, found.graph),
+            subject.reserved_bytes(step.graph, None if whole is None else whole.deaths),
+            step,
         )
 
     def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
@@ -311,8 +314,9 @@ class CaseRun:
             opt = original
         latency = original.measured_ms or original.simulated_ms
         partings = [_parting("original", original, ori_step, subject.eager)]
-        if opt_step is not None and opt is not original:
-            partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, opt_step.graph)))
+        graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
+        if opt_step is not None and opt is not original and graph is not None:
+            partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, graph)))
         return CaseResult(
             case=case,
             dtype=subject.source.dtype,
@@ -329,7 +333,7 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             graph_digest=subject.digest,
-            note="; ".join(filter(None, (outcome.note or candidate.note, subject.scratches.note, *partings))),
+            note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
             search=candidate.stats,
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
@@ -342,6 +346,15 @@ class CaseRun:
         )
 
 
+def _notes(first: str, subject: Subject, partings: Sequence[str]) -> Iterator[str]:
+    """What is said of a case, in order."""
+    yield from (first, subject.scratches.note)
+    own = subject.traced.optimizer.own
+    if own is not None and subject.kind != "cpu" and not own.is_torchs:
+        yield f"{own.name}.step is simulated as its code runs on a CPU"
+    yield from partings
+
+
 def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
     """Which operator's bytes are not as simulated; empty where they are, or where nobody can say."""
     seen, simulated = figures.measured, figures.simulated
@@ -351,6 +364,8 @@ def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[],
     for _ in range(2):  # the first step makes the optimizer's state
         ready.prepare()
         ready.run()
+    if isinstance(ready, (EagerStep, BehindStep)):
+        ready.settle()
     ready.prepare()
     found = attempt(lambda: step.parting(ready.run))
     return "" if found is None else f"the {name} step's bytes part from the simulated ones at {found}"

@@ -39,10 +39,10 @@ def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
     the roofline says (docs/notes/fission.md).
     """
     if not plain.feasible:
-        return True
+        return not subject.is_hopeless(goal)
     if subject.source.device == "cpu":
         return False
-    return goal.memory_limit is None or plain.latency_ns > FREE * subject.latency_ns(subject.captured.original.graph)
+    return goal.memory_limit is None or plain.latency_ns > FREE * subject.original_ns
 
 
 def divided(request: Request, plain: Plan) -> Plan:
@@ -76,10 +76,7 @@ def _divided(request: Request, plain: Plan) -> Plan:
         return _without(request, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    if _better(goal, best, plain, subject.latency_ns(subject.captured.original.graph)):
-        chosen = best
-    else:
-        chosen = _without(request, plain)
+    chosen = best if _better(goal, best, plain, subject.original_ns) else _without(request, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,

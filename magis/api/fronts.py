@@ -94,6 +94,8 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
 
     found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
     eager = FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, "")
+    behind = subject.behind_ns
+    found = [replace(plan, latency_ns=plan.latency_ns + behind) for plan in found]
     return ParetoFront(
         model=case.model,
         device=case.device,

@@ -14,7 +14,7 @@ from magis.api.subject import Subject
 from magis.api.values import median
 from magis.backend.steps import Step
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
-from magis.strategies.common import has_dropout, without_dropout
+from magis.strategies.common import check_update, has_dropout, without_dropout
 from magis.strategies.parts import OrtName, ort_name
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def ort_result(
 
     check_installed()
     name = ort_name(case.strategy)
+    if not name.inference:
+        check_update(subject.traced, case.strategy)
     return _OrtCase(case, subject, name, progress, tuple(latency_bounds), rough).result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,11 @@ from magis.api.subject import Subject
 from magis.aten.states import generator_of
 from magis.backend.equal import furthest, off_by, same
 from magis.backend.reference import closeness, exact, gradient_values, wide, with_gradients
-from magis.backend.steps import EagerStep, GraphStep, Step
+from magis.backend.steps import EagerStep, Step
+from magis.capture.behind import without_state
 from magis.ir import Graph
+
+S = TypeVar("S", bound=Step)
 
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
@@ -101,8 +105,9 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
     before = replace(before, ops=tuple(op for op in before.ops if op.phase != "update"))
-    ours = _ran(subject.generated(before), seed).results()
-    eager = subject.eager()
+    alone = _ran(subject.stopped(before), seed)
+    ours, left = alone.results(), _states(alone)
+    eager = subject.eager(stops=True)
     _ran(eager, seed)
     drawn = _states(eager)
     gradients = eager.gradients()
@@ -110,11 +115,14 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
     _ran(full, seed)
-    yield from (f"differs: {said} 1" for said in _moved(drawn, _states(full)))
-    for position, (alone, shipped) in enumerate(zip(ours, full.results(), strict=False)):
-        if not same(shipped, alone):
+    behind = subject.captured.behind is not None  # its step may draw, and write over gradients
+    yield from (f"differs: {said} 1" for said in _moved(drawn, left if behind else _states(full)))
+    for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
+        if not same(shipped, our):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
-    yield from _otherwise_updated(subject, dict(zip(names, ours[len(ours) - len(names) :], strict=True)), full)
+    updated = subject.captured.graded if behind else names
+    generator_of(subject.torch_device).set_state(drawn["the generator"])
+    yield from _otherwise_updated(subject, dict(zip(updated, ours[len(ours) - len(updated) :], strict=True)), full)
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():
         if same(tensor, buffers[name]):
@@ -128,14 +136,14 @@ def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int) -> Iterat
     """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
     graph, names = with_gradients(subject.captured.graph)
     alone = replace(graph, ops=tuple(op for op in graph.ops if op.phase != "update"))
-    ours = _ran(subject.generated(alone), seed).results()
+    ours = _ran(subject.stopped(alone), seed).results()
     theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
     yield from (
         "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
     )
 
 
-def _ran(step: EagerStep | GraphStep, seed: int) -> EagerStep | GraphStep:
+def _ran(step: S, seed: int) -> S:
     _seed(step, seed)
     step.prepare()
     step.run()
@@ -146,13 +154,13 @@ def _far(
     subject: Subject, names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], seed: int
 ) -> Iterator[str]:
     """Results and gradients that are further from the exact ones than rounding explains."""
-    captured = subject.captured.graph
+    captured = subject.captured.graph if subject.captured.behind is None else without_state(subject.captured.graph)
     values = gradient_values(captured)
     wanted = [*captured.outputs, *(values[name] for name in names)]
     if not len(ours) == len(theirs) == len(wanted):
         yield f"differs: {len(ours)} results, eager has {len(theirs)}"
         return
-    same = subject.generated(captured)
+    same = subject.stopped(captured)
     _seed(same, seed)
     reference = exact(captured, same.tensors, wanted, same.generators)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
@@ -163,7 +171,7 @@ def _far(
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
 
 
-def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: GraphStep) -> Iterator[str]:
+def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: Step) -> Iterator[str]:
     """What torch's optimizer makes of the same gradients otherwise."""
     if not gradients:
         return

@@ -45,7 +45,8 @@ def plan(
     Where the subject keeps plans, one that was kept stands for the search.
     """
     started = time.perf_counter()
-    goal = Goal(memory_limit, latency_limit_ns)
+    behind = subject.behind_ns
+    goal = Goal(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     scratch = Scratch(subject, stored)
     budget = DEFAULT_BUDGET if budget is None else budget
     if subject.kept is None:
@@ -58,7 +59,7 @@ def plan(
             known = _searched(scratch, goal, budget, seconds, seed)
             plans.save(key, known, scratch, goal)
         best = known
-    return replace(best, seconds=time.perf_counter() - started)
+    return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
 
 
 def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, seed: int) -> Plan:
@@ -97,4 +98,5 @@ def plan_whole(
     left: Callable[[], float | None] = lambda: None,
 ) -> Plan:
     """The best plan without fission; ``left`` says how many seconds the search may still take."""
-    return approached(goal, attempts(scratch, subject.normal, budget=budget, seed=seed, left=left))
+    attempt = attempts(scratch, subject.normal, budget=budget, seed=seed, left=left)
+    return approached(goal, attempt, hopeless=subject.is_hopeless(goal))

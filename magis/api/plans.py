@@ -17,7 +17,6 @@ from magis.search.driver import SearchResult, search
 from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.replay import replay
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
@@ -76,8 +75,7 @@ class Scratch:
         verify(graph)
         graphs = (self.subject.captured.original.graph, *around, graph)
         table = self.known(graphs)
-        costs = self.subject.costs(table)
-        profile = replay(graph, costs.workspace, rounding=costs.rounding)
+        profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         return (
             Memory(profile.tensor_bytes, profile.peak_bytes),
@@ -142,8 +140,9 @@ def _realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around
     )
 
 
-def approached(goal: Goal, attempt: Callable[[Goal], Plan]) -> Plan:
-    """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit."""
+def approached(goal: Goal, attempt: Callable[[Goal], Plan], hopeless: bool = False) -> Plan:
+    """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit; not
+    where that is ``hopeless``."""
     aim = goal
     tried: list[Plan] = []
     for _ in range(ATTEMPTS):
@@ -153,7 +152,7 @@ def approached(goal: Goal, attempt: Callable[[Goal], Plan]) -> Plan:
             return found
         met = replace(found, feasible=found.planned.peak_bytes <= limit)
         tried.append(met)
-        if met.feasible or not found.feasible:
+        if hopeless or met.feasible or not found.feasible:
             break
         aim = Goal(memory_limit=aim.memory_limit - (found.planned.peak_bytes - limit))
     best = min(tried, key=lambda each: (not each.feasible, each.planned.peak_bytes))

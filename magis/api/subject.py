@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -20,18 +18,19 @@ from magis.api.sharing import Sharing
 from magis.api.source import Source
 from magis.api.traced import TracedModel
 from magis.api.values import Memo
+from magis.backend.behind import BehindStep
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
 from magis.backend.timing import alone
-from magis.capture import Captured, Workload
-from magis.capture.copies import deep_copy
+from magis.capture import Captured
+from magis.capture.behind import before_update, without_state
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.cost.prices import Prices
 from magis.cost.shares import shares
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
-from magis.fission.floor import Floor, floor
+from magis.fission.floor import Floor, floor, with_behind
 from magis.ir import Graph, digest, verify
 from magis.report.kept import Kept
 from magis.results import Memory, Provenance
@@ -39,7 +38,7 @@ from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import quickest
 from magis.rewrite.untangle import untangle
 from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_front, work_of
-from magis.search.judge import Over, Wanted, never
+from magis.search.judge import Goal, Over, Wanted, never
 from magis.simulate.replay import MemoryProfile, replay
 from magis.simulate.reserved import reserved
 from magis.strategies.base import loss_of_shares
@@ -89,6 +88,7 @@ class Subject(TracedModel):
             work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
         )
         if on_cpu is not None and found is not None and found is not on_cpu:
+            found = self.followed(found, work)
             verify(found.graph)
             verify(found.original.graph)
             self.captured = found
@@ -147,7 +147,9 @@ class Subject(TracedModel):
 
     @cached_property
     def digest(self) -> str:
-        return digest(self.captured.graph)
+        """Of the captured step; with the optimizer that runs by itself behind it."""
+        captured = self.captured if self.captured.behind is None else self.captured.original
+        return digest(captured.graph)
 
     # -- costs --------------------------------------------------------------------------------------------------
 
@@ -186,8 +188,12 @@ class Subject(TracedModel):
         """
         if self.kind != "cpu" or not self.may_run:
             return {}
-        step = partial(self.generated, graph) if self.runs and runs else None
-        self.scratches.add(graph, None if self.runs else self.free_bytes, step)
+        behind, limit = self.captured.behind, None if self.runs else self.free_bytes
+        if behind is not None:
+            self.scratches.add(behind.graph, limit, None)
+            graph = before_update(graph)
+        step = partial(self.stopped, graph) if self.runs and runs else None
+        self.scratches.add(graph, limit, step)
         return self.scratches.known
 
     @cached_property
@@ -237,9 +243,31 @@ class Subject(TracedModel):
 
     def simulate_graph(self, graph: Graph) -> Memory:
         """What this machine should measure for a graph of ours."""
-        costs = self.costs(self.workspaces(graph))
-        profile = replay(graph, costs.workspace, rounding=costs.rounding)
+        profile = self.replayed(graph, self.costs(self.workspaces(graph)))
         return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def replayed(self, graph: Graph, costs: CostModel) -> MemoryProfile:
+        """Memory of a graph of ours at these costs, of the optimizer that runs by itself behind it, too."""
+        whole = self.whole(graph)
+        if whole is None:
+            return replay(graph, costs.workspace, rounding=costs.rounding)
+        return replay(whole.graph, costs.workspace, deaths=whole.deaths, rounding=costs.rounding)
+
+    def is_hopeless(self, goal: Goal) -> bool:
+        """Whether an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
+        limit = goal.memory_limit
+        return self.captured.behind is not None and limit is not None and limit < self.lower_bound
+
+    @cached_property
+    def behind_ns(self) -> int:
+        """Simulated latency of an optimizer that runs by itself behind every step, planned or not; 0 without one."""
+        behind = self.captured.behind
+        return 0 if behind is None else self.latency_ns(behind.graph)
+
+    @property
+    def original_ns(self) -> int:
+        """Simulated latency of the original step, without what runs behind it."""
+        return self.latency_ns(self.captured.original.graph) - self.behind_ns
 
     def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
         """What a GPU's caching allocator should reserve for a step (``deaths``: eager's); None on a CPU."""
@@ -280,8 +308,15 @@ class Subject(TracedModel):
     def floor(self) -> Floor:
         """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
-        costs = self.costs(known)
-        return floor(self.untangled, costs.workspace, costs.rounding)
+        return self._floor(self.costs(known))
+
+    def _floor(self, costs: CostModel) -> Floor:
+        found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        whole = self.whole(self.captured.graph)
+        if own is None or whole is None:
+            return found
+        start = len(self.captured.graph.ops)
+        return with_behind(found, f"{own.name}.step", whole.graph, costs.workspace, whole.deaths, costs.rounding, start)
 
     @property
     def predicted_bytes(self) -> int:
@@ -312,8 +347,7 @@ class Subject(TracedModel):
         """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
         if self.runs or self.simulated_only or self.too_slow:
             return self.runs
-        least = floor(self.untangled, self.roofline.workspace, self.roofline.rounding).nbytes
-        return least + self.captured.graph.persistent_bytes() <= self.free_bytes
+        return self._floor(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 
     @cached_property
     def runs_together(self) -> bool:
@@ -331,54 +365,38 @@ class Subject(TracedModel):
 
     # -- running ------------------------------------------------------------------------------------------------
 
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.kind)
-
-    def fresh(self) -> Workload:
-        """A workload of its own, with the same weights and batch, on the device."""
-        device = self.torch_device
-        base = self._settled
-        # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
-        inputs, targets = copy.deepcopy((base.inputs, base.targets))
-        return replace(
-            base,
-            module=deep_copy(base.module).to(device),
-            inputs=tuple(t.to(device) for t in inputs),
-            targets=tuple(t.to(device) for t in targets),
-        )
-
-    def eager(self, *, shares: int = 1) -> EagerStep:
-        """Eager's step; of several equal ``shares`` of the batch one by one, if there are."""
+    def eager(self, *, shares: int = 1, stops: bool = False) -> EagerStep:
+        """Eager's step; of several equal ``shares`` of the batch one by one, if there are. One that ``stops`` has no
+        optimizer that runs by itself."""
         work = self.fresh()
+        rule = replace(work.optimizer, kind="gradients") if stops and work.optimizer.own is not None else work.optimizer
         by_shares = None if shares == 1 else loss_of_shares(work, shares)
         return EagerStep(
-            work.module, work.inputs, work.targets, work.loss_fn, work.optimizer,
+            work.module, work.inputs, work.targets, work.loss_fn, rule,
             explicit_attention=work.explicit_attention, around=self._around,
             transform=None if by_shares is None else lambda _: by_shares,
             seed=self._step_seed,
         )  # fmt: skip
 
-    @property
-    def _step_seed(self) -> int | None:
-        """What every step is seeded with, where another draw would make it another step."""
-        return self._asked.seed if self.captured.drawn and self._asked.seeded else None
+    def generated(self, graph: Graph) -> GraphStep | BehindStep:
+        """A step that runs the graph, and the optimizer that runs by itself behind it."""
+        step, own = self.stopped(graph), self._settled.optimizer.own
+        return step if own is None else BehindStep(step, own, self.captured.graded)
 
-    def _around(self) -> AbstractContextManager[object]:
-        """The context of eager's forward and loss."""
-        cast = autocast_type(self._asked.dtype)
-        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
-
-    def generated(self, graph: Graph) -> GraphStep:
+    def stopped(self, graph: Graph) -> GraphStep:
+        """The same without that optimizer."""
         work = self.fresh()
         return GraphStep(
-            graph, work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
+            graph if work.optimizer.own is None else without_state(graph),
+            work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
             loss_fn=work.loss_fn, seed=self._step_seed, cached=self.captured.cached,
         )  # fmt: skip
 
     def measure(self, step: Step, *, compiled: bool = False) -> Memory:
         """Measured memory of one step that has run before. In compiled code tensors are not told from scratch."""
         persistent = self.captured.graph.persistent_bytes()
+        if isinstance(step, (EagerStep, BehindStep)):
+            step.settle()
         step.prepare()
         peak = window_peak(step.run, self.torch_device)
         step.prepare()

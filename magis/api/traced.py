@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,6 +13,7 @@ from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
 from magis.aten.host_random import generators_kept
 from magis.capture import Captured, Workload, capture
+from magis.capture.behind import followed_by, joined
 from magis.capture.caches import CACHES, caches_kept
 from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
@@ -20,7 +23,7 @@ from magis.capture.settle import settle
 from magis.capture.step import record_eager
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
-from magis.ir import verify
+from magis.ir import Graph, verify
 from magis.strategies.local import Local
 
 __all__ = ["TracedModel"]
@@ -146,10 +149,19 @@ class TracedModel:
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
         with generators_kept():
             self._asked.start()
-            found = self._captured_now(workload, cast, settled=settled)
+            found = self.followed(self._captured_now(workload, cast, settled=settled), workload)
         verify(found.graph)
         verify(found.original.graph)
         return found
+
+    def followed(self, captured: Captured, workload: Workload) -> Captured:
+        """A captured step with the optimizer that runs by itself behind it, where there is one."""
+        own = workload.optimizer.own
+        return captured if own is None else followed_by(captured, own, workload.module, self.kind)
+
+    def whole(self, graph: Graph) -> Captured | None:
+        """A graph of ours with the optimizer that runs by itself behind it; None where there is none."""
+        return None if self.captured.behind is None else joined(self.captured, graph)
 
     def _captured_now(self, workload: Workload, cast: str, *, settled: bool) -> Captured:
         return capture(
@@ -164,6 +176,33 @@ class TracedModel:
             settled=settled,
             heard=self._heard,
         )
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def fresh(self) -> Workload:
+        """A workload of its own, with the same weights and batch, on the device."""
+        device = self.torch_device
+        base = self._settled
+        # Forwards may write into their batch: each step has one of its own, whose tensors share memory as these do.
+        inputs, targets = copy.deepcopy((base.inputs, base.targets))
+        return replace(
+            base,
+            module=deep_copy(base.module).to(device),
+            inputs=tuple(t.to(device) for t in inputs),
+            targets=tuple(t.to(device) for t in targets),
+        )
+
+    @property
+    def _step_seed(self) -> int | None:
+        """What every step is seeded with, where another draw would make it another step."""
+        return self._asked.seed if self.captured.drawn and self._asked.seeded else None
+
+    def _around(self) -> AbstractContextManager[object]:
+        """The context of eager's forward and loss."""
+        cast = autocast_type(self._asked.dtype)
+        return nullcontext() if cast is None else torch.autocast(self.kind, getattr(torch, cast))
 
     @property
     def blocks(self) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from magis.aten.own_optimizer import OwnOptimizer, state_of
 from magis.errors import UsageError
 
 
@@ -41,8 +43,8 @@ class OptimizerSpec:
 
     The numbers hold for all parameters but those in `groups`. `kind` "sgd" is `SGD` without momentum, "momentum" `SGD`
     with it, "adam" and "adamw" are themselves, "gradients" stops after the backward and returns the gradients, "none"
-    means inference: neither gradients nor an update. `foreach` and `fused` are torch's: None, and the device decides
-    (see `way`).
+    means inference: neither gradients nor an update. "apart" stops there too, and `own` updates behind it. `foreach`
+    and `fused` are torch's: None, and the device decides (see `way`).
     """
 
     kind: str
@@ -59,13 +61,20 @@ class OptimizerSpec:
     maximize: bool = False
     amsgrad: bool = False
     """Of all parameters: it decides which state there is."""
+    own: OwnOptimizer | None = None
+    """What updates, where `kind` is "apart"."""
 
     def __post_init__(self) -> None:
-        if self.kind not in OPTIMIZER_KINDS:
+        if self.kind not in OPTIMIZER_KINDS and (self.kind != "apart" or self.own is None):
             raise UsageError(f"unknown optimizer {self.kind!r}", hint=f"use one of {', '.join(OPTIMIZER_KINDS)}")
         ways = [(self.foreach, self.fused), *((group.foreach, group.fused) for group in self.groups)]
         if len({bool(fused) for _, fused in ways}) > 1 or any(foreach and fused for foreach, fused in ways):
             raise UsageError("an optimizer is fused in all of its groups or in none, and then not foreach")
+
+    @property
+    def stops(self) -> bool:
+        """Whether graphs of the step stop at gradients, which they return."""
+        return self.kind in ("gradients", "apart")
 
     def way(self, device: str) -> str:
         """How torch runs the update of the parameters in no group on a device type: "loop" (weight by weight),
@@ -142,6 +151,15 @@ def state_names(rule: OptimizerSpec) -> tuple[str, ...]:
     return ()
 
 
+def states_by_name(rule: OptimizerSpec, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What an optimizer that runs this rule keeps, as in the graph's inputs: "exp_avg:layer.weight"."""
+    if rule.kind == "apart":
+        return state_of(optimizer, parameters)
+    kept = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
+    kinds = state_names(rule)
+    return {f"{kind}:{name}": state[kind] for name, state in kept.items() for kind in kinds if kind in state}
+
+
 def new_state(kind: str, parameter: Tensor) -> Tensor:
     """The state of this name before the first step."""
     if kind == "step":
@@ -177,8 +195,10 @@ def _scalars(rule: OptimizerSpec, step: int) -> dict[str, float]:
     return found
 
 
-def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> torch.optim.Optimizer | None:
+def torch_optimizer(rule: OptimizerSpec, params: Mapping[str, Tensor]) -> Optimizer | None:
     """The same update as a ``torch.optim`` optimizer; None for "gradients" and "none"."""
+    if rule.own is not None and rule.kind == "apart":
+        return rule.own.on(params)
     if rule.kind in ("gradients", "none"):
         return None
     tensors = list(params.values())

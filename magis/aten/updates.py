@@ -38,7 +38,7 @@ class Weight(NamedTuple):
 
 def by_lists(rule: OptimizerSpec, device: str) -> bool:
     """Whether torch updates weights list by list on the device ("cpu" or "cuda"), which a planned step does not."""
-    return rule.kind not in ("gradients", "none") and any(each.way(device) != "loop" for each in rule.alone())
+    return not rule.stops and rule.kind != "none" and any(each.way(device) != "loop" for each in rule.alone())
 
 
 def update(
@@ -51,7 +51,7 @@ def update(
 ) -> None:
     """Run the update, group by group, of the weights with a gradient. With ``most_bytes`` no list holds more bytes of
     weights than that, unless it holds one alone."""
-    if rule.kind in ("gradients", "none"):
+    if rule.stops or rule.kind == "none":
         return
     split = rule.split([weight.name for weight in weights])
     for group, positions, named in zip(rule.alone(), split, numbers_of(rule, numbers), strict=True):

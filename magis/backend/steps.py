@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from magis.aten import optimizers
 from magis.aten.averages import is_share, shares_of
@@ -21,6 +22,7 @@ from magis.aten.generators import held_generators
 from magis.aten.held import PREFIX, look_up
 from magis.aten.host_random import seed_all
 from magis.aten.optimizers import OptimizerSpec
+from magis.aten.own_optimizer import AHEAD
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
 from magis.backend.placement import check_places, place
@@ -97,6 +99,7 @@ class EagerStep:
         self._scaler = scaler
         self._call = self._whole if transform is None else transform(self._whole)
         self._outputs: tuple[Tensor, ...] = ()
+        self._steps = 0
 
     def prepare(self) -> None:
         self._outputs = ()
@@ -129,9 +132,18 @@ class EagerStep:
         self._outputs = (loss.detach(),)
         return self._outputs[0]
 
+    def settle(self) -> None:
+        """Take an optimizer that runs by itself to where its memory is looked at."""
+        if self._rule.kind == "apart" and self._optimizer is not None:
+            if not self._steps:
+                self.prepare()
+                self.run()
+            self._steps = settle(self._optimizer, self._steps)
+
     def _update(self) -> None:
         if self._optimizer is None:
             return
+        self._steps += 1
         if self._scaler is None:
             self._optimizer.step()
         else:
@@ -148,7 +160,7 @@ class EagerStep:
         return self._loss_fn(self.module(*self._inputs), *self._targets)
 
     def results(self) -> tuple[Tensor, ...]:
-        if self._rule.kind != "gradients":
+        if not self._rule.stops:
             return self._outputs
         return (*self._outputs, *self.gradients().values())
 
@@ -166,14 +178,19 @@ class EagerStep:
             parameter.grad = None
 
     def state(self) -> Mapping[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        if self._optimizer is not None:
-            for name, parameter in self._trained:
-                state = self._optimizer.state.get(parameter, {})
-                found.update(
-                    {f"{kind}:{name}": state[kind] for kind in optimizers.state_names(self._rule) if kind in state}
-                )
-        return found
+        return (
+            {}
+            if self._optimizer is None
+            else optimizers.states_by_name(self._rule, self._optimizer, dict(self._trained))
+        )
+
+
+def settle(optimizer: Optimizer, steps: int) -> int:
+    """Take an optimizer that has gone so many steps to where its memory is looked at, by the gradients that are there;
+    how many it has gone then."""
+    for _ in range(steps, AHEAD):
+        optimizer.step()
+    return max(steps, AHEAD)
 
 
 class GraphStep:

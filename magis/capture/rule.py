@@ -19,7 +19,17 @@ from torch.optim import optimizer as global_hooks
 
 from magis.aten.optimizers import OptimizerSpec, ParameterGroup, state_names
 
-__all__ = ["Update", "age_of", "fingerprint", "fused_rule", "needs_closure", "update_of", "why_apart", "with_rates"]
+__all__ = [
+    "Update",
+    "age_of",
+    "fingerprint",
+    "fused_rule",
+    "has_hooks",
+    "needs_closure",
+    "update_of",
+    "why_apart",
+    "with_rates",
+]
 
 _OFF = ("capturable", "differentiable")
 """Options with numbers that the step does not compute."""
@@ -74,7 +84,7 @@ def why_apart(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> str:
     if mine != theirs:
         only = "some that the model does not train" if mine - theirs else "not all that the model trains"
         return f"its parameters are {only}"
-    if any(_hooks(optimizer)):
+    if has_hooks(optimizer):
         return "hooks run before or after its step"
     return _odd_state(optimizer, trained)
 
@@ -130,6 +140,11 @@ def _of_group(group: Mapping[str, Any]) -> tuple[Any, ...]:
         if name != "params"
     )
     return numbers, [(id(parameter), parameter.requires_grad) for parameter in group["params"]]
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything else runs before or after its step."""
+    return any(_hooks(optimizer))
 
 
 def _hooks(optimizer: Optimizer) -> tuple[Any, ...]:

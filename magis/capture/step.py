@@ -26,6 +26,7 @@ from magis.aten.held import find
 from magis.aten.host_random import HostGenerators, generators_kept
 from magis.aten.recorded import states_recorded
 from magis.aten.updates import Weight, by_lists, update
+from magis.capture.apart import Apart
 from magis.capture.attributes import attributes_kept, changed
 from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
@@ -86,7 +87,10 @@ class Captured:
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     listed: Captured | None = None
-    """Eager's own step, where that updates weights list by list (foreach, fused): this one does it weight by weight."""
+    """Eager's own step, where that updates weights list by list (foreach, fused), which this one does weight by weight,
+    or by an optimizer behind it."""
+    behind: Apart | None = None
+    """What that optimizer does: this step stops at gradients."""
 
     @property
     def expects(self) -> bool:
@@ -281,7 +285,7 @@ def _recorded(
             grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
-        returned = [*_flat(result), *(g for g in grads if g is not None and rule.kind == "gradients")]
+        returned = [*_flat(result), *(g for g in grads if g is not None and rule.stops)]
 
         def found() -> Captured:
             return Captured(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from magis.analysis.hazards import is_pure_view
+from magis.analysis.liveness import lifetimes
 from magis.aten.facts import IN_PLACE_FORM, OUT_FORM
 from magis.aten.splits import splits
 from magis.ir import Graph, Op, Value
-from magis.simulate.replay import Workspace, rounded
+from magis.simulate.replay import Workspace, replay, rounded
 from magis.units import format_bytes
 
 NAMED = 3
@@ -115,6 +116,31 @@ def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
         phase=worst.phase,
         tensors=tuple(sorted(wholes, key=lambda tensor: -tensor.nbytes)),
         scratch_bytes=scratch,
+    )
+
+
+def with_behind(
+    found: Floor, name: str, whole: Graph, workspace: Workspace, deaths: Mapping[int, int], rounding: int, start: int
+) -> Floor:
+    """The bound for a step that others follow, from position ``start`` of ``whole`` on, which no plan changes and
+    which are called ``name``."""
+    profile = replay(whole, workspace, deaths=deaths, rounding=rounding)
+    at = max(range(start, len(whole.ops)), key=lambda position: profile.peaks[position], default=-1)
+    if at < 0 or profile.peaks[at] <= found.nbytes:
+        return found
+    lives = lifetimes(whole, deaths)
+    held = {storage for storage, born in lives.born.items() if born <= at <= lives.dies[storage]}
+    first = {value.storage: value for value in reversed(whole.values.values()) if value.storage in held}
+    sizes = [(value, rounded(whole.storages[value.storage].nbytes, rounding)) for value in first.values()]
+    tensors = [_described(value, n) for value, n in sizes if whole.storages[value.storage].kind == "temporary"]
+    return replace(
+        found,
+        nbytes=profile.peaks[at],
+        op=name,
+        module="",
+        phase="update",
+        tensors=tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes)),
+        scratch_bytes=profile.peaks[at] - profile.tensors[at],
     )
 
 

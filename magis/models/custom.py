@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis.aten.own_optimizer import OwnOptimizer
+from magis.capture.apart import ALONE, is_left_alone
 from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
-from magis.capture.rule import fused_rule, why_apart
+from magis.capture.rule import fused_rule, has_hooks, needs_closure, why_apart
 from magis.errors import UsageError
 from magis.models.workload import OPTIMIZER_KINDS, OptimizerSpec, Workload
 
@@ -60,25 +62,35 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
 
 def spec_of(path: str, optimizer: object, module: nn.Module) -> OptimizerSpec:
     """The update that `optimizer` stands for: a torch optimizer of the module's parameters, an OptimizerSpec, or the
-    name of a kind. Raises UsageError for anything else, and for an optimizer that cannot be part of a captured step.
+    name of a kind. Raises UsageError for anything else, and for an optimizer whose step is not its class's alone.
     """
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
     if isinstance(optimizer, Optimizer):
-        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        reason = why_apart(optimizer, trained)
-        if reason:
-            raise UsageError(
-                f"{path}: the optimizer cannot be part of the step: {reason}",
-                hint="gate forward and backward alone, with the optimizer 'gradients'",
-            )
-        return fused_rule(optimizer, trained)
+        return _of_torch(path, optimizer, module)
     if isinstance(optimizer, str) and optimizer in OPTIMIZER_KINDS:
         return OptimizerSpec(optimizer, lr=1e-3)
     what = repr(optimizer) if isinstance(optimizer, str) else f"a {type(optimizer).__name__}"
     raise UsageError(
         f"{path}: the optimizer is {what}", hint=f"pass a torch optimizer, or one of {', '.join(OPTIMIZER_KINDS)}"
     )
+
+
+def _of_torch(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSpec:
+    """The update of an optimizer: part of the step where it can be, else by itself behind it."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if not why_apart(optimizer, trained):
+        return fused_rule(optimizer, trained)
+    name, hint = type(optimizer).__name__, ALONE
+    names = {id(parameter): parameter_name for parameter_name, parameter in trained.items()}
+    if needs_closure(optimizer):
+        raise UsageError(f"{path}: {name}.step calls forward and backward itself, several times a step", hint=hint)
+    if not is_left_alone(optimizer) or has_hooks(optimizer):
+        raise UsageError(f"{path}: {name}.step is patched, or hooks run before or after it", hint=hint)
+    if not any(id(each) in names for group in optimizer.param_groups for each in group["params"]):
+        hint = "make it of the parameters of the module that is returned"
+        raise UsageError(f"{path}: the optimizer has none of the parameters that the model trains", hint=hint)
+    return OptimizerSpec("apart", own=OwnOptimizer(optimizer, names))
 
 
 def _batch(path: str, parts: Sequence[Any]) -> Batch:

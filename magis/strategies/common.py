@@ -106,8 +106,17 @@ def spec_of_these(rule: OptimizerSpec, names: Iterable[str]) -> OptimizerSpec:
     return replace(rule, groups=groups)
 
 
+def check_update(work: Workload, technique: str) -> None:
+    """Raise UsageError for an optimizer that a technique of ranks or of ONNX Runtime cannot run."""
+    own = work.optimizer.own
+    if own is not None:
+        what = f"{technique} updates by SGD, Adam or AdamW; the optimizer of {work.name} is {own.name}"
+        raise UsageError(what, hint="choose one of these, or leave the strategy out")
+
+
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], technique: str) -> Optimizer:
     """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
+    check_update(work, technique)
     rule = spec_of_these(work.optimizer, params)
     with quiet():  # a stage may well be left without a parameter of some group
         optimizer = torch_optimizer(rule, params)
