@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
             # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
             if node is not None and target not in _ADDED_UP:
                 self._last_of_node[sequence] = len(self._ops)
-            if takes_number(func, args):
+            if node is not None and takes_number(func, args):
                 self._number_uses.setdefault(sequence, []).append(len(self._ops))
         if func is not torch.ops.aten.clone.default:
             self._resolved.clear()
