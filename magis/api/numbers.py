@@ -114,7 +114,8 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     for position, (alone, shipped) in enumerate(zip(ours, full.results(), strict=False)):
         if not same(shipped, alone):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
-    yield from _otherwise_updated(subject, dict(zip(names, ours[len(ours) - len(names) :], strict=True)), full)
+    found = dict(zip(names, ours[len(ours) - len(names) :], strict=True))
+    yield from _otherwise_updated(subject, found, full, seed)
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():
         if same(tensor, buffers[name]):
@@ -163,11 +164,14 @@ def _far(
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
 
 
-def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: GraphStep) -> Iterator[str]:
-    """What torch's optimizer makes of the same gradients otherwise."""
+def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: GraphStep, seed: int) -> Iterator[str]:
+    """What torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves them."""
     if not gradients:
         return
     twin = subject.eager()
+    _seed(twin, seed)
+    twin.prepare()
+    twin.forward()
     twin.update(gradients)
     weights = dict(step.module.named_parameters())
     for name, parameter in twin.module.named_parameters():
