@@ -42,14 +42,14 @@ class _Product(torch.autograd.Function):
     """The product of everything, or along a dimension (with or without it in the result)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:  # type: ignore[override]
-        result = _ATEN.prod(x, dtype=dtype) if dim is None else _ATEN.prod(x, dim, keepdim, dtype=dtype)
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+        result: Tensor = _ATEN.prod(x, dtype=dtype) if dim is None else _ATEN.prod(x, dim, keepdim, dtype=dtype)
         ctx.save_for_backward(x, result)
         ctx.dim, ctx.keepdim = dim, keepdim
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         x, result = ctx.saved_tensors
         return _product_gradient(grad, x.to(grad.dtype), result, ctx.dim, keepdim=ctx.keepdim), None, None, None
 
@@ -93,14 +93,14 @@ class _Running(torch.autograd.Function):
     """Products up to each element along a dimension."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
         result: Tensor = _ATEN.cumprod(x, dim, dtype=dtype)
         ctx.save_for_backward(x, result)
         ctx.dim = dim
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, result = ctx.saved_tensors
         return _running_gradient(grad.to(x.dtype), x, result, ctx.dim), None, None
 

@@ -106,6 +106,12 @@ def scaled() -> Made:
     return wide(loss)
 
 
+def unread(out: Tensor, _goal: Tensor) -> Tensor:
+    mean = out.mean()
+    mean * 0.5  # whose number goes with it
+    return (mean + out).sum()
+
+
 def repeated() -> Made:
     """A state of the generator is read in a step whose operators are measured on its own numbers."""
 
@@ -139,6 +145,7 @@ NETS: dict[str, Callable[[], Made]] = {
     "sampled": sampled,
     "scaled without gradient": scaled,
     "checkpoint, and rows put": repeated,
+    "a half that nobody reads": lambda: wide(unread),
     "product": lambda: wide(lambda out, _: (out[:4, :4] + 3).prod() + out.mean()),
     "products of rows": lambda: wide(lambda out, _: out[:, :5].prod(1).mean()),
     "products of rows with zeros": lambda: wide(lambda out, _: out[:, :5].relu().prod(1).mean()),
