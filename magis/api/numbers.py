@@ -121,8 +121,8 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
         if not same(shipped, our):
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     updated = subject.captured.graded if behind else names
-    generator_of(subject.torch_device).set_state(drawn["the generator"])
-    yield from _otherwise_updated(subject, dict(zip(updated, ours[len(ours) - len(updated) :], strict=True)), full)
+    found = dict(zip(updated, ours[len(ours) - len(updated) :], strict=True))
+    yield from _otherwise_updated(subject, found, full, seed, drawn["the generator"])
     buffers = dict(eager.module.named_buffers())
     for name, tensor in full.module.named_buffers():
         if same(tensor, buffers[name]):
@@ -171,11 +171,18 @@ def _far(
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
 
 
-def _otherwise_updated(subject: Subject, gradients: dict[str, Tensor], step: Step) -> Iterator[str]:
-    """What torch's optimizer makes of the same gradients otherwise."""
+def _otherwise_updated(
+    subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
+) -> Iterator[str]:
+    """What torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves them;
+    ``drawn`` is the generator's state behind the backward."""
     if not gradients:
         return
     twin = subject.eager()
+    _seed(twin, seed)
+    twin.prepare()
+    twin.forward()
+    generator_of(subject.torch_device).set_state(drawn)
     twin.update(gradients)
     weights = dict(step.module.named_parameters())
     for name, parameter in twin.module.named_parameters():

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Kind", "TakenNumber", "kept_bytes", "kinds", "lives", "takes_number"]
+from magis.ir.types import Op, Value
+
+__all__ = ["Kind", "TakenNumber", "end_unread", "kept_bytes", "kinds", "lives", "takes_number"]
 
 Kind = tuple[type, str, bool]
 """Of an argument: its Python type; for a tensor also its data type, and whether it requires a gradient."""
@@ -96,3 +98,12 @@ def lives(
             born = use + 1
         found.append((born, last_of_node.get(number.sequence, end), nbytes))
     return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)
+
+
+def end_unread(number: TakenNumber, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]) -> int:
+    """The last position before a node that no backward runs goes, with all that the forward made of its result."""
+    reached = {value for value in ops[number.made].outputs if value is not None}
+    for op in ops[number.made + 1 :]:
+        if op.phase == "forward" and not reached.isdisjoint(op.inputs()):
+            reached.update(op.made())
+    return max((deaths.get(values[value].storage, len(ops) + 1) for value in reached), default=0) - 1

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from magis.aten.products import products_as_eager
 from magis.aten.recorded import states_recorded
 from magis.aten.watched import unwatched
 from magis.cost.devices import CONSTANTS_VERSION, find_device
@@ -230,7 +231,8 @@ def tensor_peak(fn: Callable[[], object]) -> int:
     gc.disable()
     try:
         # A GPU's states lie in memory of the host, which is not counted.
-        with nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {}), ledger:
+        states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
+        with products_as_eager(), states, ledger:
             kept = fn()
         del kept
     finally:

@@ -29,14 +29,15 @@ def gradient_values(graph: Graph) -> dict[str, int]:
     """Parameter name -> value of its gradient, as the weight update takes it."""
     found = {}
     shown = _looked_through(graph)
+    inputs = (graph.values[value] for value in graph.inputs)
+    parameters = {_window(each): each.name for each in inputs if each.name.startswith("parameter:")}
     for block in _updates(graph):
         made = {value for op in block for value in op.made()}
         written = {storage for op in block for storage, _ in op.writes}
         taken = [shown.get(value, value) for op in block for value in op.inputs()]
-        names = {
-            graph.values[value].name.removeprefix("parameter:")
-            for value in taken
-            if graph.values[value].storage in written and graph.values[value].name.startswith("parameter:")
+        looks = (graph.values[value] for value in taken if graph.values[value].storage in written)
+        names = {  # by where they lie: a forward that writes to a parameter makes another value of it
+            parameters[_window(each)].removeprefix("parameter:") for each in looks if _window(each) in parameters
         }
         given = {
             value: graph.values[value].storage
@@ -46,6 +47,10 @@ def gradient_values(graph: Graph) -> dict[str, int]:
         if len(names) == 1 and len(set(given.values())) == 1:
             found[names.pop()] = min(given)
     return found
+
+
+def _window(value: Value) -> tuple[object, ...]:
+    return value.storage, value.offset, value.shape, value.stride, value.dtype
 
 
 def _looked_through(graph: Graph) -> dict[int, int]:

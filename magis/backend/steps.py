@@ -150,6 +150,11 @@ class EagerStep:
             self._scaler.step(self._optimizer)
             self._scaler.update()
 
+    def forward(self) -> None:
+        """Run forward and loss alone, which may change weights, too."""
+        with torch.no_grad():
+            self._forward()
+
     def _forward(self) -> Any:
         with self._around():
             return self._call()

@@ -21,8 +21,8 @@ from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
 
 __all__ = [
-    "INFERENCE", "BranchError", "check_buffers", "check_contents", "check_loss", "check_products", "check_shapes",
-    "check_tensors", "clear_errors", "shapes",
+    "INFERENCE", "BranchError", "check_batch", "check_buffers", "check_contents", "check_loss", "check_products",
+    "check_shapes", "check_tensors", "clear_errors", "shapes",
 ]  # fmt: skip
 
 INFERENCE = "use optimizer kind 'none' for inference"
@@ -75,6 +75,17 @@ def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand
             raise CaptureError(
                 f"the step changes the shape of {name} from {list(before[name][0])} to {list(shape)} in place",
                 hint="use a view of it: unsqueeze instead of unsqueeze_, say",
+            )
+
+
+def check_batch(stand: StandIns) -> None:
+    """Raise where the step writes what has a gradient into its batch, which eager leaves as a part of its graph."""
+    given = {name: tensor for name, tensor in stand.named().items() if name.startswith(("input:", "target:"))}
+    for name, tensor in given.items():
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"the step writes what depends on trained parameters into {name}, in place",
+                hint="write to a clone of it",
             )
 
 

@@ -23,7 +23,7 @@ from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
 from magis.aten.expect import EXPECT
 from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
-from magis.aten.kept import TakenNumber, kinds, lives, takes_number
+from magis.aten.kept import TakenNumber, end_unread, kinds, lives, takes_number
 from magis.aten.layouts import masked
 from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
@@ -256,7 +256,7 @@ class Recorder(TorchDispatchMode):
             # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
             if node is not None and target not in _ADDED_UP:
                 self._last_of_node[sequence] = len(self._ops)
-            if takes_number(func, args):
+            if node is not None and takes_number(func, args):
                 self._number_uses.setdefault(sequence, []).append(len(self._ops))
         if func is not torch.ops.aten.clone.default:
             self._resolved.clear()
@@ -381,7 +381,8 @@ class Recorder(TorchDispatchMode):
 
         Operators that take the number are left out: there, it is part of their workspace.
         """
-        return lives(self._numbers, self._number_uses, self._last_of_node, len(self._ops))
+        ends = {each.sequence: end_unread(each, self._ops, self._values, self._deaths) for each in self._numbers}
+        return lives(self._numbers, self._number_uses, {**ends, **self._last_of_node}, len(self._ops))
 
     @contextmanager
     def aside(self) -> Iterator[None]:

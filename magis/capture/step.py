@@ -24,6 +24,7 @@ from magis.aten.averages import averages_named
 from magis.aten.generators import held_generators, own_kept
 from magis.aten.held import find
 from magis.aten.host_random import HostGenerators, generators_kept
+from magis.aten.products import products_as_eager
 from magis.aten.recorded import states_recorded
 from magis.aten.updates import Weight, by_lists, update
 from magis.capture.apart import Apart
@@ -33,6 +34,7 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.caches import CACHED, CACHES, cached_memory, caches_kept
 from magis.capture.checks import (
     INFERENCE,
+    check_batch,
     check_buffers,
     check_contents,
     check_loss,
@@ -169,9 +171,11 @@ def _captured(
         stack.enter_context(device_forms(device))
         if device == "cuda":  # with autocast of the module's own, too
             stack.enter_context(as_on_cuda())
+        stack.enter_context(products_as_eager())
         with states_recorded(device, own), hollow(mode), averages_named(stand.module, sentinels) as averages:
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
         check_shapes(given, stand)
+        check_batch(stand)
         averages.check(found.graph)
         if settled:
             check_buffers(stand)
@@ -218,6 +222,7 @@ def record_eager(
             stack.enter_context(attributes_kept(stand.module, loss_fn))
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(products_as_eager())
             stack.enter_context(states_recorded("cpu", own))
             stack.enter_context(averages_named(stand.module, sentinels))
             stack.enter_context(listener)

@@ -106,6 +106,12 @@ def scaled() -> Made:
     return wide(loss)
 
 
+def unread(out: Tensor, _goal: Tensor) -> Tensor:
+    mean = out.mean()
+    mean * 0.5  # whose number goes with it
+    return (mean + out).sum()
+
+
 def repeated() -> Made:
     """A state of the generator is read in a step whose operators are measured on its own numbers."""
 
@@ -139,13 +145,18 @@ NETS: dict[str, Callable[[], Made]] = {
     "sampled": sampled,
     "scaled without gradient": scaled,
     "checkpoint, and rows put": repeated,
+    "a half that nobody reads": lambda: wide(unread),
+    "product": lambda: wide(lambda out, _: (out[:4, :4] + 3).prod() + out.mean()),
+    "products of rows": lambda: wide(lambda out, _: out[:, :5].prod(1).mean()),
+    "products of rows with zeros": lambda: wide(lambda out, _: out[:, :5].relu().prod(1).mean()),
+    "running products": lambda: wide(lambda out, _: out.cumprod(1).square().mean()),
 }
 
 
-def subject_of(make: Callable[[], Made]) -> Subject:
+def subject_of(make: Callable[[], Made], rule: str = "sgd") -> Subject:
     def workload(seed: int) -> Workload:
         torch.manual_seed(seed)
-        return Workload("net", *make(), OptimizerSpec("sgd"))
+        return Workload("net", *make(), OptimizerSpec(rule))
 
     return Bench().subject(Case("net", "eager", "cpu", "small"), workload)
 
@@ -158,6 +169,12 @@ def test_simulated_bytes_are_the_measured_ones(name: str) -> None:
     step = subject.generated(subject.normal)
     assert compare(subject.eager(), step, 0) == "bit-identical"
     assert subject.measure(step) == subject.simulate_graph(subject.normal)
+
+
+def test_numbers_of_the_update_are_not_those_of_the_forward() -> None:
+    """Eager keeps the 3 to its use in the backward, not to the update's first product with a number."""
+    subject = subject_of(lambda: (nn.Linear(4, 4), (torch.randn(9, 4),), (), lambda out: out.abs().mean() * 3), "adamw")
+    assert subject.original == subject.original_measured
 
 
 def test_where_bytes_part_is_told() -> None:

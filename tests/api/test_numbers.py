@@ -122,6 +122,33 @@ def test_a_wrong_optimizer_state_is_named(subject: Subject, looped: Graph) -> No
     )
 
 
+class Clamped(nn.Module):
+    """Two layers; the forward changes the weights of one of them, and of one that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.used.weight.clamp_(-0.2, 0.2)
+            self.unused.weight.clamp_(-0.2, 0.2)
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def test_weights_that_the_forward_changes_are_compared() -> None:
+    def make(seed: int) -> Workload:
+        torch.manual_seed(seed)
+        rule = OptimizerSpec("adamw", lr=1e-2)
+        return Workload("net", Clamped(), (torch.randn(8, 6),), (torch.randint(3, (8,)),), F.cross_entropy, rule)
+
+    subject = Subject(Source("net", make, "float32", "cpu", 0))
+    assert compare_rounding(subject, subject.normal, 0) == "within tolerance"
+    unused = next(v for v in subject.normal.inputs if subject.normal.values[v].name == "parameter:unused.weight")
+    wrong = changed(subject.normal, lambda op: "clamp" in op.target and unused in op.inputs(), with_argument(1, -0.1))
+    assert compare_rounding(subject, wrong, 0) == "differs: unused.weight after the step, by the same gradient"
+
+
 def replace_ref(op: Op, value: int) -> object:
     return replace(op.args[0], value=value)  # type: ignore[type-var]
 

@@ -64,6 +64,11 @@ def mismatch(module: Any, x: Tensor) -> Tensor:
     return module.a(x) @ module.a(x)  # type: ignore[no-any-return]
 
 
+def running(module: Any, x: Tensor) -> Tensor:
+    h: Tensor = module.a(x)
+    return h.cumprod_(1)
+
+
 def meta(module: Any, x: Tensor) -> Tensor:
     return module.a(x) + torch.ones(4, device="meta")  # type: ignore[no-any-return]
 
@@ -92,6 +97,7 @@ INSIDE: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "generator": (generator, "draws from a generator that was not there before the step"),
     "failing": (failing, "KeyError {place:2}: 'two\\nlines'; the step must run eagerly"),
     "mismatch": (mismatch, "RuntimeError {place:2}: mat1 and mat2 shapes cannot be multiplied"),
+    "running": (running, "cumprod_ is called on a tensor that has a gradient, and its formula looks for zeros"),
     "meta": (meta, "{place:2}: "),
     "replaced": (replaced, "the forward replaces buffer 'part.1.seen': the next step would not see that; update"),
     "reshaped": (reshaped, "the step changes the shape of buffer:part.1.seen from [4] to [1, 4] in place; use a view"),
@@ -128,6 +134,10 @@ def test_a_step_that_is_no_graph(name: str, capfd: pytest.CaptureFixture[str]) -
 
 
 OUTER: dict[str, tuple[Net, str]] = {
+    "batch written to": (
+        Net(lambda: Block(lambda m, x: x.lerp_(m.a(x.clone()), 0.5) * 2, a=nn.Linear(4, 4)), BATCH, BATCH),
+        "the step writes what depends on trained parameters into input:0, in place; write to a clone of it",
+    ),
     "parameter elsewhere": (
         Net(lambda: nn.Linear(4, 4, device="meta"), BATCH, BATCH),
         "weight is on device meta; pass the module and its batch on the CPU (module.cpu())",

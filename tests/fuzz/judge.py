@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 import magis
-from magis.api import capture
+from magis.capture.batch import as_batch
 from magis.results import Case
+from magis.training.planned import captured_now
 from tests.fuzz.adversary import write_adversarial_plan
 from tests.fuzz.script import Script, namespace
 
@@ -208,14 +209,14 @@ def _replanned(
     """The step with a random plan in place of its own."""
     state = torch.get_rng_state()
     rule = step._entries[-1].plan.rule
-    graph = capture(found["model"], *batch, found["loss_fn"], rule, autocast=script.autocast or None).graph
+    cast = getattr(torch, script.autocast) if script.autocast else None
+    graph = captured_now(found["model"], found["loss_fn"], as_batch(batch), rule, "cpu", cast).graph
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.txt"
         step.save(path)
         redos, swaps = write_adversarial_plan(path, graph, seed)
-        cast = {"autocast": getattr(torch, script.autocast)} if script.autocast else {}
         again = magis.optimize(
-            found["model"], found["loss_fn"], found["optimizer"], batch, memory_ratio=1.0, plan=path, **cast
+            found["model"], found["loss_fn"], found["optimizer"], batch, memory_ratio=1.0, plan=path, autocast=cast
         )
     torch.set_rng_state(state)
     return again, Outcome("equal", recomputed=redos, swapped=swaps)

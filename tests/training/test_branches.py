@@ -156,6 +156,34 @@ def test_the_gate_runs_what_its_batch_takes() -> None:
         step.run()
 
 
+@pytest.mark.parametrize("product", [lambda y: y.prod(-1), Tensor.prod, lambda y: y.cumprod(-1)])
+def test_products_round_as_eagers_and_may_meet_zeros(product: Any) -> None:
+    """Whose formulas look for zeros, but not while somebody watches."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def loss(y: Tensor, scale: Tensor) -> Tensor:
+            return product(y * scale).square().mean()  # type: ignore[no-any-return]
+
+        several = [((torch.randn(7, 5),), (torch.ones(5),)) for _ in range(3)]
+        several.append((several[0][0], (torch.tensor([1.0, 0, 1, 1, 1]),)))
+        step = optimize(model, loss, optimizer, several[0], memory_ratio=1.0, budget=5) if planned else None
+        for inputs, targets in several:
+            if step is None:
+                optimizer.zero_grad()
+                loss(model(*inputs), *targets).backward()
+                optimizer.step()
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that eager mode runs the batch with zeros
+                    step(inputs, targets)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*found, strict=True))
+
+
 class Number(nn.Module):
     def __init__(self) -> None:
         super().__init__()
