@@ -63,7 +63,6 @@ FUNCTIONAL_FORM: dict[str, str] = {
     "aten.add_.Scalar": "aten.add.Scalar",
     "aten.sub_.Tensor": "aten.sub.Tensor",
     "aten.mul_.Tensor": "aten.mul.Tensor",
-    "aten.mul_.Scalar": "aten.mul.Scalar",
     "aten.div_.Tensor": "aten.div.Tensor",
     "aten.div_.Scalar": "aten.div.Scalar",
     "aten.gelu_.default": "aten.gelu.default",
@@ -84,8 +83,11 @@ FUNCTIONAL_FORM: dict[str, str] = {
 }
 """In-place operator -> the operator that writes a fresh output instead; same arguments, same numbers."""
 
-IN_PLACE_FORM: dict[str, str] = {functional: inplace for inplace, functional in FUNCTIONAL_FORM.items()}
-"""Functional operator -> in-place operator on its first argument."""
+IN_PLACE_FORM: dict[str, str] = {
+    **{functional: inplace for inplace, functional in FUNCTIONAL_FORM.items()},
+    "aten.mul.Scalar": "aten.mul_.Tensor",  # `mul_.Scalar` rounds the number to the tensor's type first
+}
+"""Functional operator -> in-place operator on its first argument; same arguments, same numbers."""
 
 _EXACT_FOR_COMPLEX = frozenset(
     f"aten.{name}"
