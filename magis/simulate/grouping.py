@@ -27,7 +27,8 @@ def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
 def _sinks(graph: Graph, views: set[int]) -> set[int]:
     """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
 
-    What they write or make must not matter to any operator that does not float, which could not wait for them.
+    What they write or make must not matter to any operator that does not float, which could not wait for them; nor may
+    one that does not float write what they read only, since they run at any time.
     """
     found = set()
     for op in graph.ops:
@@ -36,6 +37,21 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
         kinds = {graph.storages[graph.values[value].storage].kind for value in (*op.inputs(), *op.made())}
         if op.phase == "update" or (op.writes and "temporary" not in kinds):
             found.add(op.id)
+    while True:
+        _discard_met(graph, views, found)
+        written = {storage for op in graph.ops if op.id not in found for storage, _ in op.writes}
+        bound = {op.id for op in graph.ops if op.id in found and written & _only_read(op)}
+        if not bound:
+            return found
+        found -= bound
+
+
+def _only_read(op: Op) -> set[int]:
+    return {storage for storage, _ in op.reads} - {storage for storage, _ in op.writes}
+
+
+def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
+    """Take out what operators that do not float meet."""
     # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
     met: set[tuple[int, int]] = set()
     taken: set[int] = set()
@@ -47,7 +63,6 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
         taken.update(op.inputs())
         met.update(op.reads)
         met.update((storage, version - 1) for storage, version in op.writes)
-    return found
 
 
 def _blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
