@@ -39,7 +39,8 @@ def _sinks(graph: Graph, views: set[int]) -> set[int]:
             found.add(op.id)
     while True:
         _discard_met(graph, views, found)
-        written = {storage for op in graph.ops if op.id not in found for storage, _ in op.writes}
+        others = (op for op in graph.ops if op.id not in found)
+        written = {storage for op in others for storage, _ in op.writes if graph.storages[storage].persistent}
         bound = {op.id for op in graph.ops if op.id in found and written & _only_read(op)}
         if not bound:
             return found

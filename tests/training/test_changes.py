@@ -356,28 +356,6 @@ def test_windows_of_one_data_set_share_a_plan() -> None:
     assert len(loops.step._entries) == 1
 
 
-def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
-    class Noting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net(depth=2)
-            for name in ("first", "second", "third"):
-                self.register_buffer(name, torch.zeros(32))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for name in ("first", "second", "third"):
-                self.get_buffer(name).lerp_(x[0], 0.1)
-                x.mul_(2)
-            return self.body(x)
-
-    ours, theirs = batch(), batch()
-    loops = Loops(Noting(), MOMENTUM, **ANY)
-    for _ in range(2):
-        assert torch.equal(loops.step(*ours), loops.eager(*theirs))
-    assert torch.equal(ours[0], theirs[0])
-    loops.same()
-
-
 def test_a_batch_in_the_memory_of_a_buffer_is_another_kind() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:

@@ -93,3 +93,25 @@ def test_what_the_first_call_sets_up_and_results_that_are_kept_are_fine() -> Non
 
     loops = Loops(Lazy(), MOMENTUM, **ANY)
     loops.agree(2)
+
+
+def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net(depth=2)
+            for name in ("first", "second", "third"):
+                self.register_buffer(name, torch.zeros(32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in ("first", "second", "third"):
+                self.get_buffer(name).lerp_(x[0], 0.1)
+                x.mul_(2)
+            return self.body(x)
+
+    ours, theirs = batch(), batch()
+    loops = Loops(Noting(), MOMENTUM, **ANY)
+    for _ in range(2):
+        assert torch.equal(loops.step(*ours), loops.eager(*theirs))
+    assert torch.equal(ours[0], theirs[0])
+    loops.same()
