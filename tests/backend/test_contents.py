@@ -13,11 +13,12 @@ from magis.cost.signature import parse
 
 ADD = "aten.add_.Scalar(float32[64]{1}, 1)"
 BAGS = "aten._embedding_bag.default(float32[50,8]{8,1}, int64[32]{1}, int64[4]{1}, False, 0, False, None, False, -1)"
-ROW, BIAS, GATES = "float32[8,4,16]{64,16,1}", "float32[64]{1}", "float32[64,16]{16,1}"
-STATE = "float32[1,4,16]{64,16,1}"
+ROW, BIAS, GATES = "float32[128,64,128]{8192,128,1}", "float32[512]{1}", "float32[512,128]{128,1}"
+STATE = "float32[1,64,128]{8192,128,1}"
+# a workspace of 64 bytes where the kernel takes 17 MB for granted: far beyond any memory that happens to lie there
 DEADLY = (
     f"aten.mkldnn_rnn_layer_backward.default({ROW}, {GATES}, {GATES}, {BIAS}, {BIAS}, {STATE}, {STATE}, {ROW}, {STATE},"
-    f" {STATE}, {ROW}, None, None, False, 2, 16, 1, True, True, False, [], False, uint8[64]{{1}})"
+    f" {STATE}, {ROW}, None, None, False, 2, 128, 1, True, True, False, [], False, uint8[64]{{1}})"
 )
 
 
