@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from magis.aten.states import generator_of
 from magis.backend.equal import furthest, off_by, same
 from magis.backend.reference import closeness, exact, gradient_values, wide, with_gradients
 from magis.backend.steps import EagerStep, Step
-from magis.capture.behind import without_state
+from magis.capture.behind import before_update, without_state
 from magis.ir import Graph
 
 S = TypeVar("S", bound=Step)
@@ -104,8 +103,7 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
-    before = replace(before, ops=tuple(op for op in before.ops if op.phase != "update"))
-    alone = _ran(subject.stopped(before), seed)
+    alone = _ran(subject.stopped(before_update(before)), seed)
     ours, left = alone.results(), _states(alone)
     eager = subject.eager(stops=True)
     _ran(eager, seed)
@@ -135,8 +133,7 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
 def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int) -> Iterator[str]:
     """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
     graph, names = with_gradients(subject.captured.graph)
-    alone = replace(graph, ops=tuple(op for op in graph.ops if op.phase != "update"))
-    ours = _ran(subject.stopped(alone), seed).results()
+    ours = _ran(subject.stopped(before_update(graph)), seed).results()
     theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
     yield from (
         "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)

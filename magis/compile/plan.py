@@ -22,7 +22,7 @@ from magis.cost.model import CostModel, device_model
 from magis.ir import Graph, Op, Value, verify
 from magis.results import Memory
 from magis.rewrite.normalize import functionalize
-from magis.rewrite.realize import GENERATOR_BYTES, realize
+from magis.rewrite.realize import realize
 from magis.search.driver import search
 from magis.search.judge import DEFAULT_BUDGET, Goal
 from magis.simulate.compile import Compiled, compile_problem
@@ -54,8 +54,6 @@ class _Costs:
         return 0 if op.target == TURN else self.device.nanoseconds(op, values)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        if op.target in RNG:  # torch hands a state out as a tensor, which is copied to where it stays
-            return GENERATOR_BYTES if self.device.name == "cpu" else 0
         return 0 if op.target == TURN else self.device.workspace(op, values)
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from magis.aten.states import STATE_BYTES
 from magis.cost.families import family, name_of
 from magis.ir.types import Op, Ref, Value
 
@@ -35,14 +36,12 @@ __all__ = ["estimated_workspace"]
 
 _THREADS = 2
 _HALF = ("float16", "bfloat16")
-_STATE_BYTES = 5056
-"""The state of a CPU's generator."""
 
 
 def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> int:
     """Estimated workspace of one call in bytes; 0 for operators that the module's head does not name."""
     if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
-        return 0 if gpu else _STATE_BYTES
+        return 0 if gpu else STATE_BYTES["cpu"]
     known = family(op.target)
     inputs = [values[number] for number in op.inputs()]
     if known is None or not inputs:

@@ -16,7 +16,7 @@ from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.aten.expect import undone
 from magis.aten.host_random import generators_kept, seed_all
-from magis.capture import Captured, OptimizerSpec, Workload
+from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
@@ -30,7 +30,7 @@ from magis.training.drawn import check_outlines, outline
 from magis.training.guards import Guards
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
-__all__ = ["Limits", "Planned", "Report", "captured_now", "limits_of", "planned"]
+__all__ = ["Limits", "Planned", "Report", "limits_of", "planned", "subject_now"]
 
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
@@ -124,7 +124,7 @@ def planned(
     step, which parameters of layers that are left out would miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
-    subject = _subject(module, loss_fn, batch, rule, device, autocast)
+    subject = subject_now(module, loss_fn, batch, rule, device, autocast)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     reads = _observed(subject, cast)
     _ = subject.conformance
@@ -135,7 +135,7 @@ def planned(
     if captured.drawn:
         with generators_kept():
             seed_all(OTHER)
-            check_outlines(captured.graph, captured_now(module, loss_fn, batch, rule, device, autocast).graph)
+            check_outlines(captured.graph, subject_now(module, loss_fn, batch, rule, device, autocast).captured.graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     update = f"{update}{behind.note}"
     digest = outline(captured.graph) if captured.drawn else subject.digest
@@ -178,18 +178,6 @@ def planned(
         )
     report = _report(found, subject, original, peak, limit, update)
     return Planned(found.graph, captured.graded, digest, rule, report, guards, captured.cached, captured.drawn)
-
-
-def captured_now(
-    module: nn.Module,
-    loss_fn: Callable[..., Tensor] | None,
-    batch: Batch,
-    rule: OptimizerSpec,
-    device: str,
-    autocast: torch.dtype | None,
-) -> Captured:
-    """The step as eager would run it now, with the generators as they are."""
-    return _subject(module, loss_fn, batch, rule, device, autocast).captured
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:
@@ -245,7 +233,7 @@ def _ratio(latency_ns: int, subject: Subject) -> float:
     return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
-def _subject(
+def subject_now(
     module: nn.Module,
     loss_fn: Callable[..., Tensor] | None,
     batch: Batch,
@@ -253,6 +241,7 @@ def _subject(
     device: str,
     autocast: torch.dtype | None,
 ) -> Subject:
+    """The step as eager would run it now, with the generators as they are."""
     name = f"{type(module).__module__}:{type(module).__qualname__}"
     loss = loss_fn if loss_fn is not None else own_loss
     here = Workload(name, with_keywords(module, batch), batch.inputs, batch.targets, loss, rule)

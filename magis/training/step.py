@@ -23,7 +23,7 @@ from magis.capture.rule import Update, fingerprint, needs_closure, update_of, wh
 from magis.errors import UsageError
 from magis.training.drawn import Draw, draw_of, outline
 from magis.training.guards import Memory, check_mode
-from magis.training.planned import AUTOCAST, Limits, Planned, Report, captured_now, limits_of, planned
+from magis.training.planned import AUTOCAST, Limits, Planned, Report, limits_of, planned, subject_now
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
 from magis.training.undo import Undo, undo_of
@@ -143,7 +143,7 @@ class OptimizedStep:
     def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
         """The plan for what this step draws, and what that is."""
         rule = entry.plan.rule
-        captured = captured_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast)
+        captured = subject_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast).captured
         name = outline(captured.graph)
         found = entry.variants.pop(name, None)
         if found is not None and found.bound is not None and not found.bound.is_current(self._choice):

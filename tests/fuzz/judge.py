@@ -22,7 +22,7 @@ from torch import Tensor
 import magis
 from magis.capture.batch import as_batch
 from magis.results import Case
-from magis.training.planned import captured_now
+from magis.training.planned import subject_now
 from tests.fuzz.adversary import write_adversarial_plan
 from tests.fuzz.script import Script, namespace
 
@@ -210,7 +210,7 @@ def _replanned(
     state = torch.get_rng_state()
     rule = step._entries[-1].plan.rule
     cast = getattr(torch, script.autocast) if script.autocast else None
-    graph = captured_now(found["model"], found["loss_fn"], as_batch(batch), rule, "cpu", cast).graph
+    graph = subject_now(found["model"], found["loss_fn"], as_batch(batch), rule, "cpu", cast).captured.graph
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.txt"
         step.save(path)
