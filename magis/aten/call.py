@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-import magis.aten.states  # noqa: F401  (registers operators of our own)
 from magis.aten.mixed import as_mixed
+from magis.aten.states import MADE, SEED_MADE
 from magis.errors import MagisError
-from magis.ir.types import Arg, Const, Op, Ref, Scalar
+from magis.ir.types import Arg, Const, Graph, Op, Ref, Scalar
 
-__all__ = ["CallError", "call", "constant", "from_torch", "outputs", "resolve", "to_torch"]
+__all__ = ["CallError", "call", "constant", "from_torch", "made_generators", "outputs", "resolve", "to_torch"]
 
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,
@@ -59,12 +59,13 @@ def constant(const: Const, device: torch.device | str, generators: Mapping[str, 
     """The torch object that `const` stands for; every device constant becomes `device`.
 
     A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Without
-    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one.
+    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one, as
+    those are that a step makes.
     """
     if const.kind == "device":
         return torch.device(device)
     if const.kind == "generator":
-        if generators is None:
+        if generators is None or (const.name.startswith(MADE) and const.name not in generators):
             return torch.Generator(device).manual_seed(0)
         if const.name not in generators:
             raise CallError(
@@ -128,6 +129,12 @@ def outputs(result: object) -> tuple[torch.Tensor | None, ...]:
     """What an operator returned as a flat tuple, None where it returned None (or an undefined tensor)."""
     items = result if isinstance(result, (tuple, list)) else (result,)
     return tuple(item if isinstance(item, torch.Tensor) else None for item in items)
+
+
+def made_generators(graph: Graph) -> dict[str, torch.Generator]:
+    """Generators on the CPU for those that the step makes itself, by name."""
+    arguments = (dict(op.kwargs).get("generator") for op in graph.ops if op.target == SEED_MADE)
+    return {each.name: torch.Generator() for each in arguments if isinstance(each, Const)}
 
 
 def call(

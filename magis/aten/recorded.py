@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from magis.aten.generators import same_generator
-from magis.aten.states import STATE_BYTES, as_seed
+from magis.aten.states import MADE, STATE_BYTES, as_seed
 from magis.errors import CaptureError
 
 __all__ = ["states_recorded"]
@@ -72,19 +72,63 @@ class _Recorded(torch.Generator):
             raise CaptureError("the step reads or sets the state of the CPU's generator, but runs on a GPU", hint=KEEP)
 
 
+class _Generators(type(torch.Generator)):  # type: ignore[misc]
+    """Of the class that stands for ``torch.Generator``: generators that were made before are some, too."""
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, _GENERATOR)
+
+
+_GENERATOR = torch.Generator
+
+
+class _Made(torch.Generator, metaclass=_Generators):
+    """A generator that the step makes: it begins as its seed says, in every step."""
+
+    made: dict[str, torch.Generator]
+
+    def __init__(self, device: Any = None) -> None:  # noqa: ARG002 (taken by `__new__`)
+        self.made[f"{MADE}{len(self.made)}"] = self
+        self._begin(super().initial_seed())
+
+    def _begin(self, seed: int) -> None:
+        torch.ops.magis.seed_made(as_seed(seed), generator=self)
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        self._begin(seed)
+        return self
+
+    def seed(self) -> int:
+        raise CaptureError("the step seeds a generator by chance", hint="use manual_seed")
+
+    def get_state(self) -> Tensor:
+        raise CaptureError("the step reads the state of a generator that it makes", hint=KEEP)
+
+    def set_state(self, new_state: Tensor) -> None:  # type: ignore[override]  # noqa: ARG002
+        raise CaptureError("the step sets the state of a generator that it makes", hint="use manual_seed")
+
+    clone_state = graphsafe_get_state = get_state  # type: ignore[assignment]
+    graphsafe_set_state = set_offset = set_state  # type: ignore[assignment]
+
+
 @contextmanager
-def states_recorded(device: str, own: Mapping[str, torch.Generator]) -> Iterator[None]:
+def states_recorded(
+    device: str, own: Mapping[str, torch.Generator], made: dict[str, torch.Generator] | None = None
+) -> Iterator[None]:
     """A context in which states that are read and set are recorded, for a step on ``device`` ("cpu" or "cuda").
 
-    Generators of the step's ``own`` have their methods in C, which nothing can stand in for: CaptureError.
+    Generators of the step's ``own`` have their methods in C, which nothing can stand in for: CaptureError. Those that
+    the step makes are added to ``made``, by name.
     """
     stand_in = _Recorded()
     stand_in.device_kind = device
+    makes = type("Generator", (_Made,), {"made": {} if made is None else made})
     replaced: list[tuple[Any, str, Any]] = []
     for place, name, new in (
         (torch, "default_generator", stand_in),
         (torch.random, "default_generator", stand_in),
         (torch.random, "_manual_seed_impl", stand_in.seeded),  # which would seed every GPU now
+        (torch, "Generator", makes),
     ):
         replaced.append((place, name, getattr(place, name)))
         setattr(place, name, new)

@@ -1,4 +1,4 @@
-"""Operators of our own that read and set the state of a device's default generator.
+"""Operators of our own that read and set the state of a device's default generator, and seed one that a step makes.
 
 torch saves and restores states with plain Python calls, around what activation checkpointing repeats say, which no
 dispatch mode sees. As operators they stand in a graph, in their order with those that draw random numbers:
@@ -6,6 +6,7 @@ dispatch mode sees. As operators they stand in a graph, in their order with thos
     %s = magis.get_state(5056, device=<device cpu>)    the state, as a tensor
     magis.set_state(%s, device=<device cpu>)           puts it back
     magis.seed(3, device=<device cpu>)                 what ``torch.manual_seed(3)`` does
+    magis.seed_made(3, generator=<generator .made.0>)  the same for a generator that is made within the step
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, default_generator
 from torch.cuda._utils import _get_device_index
 
-__all__ = ["GET_STATE", "SEED", "SET_STATE", "STATE_BYTES", "as_seed", "generator_of"]
+__all__ = ["GET_STATE", "MADE", "SEED", "SEED_MADE", "SET_STATE", "STATE_BYTES", "as_seed", "generator_of"]
 
 GET_STATE, SET_STATE, SEED = "magis.get_state.default", "magis.set_state.default", "magis.seed.default"
+SEED_MADE = "magis.seed_made.default"
+MADE = ".made."
+"""Begins the names of generators that are made within the step; where others are held never begins with a dot."""
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """What a state takes, in host memory whatever the device."""
 
@@ -56,6 +60,10 @@ def _seed(seed: int, device: torch.device) -> None:  # noqa: ARG001  (of all dev
     default_generator.manual_seed(seed % 2**_BITS)
 
 
+def _seed_made(seed: int, generator: torch.Generator) -> None:
+    generator.manual_seed(seed % 2**_BITS)
+
+
 def _nothing(state: Tensor, device: torch.device) -> None:
     """Memory without contents holds no state."""
 
@@ -64,7 +72,9 @@ _LIBRARY = torch.library.Library("magis", "FRAGMENT")
 _LIBRARY.define("get_state(int nbytes, *, Device device) -> Tensor")
 _LIBRARY.define("set_state(Tensor state, *, Device device) -> ()")
 _LIBRARY.define("seed(int seed, *, Device device) -> ()")
+_LIBRARY.define("seed_made(int seed, *, Generator generator) -> ()")
 _LIBRARY.impl("get_state", _get_state, "BackendSelect")
 _LIBRARY.impl("set_state", _set_state, "CPU")
 _LIBRARY.impl("set_state", _nothing, "Meta")
 _LIBRARY.impl("seed", _seed, "BackendSelect")
+_LIBRARY.impl("seed_made", _seed_made, "BackendSelect")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from magis.analysis.hazards import is_pure_view
-from magis.aten.call import call
+from magis.aten.call import call, made_generators
 from magis.aten.expect import EXPECT
 from magis.backend.equal import agreeing
 from magis.ir import Arg, Const, Graph, Op, Value
@@ -95,6 +95,7 @@ def exact(
 
     It draws from the default generator and from ``generators``, the step's own.
     """
+    drawn_from = {**made_generators(graph), **(generators or {})}
     known: dict[int, Tensor] = {}
     shared: dict[int, Tensor] = {}
     for number, tensor in zip(graph.inputs, tensors, strict=True):
@@ -107,7 +108,7 @@ def exact(
     kept = set(outputs)
     with torch.no_grad():
         for op in ops:
-            results = _called(op, known, graph.values, generators or {})
+            results = _called(op, known, graph.values, drawn_from)
             known.update(
                 {
                     number: wide(made)

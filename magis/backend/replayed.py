@@ -24,7 +24,7 @@ from magis.aten import optimizers
 from magis.aten.averages import is_share
 from magis.aten.expect import EXPECT
 from magis.aten.optimizers import OptimizerSpec
-from magis.aten.states import GET_STATE, SEED, SET_STATE
+from magis.aten.states import GET_STATE, SEED, SEED_MADE, SET_STATE
 from magis.backend.steps import GraphStep
 from magis.backend.turns import Turn
 from magis.errors import MagisError
@@ -35,7 +35,7 @@ __all__ = ["WARM_UP", "CudaRecorder", "Recorder", "Recording", "ReplayedStep", "
 WARM_UP = 3
 """Runs as they are, on another stream, before the one that is recorded: libraries set themselves up in those."""
 
-_ON_THE_HOST = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave", GET_STATE, SET_STATE, SEED, EXPECT)
+_ON_THE_HOST = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave", GET_STATE, SET_STATE, SEED, SEED_MADE, EXPECT)
 
 
 class Recording(Protocol):

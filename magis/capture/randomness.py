@@ -30,10 +30,10 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Own:
-    """The generators that a step holds itself, by name."""
+    """The generators that a step holds itself or makes, by name; more may be made after this."""
 
     def __init__(self, held: Mapping[str, torch.Generator]) -> None:
-        self._held = dict(held)
+        self._held = held
         self._default = torch.default_generator
 
     def name_of(self, generator: torch.Generator, module: str) -> str:

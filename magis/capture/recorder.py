@@ -25,7 +25,7 @@ from magis.aten.expect import EXPECT
 from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
 from magis.aten.kept import TakenNumber, end_unread, kinds, lives, takes_number
 from magis.aten.layouts import masked
-from magis.aten.states import GET_STATE, SEED, SET_STATE, STATE_BYTES
+from magis.aten.states import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
 from magis.capture.layout import check_dense, tensors_in, window
 from magis.capture.places import Places
@@ -50,10 +50,11 @@ class Recorder(TorchDispatchMode):
         expects: bool = False,
     ) -> None:
         """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
-        ``generators`` are the step's own by name. With ``expects``, truth values that Python reads are recorded."""
+        ``generators`` are the step's own by name, and those it makes. With ``expects``, truth values that Python
+        reads are recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find = scalars, find
-        self._own = Own(generators or {})
+        self._own = Own({} if generators is None else generators)  # more may be made
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
         self._expects, self._waited = expects, False
         self._unwatched = unwatched()
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
         target = VIEW_FORM.get(str(func), str(func))
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
-        sets = target in (SET_STATE, SEED)
+        sets = target in (SET_STATE, SEED, SEED_MADE)
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)

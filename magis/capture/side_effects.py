@@ -14,13 +14,15 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.aten.generators import held_generators, own_kept
@@ -28,6 +30,7 @@ from magis.aten.host_random import HostGenerators, generators_kept
 from magis.capture.autocast import autocast as casting
 from magis.capture.caches import caches_kept
 from magis.capture.checks import clear_errors
+from magis.capture.counters import counting_loads, holder_of, later_codes
 from magis.capture.hollow import Hollow, hollow, hollow_like
 from magis.capture.listening import Heard
 from magis.capture.places import Places
@@ -118,20 +121,34 @@ def observe(
         second = _Traced(known, _left_behind(first, start, between))
         with second, _running(codes):
             other = call()
-        _check(between, drawn, first, second, draws=draws)
+        reads = _reads(codes)
+        counts = partial(_only_counted, roots, reads, codes)
+        counted = _check(between, drawn, first, second, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
-    return _reads(codes)
+    return replace(reads, counted=counted)
 
 
-def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Traced, *, draws: bool) -> None:
+def _check(
+    between: Snapshot,
+    drawn: HostGenerators,
+    first: _Traced,
+    second: _Traced,
+    counts: Callable[[str], bool],
+    *,
+    draws: bool,
+) -> tuple[tuple[str, int], ...]:
+    """What the second call has counted on; CaptureError for all else that differs from what the first one left."""
+    counted = []
     if second.taken:
         raise CaptureError(
             f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
         )
     for path, then, now in between.changes():
-        if not _only_results(now, then):
+        if type(then) is int and type(now) is int and counts(path):
+            counted.append((path, now - then))
+        elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
     if drawn.moved() and not draws:
         raise DrawError(
@@ -145,6 +162,17 @@ def _check(between: Snapshot, drawn: HostGenerators, first: _Traced, second: _Tr
             f"the first forward computes {one[0]} where the next one computes {other[0]}",
             hint="call the module once before",
         )
+    return tuple(counted)
+
+
+def _only_counted(roots: Mapping[str, object], reads: Reads, codes: Collection[types.CodeType], path: str) -> bool:
+    """Whether no code looks at an attribute but to add to it; not so in checkpoints, whose code runs twice."""
+    name = path.rpartition(".")[2]
+    if reads.own is None or name in reads.own or holder_of(roots, path) is None:
+        return False
+    if any(code.co_filename == checkpoint.__file__ for code in codes):
+        return False
+    return all(name not in _names_read(code) and _BY_NAME.isdisjoint(code.co_names) for code in later_codes(codes))
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
@@ -274,11 +302,12 @@ def _reads(codes: Mapping[types.CodeType, dict[str, Any]]) -> Reads:
 
 @functools.lru_cache(maxsize=4096)
 def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Names that are looked up somewhere, and strings that may be: what is only stored to is left out."""
+    """Names that are looked up somewhere, and strings that may be: not what is only stored to, or counted on."""
+    counts = counting_loads(code)
     found = {
         str(one.argval)
         for one in dis.get_instructions(code)
-        if one.opname.startswith("LOAD_") and one.argval in code.co_names
+        if one.opname.startswith("LOAD_") and one.argval in code.co_names and one.offset not in counts
     }
     strings = {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
     return frozenset(found | strings)

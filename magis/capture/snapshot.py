@@ -63,6 +63,8 @@ class Reads:
     own: frozenset[str] | None = None
     names: frozenset[str] | None = None
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
+    counted: tuple[tuple[str, int], ...] = ()
+    """Numbers that every forward adds to and nothing looks at, by path; and what it adds."""
 
 
 class Snapshot:

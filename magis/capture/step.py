@@ -7,6 +7,7 @@ replaced when the step is realized. `record_eager` runs the same step for real, 
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -162,7 +163,8 @@ def _captured(
         sentinels = optimizers.sentinels(rule).names
         expects = mode.follower.expects
         cached: dict[str, Tensor] = {}
-        recorder = Recorder(sentinels, _finder(stand, loss_fn, cached), own, expects=expects)
+        made: dict[str, torch.Generator] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, cached), ChainMap(made, own), expects=expects)
         stack.enter_context(clear_errors(recorder.places))
         kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
         if explicit_attention:
@@ -172,7 +174,7 @@ def _captured(
         if device == "cuda":  # with autocast of the module's own, too
             stack.enter_context(as_on_cuda())
         stack.enter_context(products_as_eager())
-        with states_recorded(device, own), hollow(mode), averages_named(stand.module, sentinels) as averages:
+        with states_recorded(device, own, made), hollow(mode), averages_named(stand.module, sentinels) as averages:
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
         check_shapes(given, stand)
         check_batch(stand)
@@ -214,7 +216,8 @@ def record_eager(
     with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
         own = held_generators(stand.module, loss_fn)
         sentinels: dict[float, str] = {}
-        recorder = Recorder(sentinels, _finder(stand, loss_fn, {}), own, expects=expects)
+        made: dict[str, torch.Generator] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, {}), ChainMap(made, own), expects=expects)
         listener = Listener(expects=expects)
         with ExitStack() as stack:
             stack.enter_context(own_kept(own))
@@ -223,7 +226,7 @@ def record_eager(
             if explicit_attention:
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(products_as_eager())
-            stack.enter_context(states_recorded("cpu", own))
+            stack.enter_context(states_recorded("cpu", own, made))
             stack.enter_context(averages_named(stand.module, sentinels))
             stack.enter_context(listener)
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")

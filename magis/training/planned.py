@@ -20,6 +20,7 @@ from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
+from magis.capture.counters import rewinder
 from magis.capture.listening import Heard
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
@@ -98,6 +99,8 @@ class Planned:
     guards: Guards
     cached: Mapping[str, Tensor]
     """Tensors that caches of functions hold, by their names in the graph."""
+    counted: tuple[tuple[str, int], ...]
+    """Numbers that the forward counts on: path from its module (`model`) or loss (`loss`), and by how much."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
 
@@ -126,9 +129,11 @@ def planned(
     """
     subject = subject_now(module, loss_fn, batch, rule, device, autocast)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
+    put_back = rewinder({"model": subject.workload.module, "loss": loss_fn})
     reads = _observed(subject, cast)
     _ = subject.conformance
     captured = subject.captured
+    put_back(reads.counted)  # a capture may call the forward once before
     guards = Guards(module, loss_fn, batch, reads, captured.contents)
     if captured.drawn and rule.kind != "gradients":
         return None
@@ -143,7 +148,7 @@ def planned(
     if same is not None:
         return replace(
             same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards,
-            cached=captured.cached, drawn=captured.drawn,
+            cached=captured.cached, counted=reads.counted, drawn=captured.drawn,
         )  # fmt: skip
     if graph is not None and digest != expected:
         raise UsageError(
@@ -156,7 +161,9 @@ def planned(
         kept = sum((undone(graph) or {}).values())
         peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes + kept), subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
-        return Planned(graph, captured.graded, digest, rule, report, guards, captured.cached, captured.drawn)
+        return Planned(
+            graph, captured.graded, digest, rule, report, guards, captured.cached, reads.counted, captured.drawn
+        )
     kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
@@ -177,7 +184,9 @@ def planned(
             hint="raise the limit",
         )
     report = _report(found, subject, original, peak, limit, update)
-    return Planned(found.graph, captured.graded, digest, rule, report, guards, captured.cached, captured.drawn)
+    return Planned(
+        found.graph, captured.graded, digest, rule, report, guards, captured.cached, reads.counted, captured.drawn
+    )
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:

@@ -19,6 +19,7 @@ from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
 from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
+from magis.capture.counters import advance
 from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
 from magis.errors import UsageError
 from magis.training.drawn import Draw, draw_of, outline
@@ -310,6 +311,7 @@ class _Bound:
         loss = self._gradients() if self.state is None else self._updated(self.state)
         if draw is not None and draw.after is not None:
             draw.after.restore()
+        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
         return loss
 
     def _eagerly(self, batch: Batch) -> Tensor:

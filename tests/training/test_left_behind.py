@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, optimize
 from tests.training.loops import Loops, batch, loss_of, net
@@ -115,3 +116,74 @@ def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
         assert torch.equal(loops.step(*ours), loops.eager(*theirs))
     assert torch.equal(ours[0], theirs[0])
     loops.same()
+
+
+class Tallying(nn.Module):
+    """Counts calls and rows, which nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net(depth=2)
+        self.calls = self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.rows = self.rows + 2
+        self.rows += x.shape[0]
+        return self.body(x)
+
+
+class ReadByHook(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(lambda grad: grad / self.calls)
+        return x
+
+
+class ReadByBackward(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return Divided.apply(super().forward(x), self)
+
+
+class ReadByName(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "calls")  # noqa: B009 (what is tested)
+
+
+class ReadElsewhere(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.calls < 3 else x
+
+
+class Twofold(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Tallying) -> Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad / ctx.module.calls, None
+
+
+def test_numbers_that_are_only_counted_count_on() -> None:
+    loops = Loops(Tallying(), MOMENTUM, **ANY)
+    assert (loops.module.calls, loops.module.rows) == (0, 0)
+    loops.agree(3)
+    assert (loops.module.calls, loops.module.rows) == (loops.twin.calls, loops.twin.rows) == (3, 198)
+    plan = loops.step.report()
+    loops.module.calls = loops.twin.calls = 10  # as loops do, from epoch to epoch
+    loops.agree(1)
+    assert loops.module.calls == loops.twin.calls == 11
+    assert loops.step.report() is plan
+
+
+@pytest.mark.parametrize("kind", [ReadByHook, ReadByBackward, ReadByName, ReadElsewhere, Twofold])
+def test_numbers_that_are_looked_at_or_counted_twice_are_refused(kind: type[Tallying]) -> None:
+    with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
+        optimize(kind(), loss_of, None, batch(), **ANY)

@@ -277,3 +277,55 @@ def test_tied_weights_count_once_in_the_gate() -> None:
         kind: sum(s.nbytes for s in found.graph.storages.values() if s.kind == kind) for kind in ("parameter", "state")
     }
     assert nbytes == {"parameter": kept, "state": 2 * kept}
+
+
+class Seeded(nn.Module):
+    """Draws from generators that it makes in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net(depth=2)
+        self.more = net(depth=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+        mine = torch.Generator("cpu")
+        x = self.body(x * torch.rand(x.shape, generator=mine))
+        x = x[torch.randperm(len(x), generator=mine)]
+        mine.manual_seed(-5)
+        x = x * torch.bernoulli(torch.full_like(x, 0.7), generator=mine)
+        assert isinstance(mine, torch.Generator)
+        other = torch.Generator().manual_seed(3)
+        return self.more(x + torch.randn(x.shape, generator=other)) + torch.randn(x.shape, generator=mine)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.8])
+def test_generators_that_a_step_makes_begin_anew_in_every_step(ratio: float) -> None:
+    loops = Loops(Seeded(), partial(torch.optim.SGD, lr=0.1, momentum=0.9), memory_ratio=ratio)
+    loops.agree(3)
+
+
+def test_generators_that_a_step_makes_run_in_the_gate() -> None:
+    inputs, targets = batch()
+    gate((Seeded(), (inputs, targets), loss_of), ratio=0.8)
+
+
+@pytest.mark.parametrize(
+    ("handled", "message"),
+    [
+        (lambda generator: generator.seed(), r"seeds a generator by chance; use manual_seed"),
+        (lambda generator: generator.get_state(), r"reads the state of a generator that it makes"),
+        (lambda generator: generator.set_state(torch.get_rng_state()), r"sets the state .* use manual_seed"),
+    ],
+)
+def test_states_of_generators_that_a_step_makes_are_not_handled(
+    handled: Callable[[torch.Generator], object], message: str
+) -> None:
+    class Handling(Seeded):
+        def forward(self, x: Tensor) -> Tensor:
+            mine = torch.Generator()
+            handled(mine)
+            return super().forward(x + torch.rand(x.shape, generator=mine))
+
+    with pytest.raises(CaptureError, match=message):
+        optimize(Handling(), loss_of, None, batch(), memory_ratio=1.0)
