@@ -30,6 +30,8 @@ class Source:
     """How long running a case may take; what takes longer is simulated."""
     seeded: bool = True
     """Whether the step is captured with generators seeded so; else with these as they are."""
+    keeps_results: bool = False
+    """Whether tensors that the forward leaves in attributes are results of the step."""
 
     def start(self) -> None:
         """Set the generators as they are when the step begins."""

@@ -175,6 +175,7 @@ class TracedModel:
             autocast=cast or autocast_type(self._asked.dtype),
             settled=settled,
             heard=self._heard,
+            results=self._asked.keeps_results,
         )
 
     @property

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["attributes_kept", "changed"]
+__all__ = ["attributes_kept", "changed", "tensors_left"]
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 """Hooks are in an OrderedDict."""
@@ -45,6 +45,16 @@ def changed(kept: Kept) -> tuple[str, ...]:
         for name in sorted({*before, *vars(part)})
         if before.get(name, kept) is not vars(part).get(name, kept) or not _same(before[name], contents[name])
     )
+
+
+def tensors_left(kept: Kept) -> dict[str, Tensor]:
+    """Tensors that are attributes by now where other values were, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part, before, _ in kept
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value is not before.get(name)
+    }
 
 
 def _copied(value: Any) -> Any:

@@ -405,6 +405,11 @@ class Recorder(TorchDispatchMode):
         """Value id of a tensor that the step has seen."""
         return self._value(tensor, "temporary", "")
 
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether the step has made a tensor, memory and all."""
+        known = self._value_of.get(window(tensor))
+        return known is not None and self._storages[self._values[known].storage].kind == "temporary"
+
     def graph(self, outputs: tuple[int, ...]) -> Graph:
         """Everything recorded so far, in program order."""
         return Graph(

@@ -86,8 +86,9 @@ def observe_step(
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
+            inputs, targets = _once_more(stand.inputs, stand.targets)
             with torch.enable_grad(), casting(autocast):
-                return work.loss_fn(stand.module(*stand.inputs), *stand.targets)
+                return work.loss_fn(stand.module(*inputs), *targets)
 
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = {"model": stand.module, "loss": work.loss_fn}
@@ -102,6 +103,12 @@ def observe_step(
     if mode.drawn and not draws:
         raise DrawError("the forward reads random numbers, which a step would not draw anew", hint=WHERE)
     return reads
+
+
+def _once_more(*batch: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    """A batch on the same memory, whatever an earlier forward has made of its shapes and gradients."""
+    made = {id(each): each.detach().requires_grad_(each.requires_grad) for part in batch for each in part}
+    return [tuple(made[id(each)] for each in part) for part in batch]
 
 
 def observe(
@@ -123,11 +130,11 @@ def observe(
             other = call()
         reads = _reads(codes)
         counts = partial(_only_counted, roots, reads, codes)
-        counted = _check(between, drawn, first, second, counts, draws=draws)
+        counted, results = _check(between, drawn, first, second, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
-    return replace(reads, counted=counted)
+    return replace(reads, counted=counted, results=results)
 
 
 def _check(
@@ -138,9 +145,10 @@ def _check(
     counts: Callable[[str], bool],
     *,
     draws: bool,
-) -> tuple[tuple[str, int], ...]:
-    """What the second call has counted on; CaptureError for all else that differs from what the first one left."""
-    counted = []
+) -> tuple[tuple[tuple[str, int], ...], frozenset[str]]:
+    """What the second call has counted on, and where it left tensors; CaptureError for all else that differs from what
+    the first one left."""
+    counted, results = [], set()
     if second.taken:
         raise CaptureError(
             f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
@@ -148,6 +156,8 @@ def _check(
     for path, then, now in between.changes():
         if type(then) is int and type(now) is int and counts(path):
             counted.append((path, now - then))
+        elif isinstance(now, Tensor) and isinstance(then, Tensor):
+            results.add(path)
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
     if drawn.moved() and not draws:
@@ -162,7 +172,7 @@ def _check(
             f"the first forward computes {one[0]} where the next one computes {other[0]}",
             hint="call the module once before",
         )
-    return tuple(counted)
+    return tuple(counted), frozenset(results)
 
 
 def _only_counted(roots: Mapping[str, object], reads: Reads, codes: Collection[types.CodeType], path: str) -> bool:

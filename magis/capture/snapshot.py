@@ -65,6 +65,8 @@ class Reads:
     globals: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = ()
     counted: tuple[tuple[str, int], ...] = ()
     """Numbers that every forward adds to and nothing looks at, by path; and what it adds."""
+    results: frozenset[str] = frozenset()
+    """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
 
 
 class Snapshot:
@@ -243,7 +245,11 @@ class Snapshot:
         if not item and names is None:
             self._note_empty(path, item)
             return
-        keys = tuple(key for key in item if (names is None or key in names) and key not in _SAVING)
+        results = self._reads.results
+        keys = tuple(
+            key for key in item
+            if (names is None or key in names) and key not in _SAVING and _below(path, key) not in results
+        )  # fmt: skip
         get = _nothing if not keys else itemgetter(*keys) if len(keys) > 1 else functools.partial(_one, keys[0])
         self._held.append(_Held(path, item, names, [*item], keys, get(item), get))
         for key in keys:

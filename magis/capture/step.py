@@ -29,7 +29,7 @@ from magis.aten.products import products_as_eager
 from magis.aten.recorded import states_recorded
 from magis.aten.updates import Weight, by_lists, update
 from magis.capture.apart import Apart
-from magis.capture.attributes import attributes_kept, changed
+from magis.capture.attributes import attributes_kept, changed, tensors_left
 from magis.capture.autocast import as_on_cuda
 from magis.capture.autocast import autocast as casting
 from magis.capture.caches import CACHED, CACHES, cached_memory, caches_kept
@@ -87,6 +87,8 @@ class Captured:
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Tensors that caches of functions hold, by their names in the graph."""
+    results: tuple[str, ...] = ()
+    """Attributes of modules in which the forward leaves tensors that it made: further results, behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
     listed: Captured | None = None
@@ -118,17 +120,19 @@ def capture(
     autocast: str | None = None,
     settled: bool = True,
     heard: Heard | None = None,
+    results: bool = False,
 ) -> Captured:
     """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
 
     The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
     that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
     With ``settled`` False the module may replace buffers, as some do in their first step. ``heard`` is what
-    `record_eager` told of this step. Raises CaptureError, naming module and line, for steps that are not one static
+    `record_eager` told of this step. With ``results`` the tensors that the forward leaves in attributes are results of
+    the graph, too. Raises CaptureError, naming module and line, for steps that are not one static
     graph, BranchError where ``heard`` would help.
     """
     check_tensors(module, inputs, targets)
-    settings = (device, explicit_attention, autocast, settled)
+    settings = (device, explicit_attention, autocast, settled, results)
     mode = Hollow(heard=heard)
     try:
         return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
@@ -149,6 +153,7 @@ def _captured(
     explicit_attention: bool,
     autocast: str | None,
     settled: bool,
+    results: bool,
 ) -> Captured:
     trained = _trained(module, rule)
     with ExitStack() as stack:
@@ -175,7 +180,8 @@ def _captured(
             stack.enter_context(as_on_cuda())
         stack.enter_context(products_as_eager())
         with states_recorded(device, own, made), hollow(mode), averages_named(stand.module, sentinels) as averages:
-            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device)
+            attributes = partial(tensors_left, kept) if results else dict
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device, attributes)
         check_shapes(given, stand)
         check_batch(stand)
         averages.check(found.graph)
@@ -272,8 +278,9 @@ def _recorded(
     trained: tuple[str, ...],
     autocast: str | None,
     device: str,
+    attributes: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Captured:
-    """Run the step on the stand-ins, and say what it did."""
+    """Run the step on the stand-ins, and say what it did; `attributes` are tensors that the forward has left there."""
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
     leaves = [stand.parameters[name] for name in trained]
@@ -293,7 +300,8 @@ def _recorded(
             grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
-        returned = [*_flat(result), *(g for g in grads if g is not None and rule.stops)]
+        left = {name: tensor for name, tensor in attributes().items() if recorder.is_made(tensor)}
+        returned = [*_flat(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
 
         def found() -> Captured:
             return Captured(
@@ -304,6 +312,7 @@ def _recorded(
                 dtype=_main_dtype(stand.module),
                 rule=rule,
                 graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
+                results=tuple(left),
             )
 
         listed, most = None, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,8 @@ class Planned:
     """Tensors that caches of functions hold, by their names in the graph."""
     counted: tuple[tuple[str, int], ...]
     """Numbers that the forward counts on: path from its module (`model`) or loss (`loss`), and by how much."""
+    results: tuple[str, ...]
+    """Attributes of modules in which the forward leaves tensors: results of the graph, behind the loss."""
     drawn: bool
     """Whether another step may be another graph, by what its forward draws on the host."""
 
@@ -144,12 +147,13 @@ def planned(
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     update = f"{update}{behind.note}"
     digest = outline(captured.graph) if captured.drawn else subject.digest
+    made = partial(
+        Planned, graded=captured.graded, digest=digest, rule=rule, guards=guards, cached=captured.cached,
+        counted=reads.counted, results=captured.results, drawn=captured.drawn,
+    )  # fmt: skip
     same = (known or {}).get(digest)
     if same is not None:
-        return replace(
-            same, graded=captured.graded, rule=rule, report=replace(same.report, update=update), guards=guards,
-            cached=captured.cached, counted=reads.counted, drawn=captured.drawn,
-        )  # fmt: skip
+        return made(graph=same.graph, report=replace(same.report, update=update))
     if graph is not None and digest != expected:
         raise UsageError(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
@@ -161,9 +165,7 @@ def planned(
         kept = sum((undone(graph) or {}).values())
         peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes + kept), subject.latency_ns(graph)
         report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
-        return Planned(
-            graph, captured.graded, digest, rule, report, guards, captured.cached, reads.counted, captured.drawn
-        )
+        return made(graph=graph, report=report)
     kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
@@ -184,9 +186,7 @@ def planned(
             hint="raise the limit",
         )
     report = _report(found, subject, original, peak, limit, update)
-    return Planned(
-        found.graph, captured.graded, digest, rule, report, guards, captured.cached, reads.counted, captured.drawn
-    )
+    return made(graph=found.graph, report=report)
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:
@@ -262,9 +262,8 @@ def subject_now(
             targets=tuple(tensor.cpu() for tensor in here.targets),
         )
     # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
-    return Subject(
-        Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, running_seconds=math.inf)
-    )
+    source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
+    return Subject(replace(source, running_seconds=math.inf))
 
 
 def limits_of(

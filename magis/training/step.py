@@ -301,6 +301,7 @@ class _Bound:
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
         self.step.prepare()
+        self._leave(dict.fromkeys(self.plan.results))  # as eager, which lets go of them before it makes new ones
         self.step.feed(batch.by_name)
         if draw is not None:
             self.step.feed(draw.constants)
@@ -313,6 +314,12 @@ class _Bound:
             draw.after.restore()
         advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
         return loss
+
+    def _leave(self, results: Mapping[str, Tensor | None]) -> None:
+        """Tensors where the forward leaves them: in attributes of modules."""
+        for path, tensor in results.items():
+            holder, _, name = path.rpartition(".")
+            vars(self.module.get_submodule(holder))[name] = tensor
 
     def _eagerly(self, batch: Batch) -> Tensor:
         """The step without a plan."""
@@ -334,6 +341,7 @@ class _Bound:
         with state.step_to_come() as number:
             loss = self.step.run_with(scalars(rule, number))
         self.step.finish()
+        self._leave(dict(zip(self.plan.results, self.step.results()[1:], strict=False)))
         self.step.prepare()
         _mark_stepped(optimizer)
         return loss
@@ -347,6 +355,7 @@ class _Bound:
         self.step.finish()
         found = self.step.results()
         gradients = found[len(found) - len(self.plan.graded) :]
+        self._leave(dict(zip(self.plan.results, found[1:], strict=False)))
         self.step.prepare()
         for name, gradient in zip(self.plan.graded, gradients, strict=True):
             parameter = parameters[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import l1_unstructured
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
@@ -187,3 +188,42 @@ def test_numbers_that_are_only_counted_count_on() -> None:
 def test_numbers_that_are_looked_at_or_counted_twice_are_refused(kind: type[Tallying]) -> None:
     with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
         optimize(kind(), loss_of, None, batch(), **ANY)
+
+
+class Shown(nn.Module):
+    """Leaves what it has computed for whoever looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net(depth=3)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        self.last = x.softmax(-1)
+        self.top = self.last[:, :4]
+        return x
+
+
+def pruned() -> nn.Module:
+    module = net(depth=3)
+    l1_unstructured(module[0], "weight", 0.3)
+    vars(module[0])["weight"] = module[0].weight.detach()  # for `deepcopy`
+    return module
+
+
+@pytest.mark.parametrize(("make", "shown"), [(Shown, ("last", "top")), (pruned, ("0.weight",))])
+@pytest.mark.parametrize("rule", [MOMENTUM, torch.optim.RMSprop])
+def test_tensors_that_the_forward_leaves_in_attributes_are_those_of_the_last_step(
+    make: Callable[[], nn.Module], shown: tuple[str, ...], rule: Any
+) -> None:
+    loops = Loops(make(), rule, memory_ratio=1.0, budget=20)
+    for steps in (1, 2):
+        loops.agree(steps)
+        for name in shown:
+            path, _, attribute = name.rpartition(".")
+            ours, theirs = (getattr(each.get_submodule(path), attribute) for each in (loops.module, loops.twin))
+            assert torch.equal(ours, theirs)
+        loops.module(batch()[0])  # somebody looks at it in between
+        loops.twin(batch()[0])
+    assert len(loops.step._entries) == 1  # planned once
