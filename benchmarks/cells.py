@@ -7,8 +7,8 @@
 A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
 limit the latency overhead to eager; everything is simulated. *published*: magis.search.published with that many states
 (the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of keep,
-recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``magis.search.peers``). Both plan the whole
-step in program order; each may try dozens of budgets of its own, and its best plan by our evaluator counts. *front*:
+recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both plan
+the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts. *front*:
 the best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would find.
 *linear*: the optimum of a linear program of keep, swap and recompute for the step in program order without fission: a
 guide to what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this peak; under
@@ -33,6 +33,10 @@ before_torch()
 from paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks.lib.planners.optimum import Relaxation  # noqa: E402
+from benchmarks.lib.planners.selective import selective  # noqa: E402
+from benchmarks.lib.planners.setting import Calibrated, Setting, origins  # noqa: E402
+from benchmarks.lib.planners.two_level import two_level  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.fronts import front_of  # noqa: E402
 from magis.api.planning import plan  # noqa: E402
@@ -42,10 +46,6 @@ from magis.models import PRESETS, resolve  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
 from magis.rewrite.untangle import untangle  # noqa: E402
 from magis.search.judge import Goal  # noqa: E402
-from magis.search.peers.optimum import Relaxation  # noqa: E402
-from magis.search.peers.selective import selective  # noqa: E402
-from magis.search.peers.setting import Calibrated, Setting, origins  # noqa: E402
-from magis.search.peers.two_level import two_level  # noqa: E402
 from magis.search.published import STATES, published  # noqa: E402
 from magis.simulate.compile import compile_problem  # noqa: E402
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from magis.predict.published import ROWS, Prediction, Row, predicted
-from magis.report.scatter import Mark, scatter_svg
+from benchmarks.lib.published_figures import ROWS, Prediction, Row, predicted
+from benchmarks.lib.scatter import Mark, scatter_svg
 from magis.units import MIB
 
 WITHIN, MEDIAN = 0.15, 0.07

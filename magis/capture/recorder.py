@@ -1,8 +1,7 @@
-"""Records every ATen call of a step that runs on fake tensors, with storages, versions, phase and module.
+"""Records every ATen call of a step on tensors without memory, with storages, versions, phase and module.
 
-A dispatch mode above ``FakeTensorMode`` sees what eager PyTorch would launch: composite operators are already taken
-apart, autograd has chosen its backward formulas, in-place operators are still in place (DESIGN section 3: no
-decomposition table, no functionalization). Unlike ``make_fx`` it keeps storages, which is what memory is about.
+A dispatch mode sees what eager PyTorch would launch: composite operators are already taken apart, autograd has chosen
+its backward formulas, in-place operators are still in place. Unlike ``make_fx`` it keeps storages.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class Recorder(TorchDispatchMode):
         expects: bool = False,
     ) -> None:
         """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
-        ``generators`` are the step's own by name, and those it makes. With ``expects``, truth values that Python
-        reads are recorded."""
+        ``generators`` are the step's own and those it makes. With ``expects``, truth values that Python reads are."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find = scalars, find
         self._own = Own({} if generators is None else generators)  # more may be made
@@ -197,7 +195,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 if tensor.untyped_storage()._cdata not in self._storage_of:
                     self._held(tensor)
-                known = self._value(tensor, "temporary", "")
+                known = self.value_of(tensor)
             found[id(tensor)] = known
         return found
 

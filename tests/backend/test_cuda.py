@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.lib.chrome_trace import write_trace
 from magis.api import Bench, OptimizerSpec, Workload, run_case
 from magis.api.numbers import SAME, compare
 from magis.api.source import Source
 from magis.api.subject import Subject
-from magis.api.trace import write_trace
 from magis.backend.measure import free_device_memory, others_memory
-from magis.backend.replayed import ReplayedStep
 from magis.backend.steps import GraphStep
 from magis.backend.streams import CudaRuntime
 from magis.backend.timing import alone, host_clock
@@ -158,27 +157,6 @@ def test_the_originals_memory_is_as_simulated() -> None:
     subject = subject_of()
     measured, simulated = subject.original_measured, subject.original
     assert abs(simulated.peak_bytes - measured.peak_bytes) <= MEMORY_ERROR * measured.peak_bytes
-
-
-@pytest.mark.parametrize("flag", [KEEP, SWAP])
-def test_replays_are_the_step(flag: int) -> None:
-    """Dropout, momentum and swaps: loss, weights and state of three steps after warm-up and recording."""
-    subject = subject_of(MOMENTUM)
-    graph = plan(subject, flag)
-    plain, recorded = subject.generated(graph), subject.generated(graph)
-    replayed = ReplayedStep(recorded, graph, MOMENTUM, warm_up=1)
-    assert compare(plain, replayed, 0) == SAME  # the first as it is, the second recorded and replayed
-    assert compare(plain, replayed, 3) == SAME
-
-
-def test_a_replay_takes_no_longer_than_the_step() -> None:
-    subject = subject_of(MOMENTUM)
-    graph = plan(subject, KEEP)
-    step = subject.generated(graph)
-    replayed = ReplayedStep(subject.generated(graph), graph, MOMENTUM)
-    for _ in range(5):
-        replayed.run()
-    assert np.median(alone(replayed.run, 9, DEVICE)) <= 1.05 * np.median(alone(step.run, 9, DEVICE))
 
 
 def test_events_and_the_hosts_clock_agree_on_a_long_step() -> None:

@@ -275,7 +275,10 @@ def in_case(script: Script, *, budget: int = BUDGET) -> Outcome:
 
 def _is_of_eager(error: BaseException) -> bool:
     """Whether it is eager's own step that fails: of a script that draws an index, say, by other random numbers."""
-    return any(f.name == "_whole" and f.filename.endswith("/backend/steps.py") for f in traceback.extract_tb(error.__traceback__))
+    return any(
+        f.name == "_whole" and f.filename.endswith("/backend/steps.py")
+        for f in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def where(error: BaseException) -> str:

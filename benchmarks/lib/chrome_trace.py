@@ -10,8 +10,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from magis.backend.measure import quiet_profiler
+from magis.backend.steps import Step, whole_step
+from magis.report.files import check_writable, write_bytes_atomically
 
-__all__ = ["chrome_trace"]
+__all__ = ["chrome_trace", "write_trace"]
+
+
+def write_trace(path: Path, step: Step, device: torch.device | str = "cpu") -> None:
+    """Run a step and write what happened when, for Perfetto or chrome://tracing: JSON, in place in one step.
+
+    Weights change as by three steps: two go before the one that is traced. Raises UsageError, before anything runs,
+    for a path that cannot be written.
+    """
+    check_writable(path)
+    write_bytes_atomically(path, chrome_trace(whole_step(step), device))
 
 
 def chrome_trace(run: Callable[[], object], device: torch.device | str = "cpu", *, warm_up: int = 2) -> bytes:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
-from magis.search.peers.options import Option, choose, options
-from magis.search.peers.shares import Item, Layer, Row, TwoLevel, inner, outer
+from benchmarks.lib.planners.options import Option, choose, options
+from benchmarks.lib.planners.shares import Item, Layer, Row, TwoLevel, inner, outer
 from magis.simulate.events import KEEP, RECOMPUTE, SWAP
-from tests.search.modular import setting
+from tests.planners.modular import setting
 from tests.strategies import examples
 
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from magis.search.peers.setting import Setting, within
+from benchmarks.lib.planners.setting import Setting, within
 from magis.simulate.problem import Bools
 
 __all__ = ["Curve", "Group", "Module", "fitted", "groups_of", "modules"]

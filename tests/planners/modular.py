@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from magis.search.peers.setting import Origins, Setting
+from benchmarks.lib.planners.setting import Origins, Setting
 from magis.simulate.problem import Problem
 from tests.search.networks import resnet, transformer, unet
 

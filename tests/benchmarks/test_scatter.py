@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from magis.report.scatter import Mark, scatter_svg
+from benchmarks.lib.scatter import Mark, scatter_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.lib.planners.solver import Program
 from magis.search.judge import Goal
-from magis.search.peers.solver import Program
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.events import DROP, FIRST
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
+from benchmarks.lib.planners.layers import layers
+from benchmarks.lib.planners.modules import modules
+from benchmarks.lib.planners.selective import selective, selective_plan
+from benchmarks.lib.planners.setting import Calibrated, Setting, origins
+from benchmarks.lib.planners.two_level import two_level, two_level_plan
 from magis.search.judge import Goal, Plan
-from magis.search.peers.layers import layers
-from magis.search.peers.modules import modules
-from magis.search.peers.selective import selective, selective_plan
-from magis.search.peers.setting import Calibrated, Setting, origins
-from magis.search.peers.two_level import two_level, two_level_plan
 from magis.simulate.evaluator import evaluate, lower_bound
-from tests.search.modular import NETWORKS, setting, with_modules
+from tests.planners.modular import NETWORKS, setting, with_modules
 from tests.search.subjects import step
 
 
@@ -28,9 +28,9 @@ def peers(name: str) -> tuple[Calibrated, Calibrated]:
 
 @pytest.fixture(autouse=True)
 def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magis.search.peers.setting.BUDGETS", 5)
-    monkeypatch.setattr("magis.search.peers.options.KEPT", 2)
-    monkeypatch.setattr("magis.search.peers.setting.REFINEMENTS", 1)
+    monkeypatch.setattr("benchmarks.lib.planners.setting.BUDGETS", 5)
+    monkeypatch.setattr("benchmarks.lib.planners.options.KEPT", 2)
+    monkeypatch.setattr("benchmarks.lib.planners.setting.REFINEMENTS", 1)
 
 
 def goals(found: Setting) -> list[Goal]:

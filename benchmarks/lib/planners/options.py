@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magis.search.peers.shares import MIB, Item, Layer, Row, TwoLevel, inner
-from magis.search.peers.solver import Program
+from benchmarks.lib.planners.shares import MIB, Item, Layer, Row, TwoLevel, inner
+from benchmarks.lib.planners.solver import Program
 from magis.simulate.events import KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Int8s
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from magis.search.peers.layers import layers
-from magis.search.peers.setting import Setting
-from magis.search.peers.solver import Program
+from benchmarks.lib.planners.layers import layers
+from benchmarks.lib.planners.setting import Setting
+from benchmarks.lib.planners.solver import Program
 from magis.simulate.events import KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import Bools, Int8s, Int32s
 

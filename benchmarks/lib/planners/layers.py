@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magis.search.peers.setting import Setting, within
+from benchmarks.lib.planners.setting import Setting, within
 from magis.simulate.problem import Bools, Int32s, Int64s
 
 __all__ = ["Layers", "layers"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from magis.api.trace import write_trace
+from benchmarks.lib.chrome_trace import write_trace
 from magis.errors import UsageError
 from tests.nets import NETS
 from tests.oracles import captured, differences, graph_step, history

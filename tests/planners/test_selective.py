@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
-from magis.search.peers.modules import Curve, Group, Module, fitted, modules
-from magis.search.peers.selective import checkpointed, discards, stored
-from magis.search.peers.solver import Program
+from benchmarks.lib.planners.modules import Curve, Group, Module, fitted, modules
+from benchmarks.lib.planners.selective import checkpointed, discards, stored
+from benchmarks.lib.planners.solver import Program
 from magis.simulate.events import KEEP, RECOMPUTE
-from tests.search.modular import setting
+from tests.planners.modular import setting
 from tests.strategies import examples
 
 MIB = 1 << 20

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
+from benchmarks.lib.planners.optimum import Relaxation, optimum
 from magis.search.judge import Goal, Judge
-from magis.search.peers.optimum import Relaxation, optimum
 from magis.search.prices import CutModel, slide_prices
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
-from tests.search.modular import NETWORKS, setting
+from tests.planners.modular import NETWORKS, setting
 from tests.simulate.plans import problems
 from tests.strategies import examples
 

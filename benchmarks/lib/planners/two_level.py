@@ -35,10 +35,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from benchmarks.lib.planners.options import ByOptions
+from benchmarks.lib.planners.setting import Calibrated, Setting
+from benchmarks.lib.planners.shares import TIE, TwoLevel
 from magis.search.judge import Goal, Plan
-from magis.search.peers.options import ByOptions
-from magis.search.peers.setting import Calibrated, Setting
-from magis.search.peers.shares import TIE, TwoLevel
 from magis.simulate.problem import Int8s
 
 __all__ = ["two_level", "two_level_plan"]

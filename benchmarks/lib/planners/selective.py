@@ -23,10 +23,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from benchmarks.lib.planners.modules import Group, Module, modules
+from benchmarks.lib.planners.setting import Calibrated, Setting
+from benchmarks.lib.planners.solver import Program
 from magis.search.judge import Goal, Plan
-from magis.search.peers.modules import Group, Module, modules
-from magis.search.peers.setting import Calibrated, Setting
-from magis.search.peers.solver import Program
 from magis.simulate.events import DROP, KEEP, RECOMPUTE
 from magis.simulate.problem import Int8s
 

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from magis.predict.published import ASSUMED, ROWS, Prediction, predicted, reported_rank
+from benchmarks.lib.published_figures import ASSUMED, ROWS, Prediction, predicted, reported_rank
 from magis.results import Memory, RankMemory, Term
 from magis.strategies.names import group_of, is_distributed
 from magis.units import GIB, MIB

@@ -1,0 +1,1 @@
+"""What only benchmarks use: other planners, published figures, pictures of both."""
