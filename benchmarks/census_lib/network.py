@@ -21,7 +21,7 @@ class NotBuilt(Exception):  # noqa: N818  (a finding of the census)
 
 
 class NotRun(NotBuilt):
-    """Eager itself cannot run a family here: it needs a GPU, an absent kernel or package."""
+    """Eager itself cannot run a family here: it needs a GPU or what is absent, or has no network of its own."""
 
 
 @dataclass(frozen=True)

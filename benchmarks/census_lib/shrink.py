@@ -42,6 +42,9 @@ PICTURE = re.compile(
 )
 TOKEN = re.compile(r"token_id$|token_index$|_id$|token_ids$|_tokens?$|_token_idx$")
 INDEXES = re.compile(r"ind(ex|ice)e?s$|indexe?s$|idxs?$|_layers$|layer_ids$|hook_ids|block_ind|_blocks$|feature_layer$")
+IMAGE_TOKEN = re.compile(r"^(image|video|audio)_token_(id|index)$")
+STAGED = ("depths", "hidden_sizes", "stage_out_channels", "embed_dims", "stage_channels", "blocks_per_stage")
+"""Lists that have an item for each stage of a pyramid."""
 HEADED = (
     ("hidden_size", "num_attention_heads", "num_key_value_heads"),
     ("hidden_size", "num_heads", ""),
@@ -76,13 +79,55 @@ def tiny(
     lists: bool = True,
     grouped: bool = False,
     sections: bool = False,
+    mended: bool = False,
 ) -> Any:
     """A configuration of a class, its widths divided; `own` fields are given. `grouped`: heads share keys and values
-    where a field says how many there are of them; `sections`: positions have time, height and width. Raises whatever
-    the class raises."""
-    fields = _with_neck(shrunken(plain(config_class()), divisor, lists=lists))
-    fields = {**(_grouped(fields) if grouped else fields), **own}
+    where a field says how many there are of them; `sections`: positions have time, height and width. `mended`: stages
+    are all kept, with what looks at them, and tokens that stand for pictures have a number. Raises whatever the class
+    raises."""
+    fields = _with_neck(shrunken(_startable(config_class, own, mended), divisor, lists=lists, staged=mended))
+    fields = _with_states(fields) if mended else fields
+    fields = merged(_grouped(fields) if grouped else fields, own)
     return config_class(**_with_sections(fields, sections))
+
+
+def _startable(config_class: Any, own: Mapping[str, Any], mended: bool) -> dict[str, Any]:
+    """Fields of the default configuration, or of the one with `own` fields where there is no default."""
+    try:
+        fields = plain(config_class(), looked_at=mended)
+    except Exception:
+        if not own:
+            raise
+        fields = plain(config_class(**own), looked_at=mended)
+    return _with_tokens(fields) if mended else fields
+
+
+def _with_states(fields: dict[str, Any]) -> dict[str, Any]:
+    """Heads of state spaces that make up their width."""
+    found = {name: _with_states(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    hidden, times, heads = (found.get(name) for name in ("hidden_size", "mamba_expand", "mamba_n_heads"))
+    if isinstance(hidden, int) and isinstance(times, int) and isinstance(heads, int):
+        found.update(mamba_n_heads=4, mamba_d_head=hidden * times // 4)
+    return found
+
+
+def _with_tokens(fields: dict[str, Any]) -> dict[str, Any]:
+    """Special tokens for pictures, which some defaults leave out."""
+    found = {name: _with_tokens(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    for name, value in found.items():
+        if value is None and IMAGE_TOKEN.search(name):
+            found[name] = VOCABULARY - 1
+    return found
+
+
+def merged(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields, those of configurations within too, replaced by one's own."""
+    found = dict(fields)
+    for name, value in own.items():
+        old = found.get(name)
+        nested = isinstance(value, dict) and isinstance(old, dict) and "model_type" in old
+        found[name] = merged(old, value) if nested and isinstance(old, dict) else value
+    return found
 
 
 def _with_neck(fields: dict[str, Any]) -> dict[str, Any]:
@@ -121,30 +166,34 @@ def _with_sections(fields: dict[str, Any], everywhere: bool) -> dict[str, Any]:
     return found
 
 
-EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320, "image_size": 64},
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "wav2vec2-bert": {"vocab_size": 128},
-    "mimi": {"num_filters": 8, "hidden_size": 32, "codebook_dim": 16, "vector_quantization_hidden_dimension": 16},
-    "xlnet": {"d_model": 64, "n_head": 4, "d_head": 16, "d_inner": 128, "n_layer": 2},
-}
-"""Fields of model types whose names say too little."""
-
-
 NOISE = ("transformers_version", "architectures", "torch_dtype", "dtype", "ignore_keys_at_rope_validation")
 
 
-def plain(config: Any) -> dict[str, Any]:
+def plain(config: Any, *, looked_at: bool = False) -> dict[str, Any]:
     """Fields and their values, those of configurations within too, without what is only noise in a constructor."""
     found = {}
     for name, value in copy.deepcopy(vars(config)).items():
         if name.startswith("_") or name in NOISE:
             continue
-        found[name] = {**plain(value), "model_type": value.model_type} if hasattr(value, "model_type") else value
+        found[name] = (
+            {**plain(value, looked_at=looked_at), "model_type": value.model_type}
+            if hasattr(value, "model_type")
+            else value
+        )
+    if looked_at and getattr(config, "_out_indices", None):
+        found["out_indices"] = list(config.out_indices)
     return found
 
 
-def shrunken(fields: dict[str, Any], divisor: int, *, lists: bool = True, ids: Iterator[int] | None = None) -> Any:
+def shrunken(
+    fields: dict[str, Any],
+    divisor: int,
+    *,
+    lists: bool = True,
+    ids: Iterator[int] | None = None,
+    staged: bool = False,
+) -> Any:
+    """Fields with smaller numbers. `staged`: where lists tell of stages, what is as long as they are stays so."""
     ids = iter(range(SPECIAL, VOCABULARY)) if ids is None else ids
     depths = [value for name, value in fields.items() if _is_depth(name, value)]
     kinds = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("block_types") or ()
@@ -152,10 +201,13 @@ def shrunken(fields: dict[str, Any], divisor: int, *, lists: bool = True, ids: I
     looked_at = fields.get("out_indices")
     if isinstance(looked_at, (list, tuple)) and depths and max(depths) > len(looked_at) > len(keep):
         keep = list(range(len(looked_at)))  # a neck takes the results of so many layers
+    stages = [len(fields[each]) for each in STAGED if staged and isinstance(fields.get(each), (list, tuple))]
     found = {}
     for name, value in fields.items():
-        if isinstance(value, dict) and "model_type" in value:
-            found[name] = shrunken(value, divisor, lists=lists, ids=ids)
+        if stages and (name.startswith(("out_", "stage_names")) or (_is_depth(name, value) and value == stages[0])):
+            found[name] = value
+        elif isinstance(value, dict) and "model_type" in value:
+            found[name] = shrunken(value, divisor, lists=lists, ids=ids, staged=staged)
         elif isinstance(value, (list, tuple)) and len(value) in depths and len(value) > len(keep) and _by_layer(name):
             found[name] = [value[index] for index in keep]
         elif isinstance(value, (list, tuple)):
@@ -190,7 +242,7 @@ def _fit_heads(fields: dict[str, Any]) -> None:
 def _by_layer(name: str) -> bool:
     """Whether a list has an item for each layer, not for each stage of a pyramid."""
     return not re.search(
-        r"stage|sizes|channels|strides|heads$|kernel|ratios|depths|embed|dims|factors|levels|feat", name
+        r"stage|upsample|sizes|channels|strides|heads$|kernel|ratios|depths|embed|dims|factors|levels|feat", name
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +24,9 @@ from benchmarks.census_lib.network import (
     told_late,
     try_eagerly,
 )
-from benchmarks.census_lib.shrink import DIVISORS, EXCEPTIONS, PLAIN, tiny
-from benchmarks.census_lib.transformers_inputs import ROWS, Draw, combinations, drawers, labels
+from benchmarks.census_lib.shrink import DIVISORS, PLAIN, plain, tiny
+from benchmarks.census_lib.transformers_fields import COMPOSED, EXCEPTIONS
+from benchmarks.census_lib.transformers_inputs import ROWS, Draw, combinations, drawers, labels, remedies
 
 HEADS = (
     "MASKED_LM", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM", "MULTIMODAL_LM", "CTC",
@@ -42,8 +43,8 @@ HEADS = (
 
 FEW, MOST = 4_000_000, 30_000_000
 """Parameters: wanted, and taken where nothing smaller runs."""
-LARGE = 224
-"""Pixels, for what shrinks pictures many times."""
+MOST_REMEDIES = 3
+"""For one set of inputs."""
 MOST_SECONDS = 40.0
 """Of processor time, to try configurations of one kind of head."""
 SHARED = (
@@ -74,7 +75,8 @@ def heads(kind: str) -> list[str]:
     from transformers.models.auto import modeling_auto
 
     names = [*(f"MODEL_FOR_{head}_MAPPING_NAMES" for head in HEADS), "MODEL_MAPPING_NAMES"]
-    return [name for name in names if kind in getattr(modeling_auto, name, {})]
+    found = [name for name in names if kind in getattr(modeling_auto, name, {})]
+    return found or [name for name in ("MODEL_FOR_BACKBONE_MAPPING_NAMES",) if kind in getattr(modeling_auto, name, {})]
 
 
 def _class(kind: str, mapping: str) -> type:
@@ -112,6 +114,10 @@ class _Drawn:
 
 def network(kind: str) -> Network:
     """Raises NotBuilt, or NotRun where what stands in the way is this machine."""
+    if kind in COMPOSED:
+        raise NotRun(COMPOSED[kind])
+    if not heads(kind):
+        raise NotRun("a configuration without a model that could be asked for by its type")
     reasons: list[NotBuilt] = []
     for mapping in heads(kind)[:4]:
         try:
@@ -143,12 +149,26 @@ def network(kind: str) -> Network:
 
 def _configurations(kind: str, model: Any) -> Iterator[Callable[[], Any]]:
     config, own = model.config_class, EXCEPTIONS.get(kind, {})
-    yield partial(tiny, config, DIVISORS[0], own, grouped=True)
-    yield partial(tiny, config, DIVISORS[0], own, grouped=True, sections=True)
-    yield from (partial(tiny, config, divisor, own) for divisor in DIVISORS)
-    yield partial(tiny, config, PLAIN, own)
-    yield partial(tiny, config, DIVISORS[0], own, lists=False)
-    yield partial(tiny, config, 1, own, lists=False)
+    seen = []
+    for options in (
+        {"grouped": True},
+        {"grouped": True, "sections": True},
+        {"mended": True},
+        *({"divisor": divisor} for divisor in DIVISORS),
+        {"divisor": PLAIN},
+        {"divisor": 32, "mended": True},
+        {"divisor": PLAIN, "mended": True},
+        {"lists": False},
+        {"divisor": 1, "lists": False},
+    ):
+        make = partial(tiny, config, **{"divisor": DIVISORS[0], "own": own, **options})
+        try:
+            fields = plain(make())
+        except Exception:  # noqa: BLE001  (said when the model is made)
+            fields = None
+        if fields is None or fields not in seen:
+            seen.append(fields)
+            yield make
 
 
 def _running(make: _Made, mapping: str, most: int) -> Network:
@@ -164,41 +184,33 @@ def _running(make: _Made, mapping: str, most: int) -> Network:
     first: NotBuilt | None = None
     for names in combinations(module):
         try:
-            return _with(make, module, mapping, names, 0)
+            return _mended(make, module, mapping, names, {})
+        except NotRun:
+            raise
         except NotBuilt as error:
-            if "pixel_values" in names and re.search(
-                r"too small|larger than|greater than actual|out of range", str(error)
-            ):
-                found = _attempt(make, module, mapping, names, 0, size=LARGE)
-                if found is not None:
-                    return found
-            film = re.search(r"expected 5, got 4|dimension.{0,40}expected.{0,10}5|5D", str(error))
-            if film and "pixel_values" in names:
-                with_films = _attempt(make, module, mapping, names, 0, in_time=True)
-                if with_films is not None:
-                    return with_films
-            wanted = re.search(r"tokens?:? ?\D{0,12}(\d+),? (?:image )?features:?\D{0,12}(\d+)", str(error))
             first = first or error
-            if isinstance(error, NotRun):
-                raise
-            if wanted:
-                with_images = _attempt(make, module, mapping, names, -(-int(wanted[2]) // ROWS))
-                if with_images is not None:
-                    return with_images
     raise first or NotBuilt("no inputs")
 
 
-def _attempt(make: _Made, module: Any, mapping: str, names: tuple[str, ...], images: int, **how: Any) -> Network | None:
+def _mended(make: _Made, module: Any, mapping: str, names: tuple[str, ...], how: dict[str, Any]) -> Network:
+    """With such inputs, or with what the error asks for; raises what was said to the inputs as they are."""
     try:
-        return _with(make, module, mapping, names, images, **how)
+        return _with(make, module, mapping, names, **how)
     except NotRun:
         raise
-    except NotBuilt:
-        return None
+    except NotBuilt as error:
+        if len(how) < MOST_REMEDIES:
+            for more, other in remedies(str(error), names, module):
+                if more == names and other.keys() <= how.keys():
+                    continue
+                with suppress(NotBuilt):
+                    return _mended(make, module, mapping, more, {**how, **other})
+        raise
 
 
-def _with(make: _Made, module: Any, mapping: str, names: tuple[str, ...], images: int, **how: Any) -> Network:
+def _with(make: _Made, module: Any, mapping: str, names: tuple[str, ...], *, images: int = 0, **how: Any) -> Network:
     """A network on such inputs, with labels if it takes them; raises NotBuilt where eager does not run it."""
+    how.pop("asked", None)
     known = drawers(module, images=images, **how)
     if any(name not in known for name in names):
         raise NotBuilt(f"inputs {', '.join(names)}")
