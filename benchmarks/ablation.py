@@ -36,11 +36,11 @@ import magis  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import SEED_NAMES, resolve  # noqa: E402
+from magis.paper.search import STATES, published  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort  # noqa: E402
 from magis.search.fronts import HASTY, Efforts, divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
-from magis.search.published import STATES, published  # noqa: E402
 
 Plans = list[tuple[int, int]]
 """Peaks in bytes and latencies in nanoseconds."""

@@ -5,7 +5,7 @@
         [--output FILE]
 
 A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
-limit the latency overhead to eager; everything is simulated. *published*: magis.search.published with that many states
+limit the latency overhead to eager; everything is simulated. *published*: magis.paper.search with that many states
 (the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of keep,
 recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both plan
 the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts. *front*:
@@ -43,10 +43,10 @@ from magis.api.planning import plan  # noqa: E402
 from magis.api.plans import Scratch, searched  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import PRESETS, resolve  # noqa: E402
+from magis.paper.search import STATES, published  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
 from magis.rewrite.untangle import untangle  # noqa: E402
 from magis.search.judge import Goal  # noqa: E402
-from magis.search.published import STATES, published  # noqa: E402
 from magis.simulate.compile import compile_problem  # noqa: E402
 
 HEAD = (

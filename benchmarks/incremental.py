@@ -42,12 +42,12 @@ from magis.fission.near import regions_around  # noqa: E402
 from magis.fission.region import Region  # noqa: E402
 from magis.ir import Graph, verify  # noqa: E402
 from magis.models.workload import OptimizerSpec, Workload  # noqa: E402
+from magis.paper.full_schedule import full_order  # noqa: E402
+from magis.paper.incremental import rescheduled, survivors  # noqa: E402
 from magis.rewrite.realize import realize  # noqa: E402
 from magis.rewrite.rules.matching import Index  # noqa: E402
 from magis.rewrite.rules.rule import Match, attempt  # noqa: E402
 from magis.rewrite.rules.table import RULES  # noqa: E402
-from magis.schedule.full import full_order  # noqa: E402
-from magis.schedule.incremental import rescheduled, survivors  # noqa: E402
 from magis.schedule.stretches import MOST  # noqa: E402
 from magis.search.moves import hot  # noqa: E402
 from magis.simulate.arrays import make_step  # noqa: E402

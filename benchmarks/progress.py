@@ -7,7 +7,7 @@ Under a latency limit the figure is the peak as a share of eager's, under a memo
 of the best plan judged so far; everything is simulated. *ours*: a hasty look at the whole step and at one piece of it,
 then the front of the whole step, then that with fission; it serves all limits. *no fission*: the front of the whole
 step alone; *no mixing*: plans of a front are not mixed. *published*:
-``magis.search.published``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this machine's
+``magis.paper.search``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this machine's
 (processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture; the table
 stands beside it in FILE.txt.
 """
@@ -36,13 +36,13 @@ import magis  # noqa: E402
 from magis.api.bench import Bench  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import resolve  # noqa: E402
+from magis.paper.search import LEVELS, STATES, published  # noqa: E402
 from magis.report.svg import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.rewrite.rules.greedy import quickest  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
 from magis.search.fronts import HASTY, Efforts, places_front, sketch, whole_front, work_of  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
-from magis.search.published import LEVELS, STATES, published  # noqa: E402
 
 PAPER_SECONDS = 180.0
 """What the paper gives its search."""

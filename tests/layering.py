@@ -26,6 +26,7 @@ LAYERS = (
     ("magis.predict",),
     ("magis.strategies",),
     ("magis.models", "magis.report"),
+    ("magis.paper",),
     ("magis.search",),
     ("magis.capture", "magis.backend"),
     ("magis.fission", "magis.rewrite"),

@@ -19,7 +19,7 @@ from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
 from magis.capture.hollow import hollow
 from magis.capture.listening import Heard
-from magis.capture.settle import settle
+from magis.capture.settle import put_back, settle, whole_numbers
 from magis.capture.step import record_eager
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
@@ -86,10 +86,13 @@ class TracedModel:
         self._settles = True
         if CACHES in found.left:
             self.__dict__["traced"] = self.workload
+        before = whole_numbers(self.traced.module)
         settle(self.traced)
         if self._heard is not None:
             self._listen()
-        return self._captured(self.traced)
+        found = self._captured(self.traced)
+        put_back(self.traced.module, before, found.left)
+        return found
 
     def _first_capture(self) -> Captured:
         """Of the hollow workload, else of the real one: its batch may have what a hollow one has not, lengths say."""
@@ -133,9 +136,11 @@ class TracedModel:
     def _settled(self) -> Workload:
         """The real workload as it is from the second step on."""
         work = self.workload
-        _ = self.captured
+        left = self.captured.left
         if self._settles and work.module is not self.traced.module:
+            before = whole_numbers(work.module)
             settle(work)
+            put_back(work.module, before, left)
         return work
 
     def captured_as(self, technique: Local) -> tuple[Captured, int]:

@@ -10,13 +10,13 @@ import dis
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["advance", "counting_loads", "holder_of", "later_codes", "rewinder"]
+__all__ = ["advance", "counting_loads", "holder_of", "later_codes"]
 
 _ADDS = ("+", "+=")
 
@@ -90,18 +90,3 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
         if found is not None:  # else somebody has taken it away, as they may: nothing looks at it
             module, name = found
             setattr(module, name, getattr(module, name) + step)
-
-
-def rewinder(roots: Mapping[str, object]) -> Callable[[Iterable[tuple[str, int]]], None]:
-    """What puts counted numbers back at what they are now."""
-    modules = [part for root in roots.values() if isinstance(root, nn.Module) for part in root.modules()]
-    before = {(id(part), name): value for part in modules for name, value in vars(part).items() if type(value) is int}
-
-    def put_back(counted: Iterable[tuple[str, int]]) -> None:
-        for path, _ in counted:
-            found = holder_of(roots, path)
-            if found is not None:
-                module, name = found
-                setattr(module, name, before[id(module), name])
-
-    return put_back

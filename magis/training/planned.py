@@ -21,7 +21,6 @@ from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.capture.checks import BranchError
 from magis.capture.copies import deep_copy
-from magis.capture.counters import rewinder
 from magis.capture.listening import Heard
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
@@ -132,11 +131,9 @@ def planned(
     """
     subject = subject_now(module, loss_fn, batch, rule, device, autocast)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
-    put_back = rewinder({"model": subject.workload.module, "loss": loss_fn})
     reads = _observed(subject, cast)
     _ = subject.conformance
     captured = subject.captured
-    put_back(reads.counted)  # a capture may call the forward once before
     guards = Guards(module, loss_fn, batch, reads, captured.contents)
     if captured.drawn and rule.kind != "gradients":
         return None

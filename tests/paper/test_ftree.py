@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 
 from magis.analysis.liveness import lifetimes
-from magis.fission.apply import Refusal, apply
-from magis.fission.dominators import scores
-from magis.fission.ftree import Analysis, FTree, Node, arranged, chosen, describe, least_divisor, problems
-from magis.fission.mutate import Mutation, disable, enable, lift, mutate, mutations
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph, every_op, verify
+from magis.paper.dominators import scores
+from magis.paper.ftree import Analysis, FTree, Node, arranged, chosen, describe, least_divisor, problems
+from magis.paper.loops import Refusal, apply
+from magis.paper.mutations import Mutation, disable, enable, lift, mutate, mutations
 from magis.simulate.replay import replay
 from tests.fission.cutout import differences, draw, leaving, loops, measured, outcome, simulated, stand_alone
 from tests.fission.draws import NETWORKS, normal
-from tests.fission.trees import learner, random_graph
 from tests.golden.golden import check_golden
+from tests.paper.trees import learner, random_graph
 
 HOT = {4: 384, 5: 384}
 """Both activations of the learner."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from magis.fission.ftree import FTree, least_divisor, parts_problems
+from magis.paper.ftree import FTree, least_divisor, parts_problems
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ state seen before is skipped; the F-Tree is analysed again where the change befo
 applied and every child simulated; a child enters the queue if its key is smaller than the best one's times 1.1.
 
 Rules: the four mutations of the F-Tree; rematerialize, swap and their inverses on memory hot-spots; windows of the
-order around the peak. A change of loops is scheduled incrementally (Algorithm 2, ``schedule.incremental``), unless
+order around the peak. A change of loops is scheduled incrementally (Algorithm 2, ``paper.incremental``), unless
 ``incremental`` is off: then it starts from program order. Not there: TASO rules. No minimum cuts, no annealing, no
 climbing.
 
@@ -28,13 +28,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from magis.errors import UsageError, VerifyError
-from magis.fission.apply import Refusal, apply
-from magis.fission.ftree import LEVELS, Analysis, FTree, Node
-from magis.fission.mutate import mutations
 from magis.ir import Graph
-from magis.schedule.incremental import rescheduled, survivors
+from magis.paper.frames import Figures, Frame, View, filled, flags_of, frame, judge, look
+from magis.paper.ftree import LEVELS, Analysis, FTree, Node
+from magis.paper.incremental import rescheduled, survivors
+from magis.paper.loops import Refusal, apply
+from magis.paper.mutations import mutations
 from magis.schedule.window import window_orders
-from magis.search.frames import Figures, Frame, View, filled, flags_of, frame, judge, look
 from magis.search.judge import Goal
 from magis.simulate.compile import Costs
 

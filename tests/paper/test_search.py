@@ -15,16 +15,16 @@ from magis.aten.optimizers import scalars
 from magis.backend.codegen import compile_step
 from magis.cost.model import RooflineCosts, device_model
 from magis.errors import UsageError
-from magis.fission.apply import apply
-from magis.fission.ftree import Analysis, FTree
-from magis.fission.mutate import mutations
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, verify
+from magis.paper.frames import Frame, flags_of, frame, judge, look, realized
+from magis.paper.ftree import Analysis, FTree
+from magis.paper.loops import apply
+from magis.paper.mutations import mutations
+from magis.paper.search import Published, published
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.untangle import untangle
-from magis.search.frames import Frame, flags_of, frame, judge, look, realized
 from magis.search.judge import Goal
-from magis.search.published import Published, published
 from magis.simulate.evaluator import check_order
 from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.replay import replay

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from magis.aten.splits import Split
-from magis.fission.dimensions import Vertex, components, vertices_of
-from magis.fission.dominators import depends_on_inputs, dominators, flow, heat, scores
-from tests.fission.trees import axes, learner, random_graph, reached, score, sound, strictly_dominated
+from magis.paper.dimensions import Vertex, components, vertices_of
+from magis.paper.dominators import depends_on_inputs, dominators, flow, heat, scores
+from tests.paper.trees import axes, learner, random_graph, reached, score, sound, strictly_dominated
 
 SEEDS = range(60)
 

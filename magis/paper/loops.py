@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from magis.aten.splits import Split, splits
 from magis.errors import VerifyError
 from magis.fission.expand import expand
-from magis.fission.ftree import FTree, Node
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph, Loop, Op
+from magis.paper.ftree import FTree, Node
 
 
 @dataclass(frozen=True)

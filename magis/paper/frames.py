@@ -78,7 +78,7 @@ class View:
 
 
 def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False) -> Frame:
-    """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``fission.apply``)."""
+    """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``paper.loops``)."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     problem = compiled.problem
     known = _body_names(graph, original) if inside else {storage: storage for storage in original.storages}

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from magis.aten.splits import Split
-from magis.fission.dimensions import Component, components
-from magis.fission.dominators import Dominators, depends_on_inputs, dominators, scores
 from magis.fission.grow import most_parts
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph
+from magis.paper.dimensions import Component, components
+from magis.paper.dominators import Dominators, depends_on_inputs, dominators, scores
 
 LEVELS = 4
 """Of heat (PAPER: L = 4 is best)."""

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.paper.full_schedule import full_order
+from magis.paper.incremental import incremental_order, intervals, splice
 from magis.schedule.dynamic import best_order, floor_of, peak_of
-from magis.schedule.full import full_order
-from magis.schedule.incremental import incremental_order, intervals, splice
 from magis.schedule.stretches import Steps, cuts, stretch
 from magis.schedule.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
 from magis.schedule.wide import wide_orders
