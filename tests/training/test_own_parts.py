@@ -87,6 +87,24 @@ def test_weights_lie_in_the_gate_as_the_user_laid_them() -> None:
     gate((WithGaps(), ((torch.randn(5, 3, 8, 8),), ()), lambda out: out.sum()), ratio=1.0)
 
 
+class CutOff(nn.Module):
+    """A number that autograd keeps as long as a node lives that no backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.free, self.last = nn.Parameter(torch.randn(36, 6)), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (self.free + x.var(-2)).mul_(-1.5)
+        kept = kept.detach()
+        return self.last(kept)
+
+
+def test_a_number_that_autograd_keeps_goes_with_its_node() -> None:
+    gate((CutOff(), ((torch.randn(6, 6),), ()), lambda out: out.sum()), ratio=1.0)
+
+
 class Miscounting(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         self.num_batches_tracked.add_(1)
