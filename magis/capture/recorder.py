@@ -22,11 +22,12 @@ from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
 from magis.aten.expect import EXPECT
 from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
-from magis.aten.kept import TakenNumber, end_unread, kinds, lives, takes_number
+from magis.aten.kept import kinds, takes_number
 from magis.aten.layouts import masked
 from magis.aten.states import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
 from magis.aten.watched import unwatched
 from magis.capture.layout import check_dense, tensors_in, window
+from magis.capture.numbers import Numbers
 from magis.capture.places import Places
 from magis.capture.randomness import Own, draws
 from magis.capture.schemas import READS
@@ -68,10 +69,8 @@ class Recorder(TorchDispatchMode):
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._numbers: list[TakenNumber] = []
+        self._numbers = Numbers(lambda: len(self._ops))
         self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
-        self._number_uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
-        self._last_of_node: dict[int, int] = {}
         # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
         self._resolved: set[tuple[Any, ...]] = set()
         self.places = Places()
@@ -115,6 +114,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._numbers.watch()
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -222,8 +222,7 @@ class Recorder(TorchDispatchMode):
         for storage in sorted(written):
             self._versions[storage] += 1
             writes.append((storage, self._versions[storage]))
-        view = not writes and not random and self._all_known(returned)
-        if view:
+        if view := not writes and not random and self._all_known(returned):
             if all(self._is_current(item) for item in tensors_in(returned)):
                 return  # detach and the like, or a window that exists already
             reads = []  # a view looks at no data
@@ -248,15 +247,15 @@ class Recorder(TorchDispatchMode):
             given = kinds(args) if takes_number(func, args) else None
             if given is not None and isinstance(args[0], Tensor) and window(args[0]) in self._resolved:
                 given = ((*given[0][:2], True), *given[1:])
-            if given is not None and torch.is_grad_enabled() and any(grad for _, _, grad in given):
-                self._numbers.append(TakenNumber(len(self._ops), sequence, func, given, graph_kwargs, bool(writes)))
+            if given is not None:
+                self._numbers.taken(func, given, graph_kwargs, sequence, out, at=len(self._ops), in_place=bool(writes))
         else:
             module, line = self.places.of_backward(sequence)
             # The update has no node, and what adds gradients up comes after the node whose gradient it adds.
             if node is not None and target not in _ADDED_UP:
-                self._last_of_node[sequence] = len(self._ops)
+                self._numbers.ran(sequence, len(self._ops))
             if node is not None and takes_number(func, args):
-                self._number_uses.setdefault(sequence, []).append(len(self._ops))
+                self._numbers.used(sequence, len(self._ops))
         if func is not torch.ops.aten.clone.default:
             self._resolved.clear()
         elif bits_of(args[0]) and args[0].requires_grad:
@@ -380,15 +379,14 @@ class Recorder(TorchDispatchMode):
 
         Operators that take the number are left out: there, it is part of their workspace.
         """
-        ends = {each.sequence: end_unread(each, self._ops, self._values, self._deaths) for each in self._numbers}
-        return lives(self._numbers, self._number_uses, {**ends, **self._last_of_node}, len(self._ops))
+        return self._numbers.lives(self._ops, self._values, self._deaths)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Forget what is recorded within: another way to go on. Tensors made there must be gone at its end."""
         names = (
             "_storages", "_versions", "_values", "_ops", "_storage_of", "_value_of", "_made_at", "_keys_of", "_deaths",
-            "_watched", "_last_of_node", "_resolved",
+            "_watched", "_resolved",
         )  # fmt: skip
         kept = {name: copy.copy(getattr(self, name)) for name in names}
         kept["_keys_of"] = {address: [*keys] for address, keys in self._keys_of.items()}

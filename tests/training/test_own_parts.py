@@ -70,6 +70,41 @@ def test_the_gate_runs_them() -> None:
     gate((Averaged(), batch(), loss_of))
 
 
+class WithGaps(nn.Module):
+    """Weights that lie in memory with gaps, and in one another's: kernels copy such as they do not copy others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        whole = torch.randn(6, 8)
+        self.first, self.even, self.odd = nn.Linear(8, 6), nn.Parameter(whole[:, ::2]), nn.Parameter(whole[:, 1::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,ij->...j", self.first(x), self.even) @ self.odd.T
+
+
+def test_weights_lie_in_the_gate_as_the_user_laid_them() -> None:
+    gate((WithGaps(), ((torch.randn(5, 3, 8, 8),), ()), lambda out: out.sum()), ratio=1.0)
+
+
+class CutOff(nn.Module):
+    """A number that autograd keeps as long as a node lives that no backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.free, self.last = nn.Parameter(torch.randn(36, 6)), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (self.free + x.var(-2)).mul_(-1.5)
+        kept = kept.detach()
+        return self.last(kept)
+
+
+def test_a_number_that_autograd_keeps_goes_with_its_node() -> None:
+    gate((CutOff(), ((torch.randn(6, 6),), ()), lambda out: out.sum()), ratio=1.0)
+
+
 class Miscounting(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         self.num_batches_tracked.add_(1)
