@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = [
+    "SEARCHES",
     "Case",
     "CaseResult",
     "FrontPoint",
@@ -27,6 +28,10 @@ __all__ = [
     "collapsed",
     "is_below",
 ]
+
+
+SEARCHES = ("magis", "paper")
+"""What `Case.search` may be."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,13 @@ class Case:
     """That a distributed strategy runs on, or is predicted for."""
     timing_rounds: int | None = None
     """Pairs of interleaved steps to time; None: the default."""
+    search: str = "magis"
+    """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
+
+    @property
+    def shown(self) -> str:
+        """The strategy, and whose search plans where that is not ours."""
+        return self.strategy if self.search == "magis" else f"{self.strategy} ({self.search})"
 
 
 @dataclass(frozen=True)

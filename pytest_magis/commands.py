@@ -28,6 +28,7 @@ _OF_THE_CASE = _OF_THE_RUN | {
     "--magis-models",
     "--magis-shard",
     "--magis-strategies",
+    "--magis-search",
     "--magis-memory-ratios",
     "--magis-latency-ratios",
 }
@@ -41,6 +42,8 @@ def accept_case(
     if where:
         return _command([where], ((flag, value) for flag, value in given if flag not in _NOT_OF_TESTS), needed)
     words = [f"--magis-models={model}", f"--magis-strategies={case.strategy}"]
+    if case.search != "magis":
+        words.append(f"--magis-search={case.search}")
     if case.memory_ratio is not None:
         words.append(f"--magis-memory-ratios={case.memory_ratio:.12g}")
     if case.latency_ratio is not None:

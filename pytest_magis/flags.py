@@ -58,6 +58,7 @@ OPTIONS = (
         "NAME",
         "float32, tf32, bfloat16, float16, float64, amp-bfloat16 or amp-float16 (default: each model's own)",
     ),
+    Option("search", "NAMES", "whose search plans: magis, paper (the published one) or both", is_list=True),
     Option("budget", "STATES", "work budget of the search: quick, default, thorough, or states evaluated"),
     Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
     Option("seed", "N", "seed of models, batches and searches (default: 0)"),

@@ -15,6 +15,7 @@ import pytest
 
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
+from magis.results import SEARCHES
 from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
 from pytest_magis.shards import Shard
 from pytest_magis.strategies import Grid
@@ -104,6 +105,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         dtype=_dtype(_scalar(config, "dtype"), device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
+        searches=_searches(config),
         budget=_budget(_scalar(config, "budget")),
         seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
         seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
@@ -142,6 +144,13 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
+
+
+def _searches(config: pytest.Config) -> tuple[str, ...]:
+    found = _list(config, "search") or SEARCHES[:1]
+    for name in found:
+        _choice("search", name, SEARCHES)
+    return found
 
 
 def _csv(config: pytest.Config) -> Path | None:

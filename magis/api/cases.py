@@ -34,7 +34,7 @@ from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import EagerStep, Step
 from magis.errors import UsageError
 from magis.ir import Graph
-from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.results import SEARCHES, Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.simulate.tables import changes
 from magis.strategies.base import samples_of
 from magis.strategies.parts import PLANS, family
@@ -176,6 +176,7 @@ class CaseRun:
             seconds=case.seconds,
             seed=case.seed,
             stored=table,
+            search=case.search,
         )
         self.graph = found.graph
         whole = subject.whole(found.graph)
@@ -398,5 +399,7 @@ def check_amounts(case: Case) -> None:
     for name, amount in amounts.items():
         if amount is not None and not 0 < amount < math.inf:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
+    if case.search not in SEARCHES:
+        raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

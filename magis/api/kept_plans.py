@@ -43,14 +43,22 @@ class KeptPlans:
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
 
-    def key(self, subject: Subject, goal: Goal, budget: int, seed: int, stored: Mapping[str, int] | None) -> str:
+    def key(
+        self,
+        subject: Subject,
+        goal: Goal,
+        search: str,
+        budget: int | None,
+        seed: int,
+        stored: Mapping[str, int] | None,
+    ) -> str:
         """What a search depends on: step, limit, effort, prices and scratch."""
         return self._kept.key(
             "plan",
             FORMAT,
             subject.digest,
             (subject.source.device, subject.kind, subject.source.reuse),
-            (goal.memory_limit, goal.latency_limit_ns, budget, seed),
+            (goal.memory_limit, goal.latency_limit_ns, search, budget, seed),
             (subject.roofline, subject.pricing.digest if subject.kind != "cpu" else ""),
             sorted((stored if stored is not None else subject.base_workspaces).items()),
             stored is not None,

@@ -10,6 +10,7 @@ from functools import partial
 from magis.api.dividing import Request, divided, worth_dividing
 from magis.api.fronts import best_on_front
 from magis.api.kept_plans import KeptPlans
+from magis.api.paper_plan import paper_plan
 from magis.api.plans import Plan, Scratch, approached, attempts
 from magis.api.subject import Subject
 from magis.search.judge import DEFAULT_BUDGET, Goal, Wanted
@@ -39,8 +40,11 @@ def plan(
     seconds: float | None,
     seed: int,
     stored: Mapping[str, int] | None,
+    search: str = "magis",
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
+
+    ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
 
     Where the subject keeps plans, one that was kept stands for the search.
     """
@@ -48,18 +52,28 @@ def plan(
     behind = subject.behind_ns
     goal = Goal(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     scratch = Scratch(subject, stored)
-    budget = DEFAULT_BUDGET if budget is None else budget
+    by = partial(_by_paper, scratch, goal, budget, seconds)
+    if search == "magis":
+        budget = DEFAULT_BUDGET if budget is None else budget
+        by = partial(_searched, scratch, goal, budget, seconds, seed)
     if subject.kept is None:
-        best = _searched(scratch, goal, budget, seconds, seed)
+        best = by()
     else:
         plans = KeptPlans(subject.kept)
-        key = plans.key(subject, goal, budget, seed, stored)
+        key = plans.key(subject, goal, search, budget, seed, stored)
         known = plans.load(key, scratch, goal)
         if known is None:
-            known = _searched(scratch, goal, budget, seconds, seed)
+            known = by()
             plans.save(key, known, scratch, goal)
         best = known
     return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
+
+
+def _by_paper(scratch: Scratch, goal: Goal, budget: int | None, seconds: float | None) -> Plan:
+    started = time.perf_counter()
+    return paper_plan(
+        scratch, goal, budget=budget, over=lambda: seconds is not None and time.perf_counter() - started >= seconds
+    )
 
 
 def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, seed: int) -> Plan:

@@ -1,4 +1,4 @@
-"""The search as it was published (PAPER, Algorithm 3), to compare with: a baseline, used by no plan of ours.
+"""The coordinated search of the paper (Algorithm 3): what plans with `--magis-search=paper`.
 
 State: F-Tree, decisions on tensors of the step with its enabled loops, order. A priority queue by the goal's key; a
 state seen before is skipped; the F-Tree is analysed again where the change before was not under fission; every rule is
@@ -29,13 +29,13 @@ import numpy as np
 
 from magis.errors import UsageError, VerifyError
 from magis.ir import Graph
-from magis.paper.frames import Figures, Frame, View, filled, flags_of, frame, judge, look
+from magis.paper.frames import Figures, Frame, View, filled, flags_of, frame, judge, look, realized
 from magis.paper.ftree import LEVELS, Analysis, FTree, Node
 from magis.paper.incremental import rescheduled, survivors
 from magis.paper.loops import Refusal, apply
 from magis.paper.mutations import mutations
 from magis.schedule.window import window_orders
-from magis.search.judge import Goal
+from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Costs
 
 STATES = 3000
@@ -92,10 +92,18 @@ class Published:
     expanded: int
     refused: int
     """F-Trees whose enabled nodes cannot all be loops."""
+    stopped: bool
+    """By whoever asked for the search, before its budget was spent."""
+    frame: Frame
+    """The best state's compiled step."""
 
     @property
     def loops(self) -> tuple[Node, ...]:
         return tuple(node for node in self.best.tree.nodes if node.enabled)
+
+    def realized(self) -> Graph:
+        """The best state as a graph."""
+        return realized(self.frame, dict(self.best.decided), _order(self.best))
 
 
 def published(
@@ -108,13 +116,14 @@ def published(
     levels: int = LEVELS,
     most: int | None = None,
     incremental: bool = True,
+    over: Over = never,
 ) -> Published:
     """Search from the step as it is; ``graph`` must be in functional form and untangled (``rewrite.untangle``)."""
     if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if states < 1:
         raise UsageError(f"a search needs a budget of at least 1 state, not {states}")
-    search = Search(Analysis(graph), costs, goal, Settings(reuse, states, levels, most, incremental))
+    search = Search(Analysis(graph), costs, goal, Settings(reuse, states, levels, most, incremental, over))
     search.run()
     return search.result()
 
@@ -128,6 +137,7 @@ class Settings:
     levels: int
     most: int | None
     incremental: bool
+    over: Over
 
 
 class Search:
@@ -143,7 +153,7 @@ class Search:
         self.began = time.process_time()
         self.best = State(FTree())
         self.start = self.figures = judge(self._whole(self.best), {})
-        self.states = 1
+        self.states, self.stopped = 1, False
         self.seen = {self.best.mark}
         self.curve.append(self._point(self.start))
         self._push(self.best, self.start)
@@ -159,13 +169,14 @@ class Search:
                     continue
                 self.seen.add(child.mark)
                 self._simulate(self._scheduled(state, child))
-                if self.states >= self.budget:
+                self.stopped = self.settings.over()
+                if self.stopped or self.states >= self.budget:
                     return
 
     def result(self) -> Published:
         return Published(
             self.best, self.figures, self.start, tuple(self.curve), self.states,
-            self.generated, self.filtered, self.expanded, self.refused,
+            self.generated, self.filtered, self.expanded, self.refused, self.stopped, self._whole(self.best),
         )  # fmt: skip
 
     def _scheduled(self, parent: State, child: State) -> State:

@@ -12,7 +12,7 @@ from magis.errors import UsageError
 
 __all__ = ["Merged", "merge_results"]
 
-CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
+CASE = ("name", "strategy", "search", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
 """The columns that tell cases apart."""
 RED = ("FAIL", "ERROR")
 """What the verdict of a red case begins with."""

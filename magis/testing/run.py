@@ -69,18 +69,21 @@ def run_optimization(
     dump_file: IO[str] | None = None,
     dtype: str = "float32",
     device: str | None = None,
+    search: str = "magis",
 ) -> CaseResult:
     """Capture the step with ``dtype``, optimize it under one limit, run and measure both steps where they fit.
 
     ``mem_limit_ratio`` is a share (0..1] of the un-optimized peak, ``lat_limit_ratio`` (>= 1) a multiple of the
     un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds, and running both
     steps as well, but never below a minute (10 minutes without it): what takes longer is simulated, and the note says
-    so. What goes on is said on standard error. ``save_graph``
+    so. ``search`` "paper" plans with the method as it was published. What goes on is said on standard error.
+    ``save_graph``
     writes ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result).
     ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where
     there is a GPU, else "cpu". Raises UsageError, in one line, for arguments that cannot be.
     """
     case = _case(graph, name, mem_limit_ratio, lat_limit_ratio, time_budget, dtype, device or default_device())
+    case = replace(case, search=search)
     seconds = running_seconds(time_budget)
     source = Source(name, graph.make, dtype, case.device, case.seed, reuse=graph.inplace, running_seconds=seconds)
     run = CaseRun(case, Bench().keep((name, graph.graph.name), source), partial(_say, name))

@@ -44,7 +44,7 @@ def figures(outcome: Outcome) -> Iterator[tuple[str, object]]:
     case, result = outcome.case, outcome.result
     found: dict[str, object | None] = {
         "model": outcome.model,
-        "strategy": case.strategy,
+        "strategy": case.shown,
         "device": case.device,
         "memory_ratio_limit": case.memory_ratio,
         "latency_ratio_limit": case.latency_ratio,

@@ -23,6 +23,7 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
             "preset": outcome.case.preset,
             "dtype": outcome.case.dtype,
             "strategy": outcome.case.strategy,
+            "search": outcome.case.search,
             "verdict": outcome.verdict.label,
             "note": " ".join(outcome.error.split()),
         }

@@ -71,7 +71,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def cells(outcome: Outcome) -> tuple[str, ...]:
     """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
-    strategy = _cut(case.strategy)
+    strategy = _cut(case.shown)
     model = _cut_left(outcome.model)
     if result is None:
         return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)

@@ -20,6 +20,7 @@ class Grid:
     dtype: str | None = None
     memory_ratios: tuple[float, ...] = ()
     latency_ratios: tuple[float, ...] = ()
+    searches: tuple[str, ...] = ("magis",)
     budget: int | None = None
     seconds: float | None = None
     seed: int = 0

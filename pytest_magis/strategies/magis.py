@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from magis.errors import UsageError
 from magis.results import Case
@@ -14,7 +15,8 @@ __all__ = ["Magis"]
 
 @dataclass(frozen=True)
 class Magis:
-    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first.
+    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first; planned by the paper's search,
+    `magis-paper-mem0.8`.
 
     "magis+amp" is the same for the step under autocast, which then is the original, too: limits are shares of its peak.
     """
@@ -22,10 +24,15 @@ class Magis:
     name: str = "magis"
 
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
-        for ratio in grid.memory_ratios:
-            yield f"{self.name}-mem{ratio:.12g}", self._case(model, grid, memory_ratio=ratio)
-        for ratio in grid.latency_ratios:
-            yield f"{self.name}-lat{ratio:.12g}", self._case(model, grid, latency_ratio=ratio)
+        for search in grid.searches:
+            label, grid_case = (
+                (self.name if search == "magis" else f"{self.name}-{search}"),
+                partial(self._case, search),
+            )
+            for ratio in grid.memory_ratios:
+                yield f"{label}-mem{ratio:.12g}", grid_case(model, grid, memory_ratio=ratio)
+            for ratio in grid.latency_ratios:
+                yield f"{label}-lat{ratio:.12g}", grid_case(model, grid, latency_ratio=ratio)
 
     def _dtype(self, grid: Grid) -> str | None:
         if self.name == "magis":
@@ -39,7 +46,13 @@ class Magis:
         return grid.dtype if grid.dtype not in (None, "float32") else default
 
     def _case(
-        self, model: str, grid: Grid, *, memory_ratio: float | None = None, latency_ratio: float | None = None
+        self,
+        search: str,
+        model: str,
+        grid: Grid,
+        *,
+        memory_ratio: float | None = None,
+        latency_ratio: float | None = None,
     ) -> Case:
         return Case(
             model=model,
@@ -52,4 +65,5 @@ class Magis:
             budget=grid.budget,
             seconds=grid.seconds,
             seed=grid.seed,
+            search=search,
         )
