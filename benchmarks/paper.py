@@ -1,0 +1,114 @@
+"""The paper's 28 figures, its method here, and ours: `python benchmarks/paper.py --docs docs/paper.md`.
+
+    python benchmarks/paper.py [model ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000] [--output FILE]
+                               [--docs docs/paper.md]
+
+The seven networks of the seed at the paper's sizes on a simulated RTX 3090. Under a latency limit a figure is the peak as
+a share of eager's, under a memory limit the latency beyond eager's as a share of it. The paper's are read off its charts
+(+-0.01). *method*: `magis.run_case(..., search="paper")` with so many simulated states, *ours*: `search="magis"`; both
+plans are realized, verified and simulated by the same simulator. Seconds are one core's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paper_figures import PAPER_LATENCY, PAPER_MEMORY
+
+from magis.quiet import before_torch
+
+before_torch()
+
+import torch  # noqa: E402
+
+import magis  # noqa: E402
+from magis.api.bench import Bench  # noqa: E402
+from magis.results import Case, CaseResult  # noqa: E402
+
+DEVICE = "sim:rtx3090"
+BEGIN, END = "<!-- BEGIN paper -->", "<!-- END paper -->"
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a search reached: the figure (None: the limit is not kept), its seconds, and what it runs in parts."""
+
+    figure: float | None
+    seconds: float
+    fission: str
+
+    def __str__(self) -> str:
+        return "missed" if self.figure is None else f"{self.figure:.3f}"
+
+
+def reached(case: Case, bench: Bench) -> Reached:
+    """Plan a case."""
+    started = time.perf_counter()
+    result = magis.run_case(case, cache=bench)
+    return Reached(_figure(result), time.perf_counter() - started, result.search.fission)
+
+
+def _figure(result: CaseResult) -> float | None:
+    if not result.search.feasible:
+        return None
+    return result.memory_ratio if result.case.memory_ratio is None else result.latency_ratio - 1.0
+
+
+def rows(models: list[str], latency: list[float], memory: list[float], states: int) -> Iterator[str]:
+    """The table's lines, as they are found."""
+    yield "| network | limit | paper | its method here | ours | seconds: method, ours | method runs in parts |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    wins = count = 0
+    for model in models:
+        bench = Bench()
+        for limit in (*(("lat", each) for each in latency), *(("mem", each) for each in memory)):
+            kind, ratio = limit
+            known = PAPER_LATENCY.get(f"{ratio}", {}) if kind == "lat" else PAPER_MEMORY.get(f"{ratio:g}", {})
+            case = Case(f"seed-{model}", "magis", DEVICE, "paper")
+            case = replace(case, latency_ratio=ratio) if kind == "lat" else replace(case, memory_ratio=ratio)
+            theirs = reached(replace(case, search="paper", budget=states), bench)
+            ours = reached(case, bench)
+            paper = known.get(model)
+            count += 1
+            wins += ours.figure is not None and all(
+                other is None or ours.figure <= other for other in (paper, theirs.figure)
+            )
+            yield (
+                f"| {model} | {kind} {ratio:g} | {'-' if paper is None else f'{paper:.3f}'} | {theirs} | {ours}"
+                f" | {theirs.seconds:.0f}, {ours.seconds:.0f} | {theirs.fission or 'nothing'} |"
+            )
+    yield ""
+    yield f"Ours is at least as good as both in {wins} of {count} cells."
+
+
+def main() -> None:
+    """Print the table, and write it where it was asked for."""
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("models", nargs="*", default=list(PAPER_LATENCY["1.1"]))
+    asked.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
+    asked.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.4])
+    asked.add_argument("--states", type=int, default=3000)
+    asked.add_argument("--output", type=Path)
+    asked.add_argument("--docs", type=Path)
+    options = asked.parse_args()
+    lines = [f"{dt.date.today()}, torch {torch.__version__}, {options.states} states, {DEVICE}", ""]  # noqa: DTZ011
+    print(lines[0], flush=True)
+    for line in rows(options.models, options.latency, options.memory, options.states):
+        print(line, flush=True)
+        lines.append(line)
+    text = "\n".join(lines) + "\n"
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
+    if options.docs:
+        before, _, rest = options.docs.read_text(encoding="utf-8").partition(BEGIN)
+        options.docs.write_text(f"{before}{BEGIN}\n{text}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
