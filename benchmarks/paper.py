@@ -3,10 +3,10 @@
     python benchmarks/paper.py [model ...] [--latency 1.1 1.05] [--memory 0.8 0.4] [--states 3000] [--output FILE]
                                [--docs docs/paper.md]
 
-The seven networks of the seed at the paper's sizes on a simulated RTX 3090. Under a latency limit a figure is the peak as
-a share of eager's, under a memory limit the latency beyond eager's as a share of it. The paper's are read off its charts
-(+-0.01). *method*: `magis.run_case(..., search="paper")` with so many simulated states, *ours*: `search="magis"`; both
-plans are realized, verified and simulated by the same simulator. Seconds are one core's.
+The seven networks of the seed at the paper's sizes on a simulated RTX 3090. Under a latency limit a figure is the peak
+as a share of eager's, under a memory limit the latency beyond eager's as a share of it. The paper's are read off its
+charts (+-0.01). *method*: `magis.run_case` of a case with search "paper" and so many simulated states, *ours*: "magis";
+both plans are realized, verified and simulated by the same simulator. Seconds are one core's.
 """
 
 from __future__ import annotations

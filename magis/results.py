@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 __all__ = [
-    "SEARCHES",
     "Case",
     "CaseResult",
     "FrontPoint",
@@ -28,10 +27,6 @@ __all__ = [
     "collapsed",
     "is_below",
 ]
-
-
-SEARCHES = ("magis", "paper")
-"""What `Case.search` may be."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import pytest
 
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
-from magis.results import SEARCHES
+from magis.strategies.parts import SEARCHES
 from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
 from pytest_magis.shards import Shard
 from pytest_magis.strategies import Grid

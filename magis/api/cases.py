@@ -34,10 +34,10 @@ from magis.backend.measure import collector_spared, device_identity
 from magis.backend.steps import EagerStep, Step
 from magis.errors import UsageError
 from magis.ir import Graph
-from magis.results import SEARCHES, Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.simulate.tables import changes
 from magis.strategies.base import samples_of
-from magis.strategies.parts import PLANS, family
+from magis.strategies.parts import PLANS, SEARCHES, family
 from magis.units import share_of
 
 Progress = Callable[[str], None]

@@ -17,6 +17,7 @@ __all__ = [
     "ORIGINAL",
     "PLANNED_CODE",
     "PLANS",
+    "SEARCHES",
     "OrtName",
     "check_parts",
     "family",
@@ -27,6 +28,8 @@ __all__ = [
 
 ORIGINAL = "eager"
 PLANS = ("magis", "magis+amp")
+SEARCHES = ("magis", "paper")
+"""Whose search plans, ours first."""
 PLANNED_CODE = "magis+compile"
 """Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
 KINDS = (

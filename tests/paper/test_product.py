@@ -1,0 +1,62 @@
+"""The paper's method as a user asks for it: a case of the gate like any other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from magis import UsageError, run_case
+from magis.api import Bench, check_case
+from magis.models import from_function
+from magis.results import Case
+from tests.training.loops import net
+
+CASE = Case("own", "magis", "cpu", "small", budget=60, timing_rounds=1, search="paper")
+
+
+def chain() -> tuple[object, ...]:
+    torch.manual_seed(0)
+    return net(depth=6), (torch.randn(512, 32), torch.randn(512, 32)), nn.functional.mse_loss
+
+
+def wide() -> tuple[object, ...]:
+    """Weight gradients of a wide layer, which the paper's search adds up in parts."""
+    torch.manual_seed(0)
+    layers = nn.Linear(16, 16), nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16)
+    return nn.Sequential(*layers), (torch.randn(512, 16), torch.randn(512, 16)), nn.functional.mse_loss
+
+
+@pytest.mark.parametrize("limit", [{"memory_ratio": 0.9}, {"latency_ratio": 1.5}])
+def test_a_plan_of_the_papers_method_is_verified_executed_and_compared(limit: dict[str, Any]) -> None:
+    bench, make = Bench(), from_function("own", chain)
+    case = dataclasses.replace(CASE, **limit)
+    check_case(case, cache=bench, make=make)
+    result = run_case(case, cache=bench, make=make, rough=True)
+    assert result.search.feasible
+    assert result.numbers == "bit-identical"
+    assert result.optimized.measured is not None
+    assert result.optimized.measured.peak_bytes == result.optimized.simulated.peak_bytes
+    assert result.memory.peak_bytes < result.original_memory.peak_bytes
+    assert 1 < result.search.states <= 3 * 60
+
+
+def test_what_it_runs_in_parts_is_proved_and_computes_eagers_numbers() -> None:
+    case = dataclasses.replace(CASE, latency_ratio=1.5, budget=100)
+    found = run_case(case, make=from_function("own", wide), rough=True)
+    assert found.search.fission.endswith("in 4 parts")
+    assert found.numbers == "within tolerance"
+
+
+def test_a_cap_on_seconds_ends_it() -> None:
+    case = dataclasses.replace(CASE, memory_ratio=0.5, budget=10**6, seconds=0.2)
+    result = run_case(case, make=from_function("own", chain), rough=True)
+    assert result.search.stopped_by_seconds
+
+
+def test_an_unknown_search_is_one_line() -> None:
+    with pytest.raises(UsageError, match=r"unknown search 'theirs'; choose from magis, paper"):
+        run_case(dataclasses.replace(CASE, memory_ratio=0.5, search="theirs"), make=from_function("own", chain))
