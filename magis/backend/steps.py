@@ -151,9 +151,8 @@ class EagerStep:
             self._scaler.update()
 
     def forward(self) -> None:
-        """Run forward and loss alone, which may change weights, too."""
-        with torch.no_grad():
-            self._forward()
+        """Run forward and loss alone, which may change weights, too; with gradients, as in the step that they are of."""
+        self._forward()
 
     def _forward(self) -> Any:
         with self._around():
