@@ -151,7 +151,7 @@ class EagerStep:
             self._scaler.update()
 
     def forward(self) -> None:
-        """Run forward and loss alone, which may change weights, too; with gradients, as in the step that they are of."""
+        """Run forward and loss alone, which may change weights, too; with gradients, as the step that they are of."""
         self._forward()
 
     def _forward(self) -> Any:
