@@ -401,10 +401,10 @@ class Recorder(TorchDispatchMode):
         """Value id of a tensor that the step has seen."""
         return self._value(tensor, "temporary", "")
 
-    def is_made(self, tensor: Tensor) -> bool:
-        """Whether the step has made a tensor, memory and all."""
+    def is_result(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a result of the step, or of its batch."""
         known = self._value_of.get(window(tensor))
-        return known is not None and self._storages[self._values[known].storage].kind == "temporary"
+        return known is not None and self._storages[self._values[known].storage].kind in ("temporary", "batch")
 
     def graph(self, outputs: tuple[int, ...]) -> Graph:
         """Everything recorded so far, in program order."""

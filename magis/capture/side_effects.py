@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def observe_step(
         stack.enter_context(caches_kept())
         twins = partial(hollow_like, known=is_readable)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
+        other = _another_batch(work)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
         stack.enter_context(clear_errors(places))
         stack.enter_context(places.watch(stand.module))
@@ -86,14 +88,15 @@ def observe_step(
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
-            inputs, targets = _once_more(stand.inputs, stand.targets)
+            inputs, targets = batches.pop(0)
             with torch.enable_grad(), casting(autocast):
                 return work.loss_fn(stand.module(*inputs), *targets)
 
+        batches = [(stand.inputs, stand.targets), other]
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = {"model": stand.module, "loss": work.loss_fn}
         try:
-            reads = observe(forward, roots, stand.named().values(), draws=draws)
+            reads = observe(forward, roots, [*stand.named().values(), *chain(*other)], draws=draws)
         except DrawError:
             raise
         except CaptureError as error:
@@ -105,10 +108,12 @@ def observe_step(
     return reads
 
 
-def _once_more(*batch: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """A batch on the same memory, whatever an earlier forward has made of its shapes and gradients."""
-    made = {id(each): each.detach().requires_grad_(each.requires_grad) for part in batch for each in part}
-    return [tuple(made[id(each)] for each in part) for part in batch]
+def _another_batch(work: Workload) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """A batch on memory of its own: the next step is not handed what an earlier one has kept or changed."""
+    inputs = {f"input:{index}": tensor for index, tensor in enumerate(work.inputs)}
+    targets = {f"target:{index}": tensor for index, tensor in enumerate(work.targets)}
+    made = hollow_like({**inputs, **targets}, known=is_readable)
+    return tuple(made[name] for name in inputs), tuple(made[name] for name in targets)
 
 
 def observe(

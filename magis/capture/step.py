@@ -300,7 +300,7 @@ def _recorded(
             grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
-        left = {name: tensor for name, tensor in attributes().items() if recorder.is_made(tensor)}
+        left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
         returned = [*_flat(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
 
         def found() -> Captured:

@@ -52,6 +52,12 @@ class Carrying(Odd):
         return x
 
 
+class CarryingInput(Odd):
+    def forward(self, x: Tensor) -> Tensor:
+        before, self.carried = self.carried, x
+        return self.body(x if before is None else x + before)
+
+
 class Drawing(Odd):
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) * random.random()
@@ -71,6 +77,7 @@ class Starting(Odd):
         (Counting, r"every forward changes model.calls, .*keep it in a buffer"),
         (Listing, r"every forward changes model.history"),
         (Carrying, r"takes the tensor model.carried from one step to the next"),
+        (CarryingInput, r"takes the tensor model.carried from one step to the next"),
         (Drawing, r"a number in an operator .* draws from Python's or numpy's random numbers"),
         (Starting, r"the first forward computes aten.mean.*call the module once before"),
     ],
@@ -199,6 +206,7 @@ class Shown(nn.Module):
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        self.given, self.row = x, x[0]
         x = self.body(x)
         self.last = x.softmax(-1)
         self.top = self.last[:, :4]
@@ -212,7 +220,7 @@ def pruned() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(("make", "shown"), [(Shown, ("last", "top")), (pruned, ("0.weight",))])
+@pytest.mark.parametrize(("make", "shown"), [(Shown, ("last", "top", "given", "row")), (pruned, ("0.weight",))])
 @pytest.mark.parametrize("rule", [MOMENTUM, torch.optim.RMSprop])
 def test_tensors_that_the_forward_leaves_in_attributes_are_those_of_the_last_step(
     make: Callable[[], nn.Module], shown: tuple[str, ...], rule: Any
