@@ -1,4 +1,4 @@
-"""Incremental against full scheduling on random cell networks (PAPER, Algorithm 2 and section 7.3).
+"""Incremental against full scheduling on random cell networks (paper, Algorithm 2 and section 7.3).
 
     python benchmarks/incremental.py [--networks 25] [--rewrites 4] [--seed 0] [--most 2048] [--forward] [--output FILE]
 
@@ -325,7 +325,7 @@ def main() -> None:
     lines = [
         f"# {dt.datetime.now(dt.UTC).date()}, {versions}, {DEVICE}",
         f"# python {' '.join(sys.argv)}",
-        "# PAPER: 10 times faster on average (4 to 30), equally good in 94 of 100 cases",
+        "# paper: 10 times faster on average (4 to 30), equally good in 94 of 100 cases",
         HEAD,
     ]
     print("\n".join(lines), flush=True)

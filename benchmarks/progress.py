@@ -1,4 +1,4 @@
-"""The best figure over time, ours and the published search's, with heuristics left out (PAPER, Figure 13).
+"""The best figure over time, ours and the published search's, with heuristics left out (paper, Figure 13).
 
     python benchmarks/progress.py [NAME] [--limit lat 1.1 | --limit mem 0.4] [--states 3000] [--device sim:rtx3090]
         [--preset paper] [--output FILE.svg]

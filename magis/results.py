@@ -1,6 +1,6 @@
 """What a case asks for and what it found: plain, frozen records that travel to reports, baselines and the csv.
 
-Bytes are whole numbers, times are milliseconds, every ratio is optimized / original (SPEC section 3).
+Bytes are whole numbers, times are milliseconds, every ratio is optimized / original.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class SearchStats:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Everything about one case. ``original`` is eager (SPEC section 3); for strategy "eager" both are the same."""
+    """Everything about one case. ``original`` is eager; for strategy "eager" both are the same."""
 
     case: Case
     dtype: str

@@ -1,6 +1,6 @@
 """The verdict on a case: pure functions from a result, its baseline and the tolerances to findings.
 
-What is compared where (SPEC section 6): tensor bytes on every machine; peaks (tensors + workspace) and latencies
+What is compared where: tensor bytes on every machine; peaks (tensors + workspace) and latencies
 (`pytest_magis.latencies`) only where the baseline has a measurement of the same device identity. Some findings no
 baseline can accept: numbers that differ from eager, a simulator that is off, a peak above the limit that the search
 claims to meet.

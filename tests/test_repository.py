@@ -259,3 +259,15 @@ def test_what_is_left_to_soak_exists(repository: Path) -> None:
         assert re.search(rf"^def {function}\(", (repository / file).read_text(encoding="utf-8"), re.MULTILINE), pattern
     assert is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[unet-0-0]@group")
     assert not is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[bert-0-0]")
+
+
+def test_no_document_is_referred_to_that_is_not_here(repository: Path) -> None:
+    """Nor by its name in capitals ("DESIGN section 3"), nor by a link from one page to another."""
+    absent = re.compile(r"\b(?:SPEC|DESIGN|PAPER|PLANNER|HOUSE|STYLE)(?:'s| section|\)|, |:)")
+    pages = [repository / "README.md", repository / "CHANGELOG.md", *repository.glob("docs/**/*.md")]
+    sources = [path for room in ("magis", "pytest_magis", "benchmarks") for path in repository.glob(f"{room}/**/*.py")]
+    for path in (*pages, *sources):
+        assert not absent.findall(path.read_text(encoding="utf-8")), path
+    for page in pages:
+        for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page}: {link}"

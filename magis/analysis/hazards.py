@@ -2,7 +2,7 @@
 
 The order rules are the storage versions of the operators (``magis.ir.types``): the writer of version k + 1 comes after
 every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets
-the same versions everywhere, hence computes the same numbers (DESIGN section 3).
+the same versions everywhere, hence computes the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether the optimized step computes eager's numbers (SPEC section 6): bit by bit, or with rounding as good as its."""
+"""Whether the optimized step computes eager's numbers: bit by bit, or with rounding as good as its."""
 
 from __future__ import annotations
 

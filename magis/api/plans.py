@@ -52,7 +52,7 @@ class Plan:
 class Scratch:
     """Where the workspaces of a plan come from: measured here or, with ``stored``, all from a baseline.
 
-    Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine (SPEC section 6).
+    Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine.
     """
 
     subject: Subject

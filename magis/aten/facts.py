@@ -1,8 +1,8 @@
 """What the schemas of ATen operators say, and what they leave out: views, writes, in-place forms.
 
 Targets are strings such as ``"aten.mm.default"``. Nothing here needs torch, so that rewriting and simulating a
-graph stay independent of it. Sources: the operators' schemas (``native_functions.yaml``) and DESIGN section 3,
-which lists the writes that schemas do not declare.
+graph stay independent of it. Sources: the operators' schemas (``native_functions.yaml``), and kernels for the writes
+that schemas do not declare.
 """
 
 from __future__ import annotations

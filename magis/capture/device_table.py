@@ -1,6 +1,6 @@
 """Operators that a GPU would run in place of the CPU's, substituted while a step is traced on CPU fakes.
 
-Tracing on fake CUDA tensors needs a CUDA build and aborts in autograd without a device (DESIGN section 3). The
+Tracing on fake CUDA tensors needs a CUDA build and aborts in autograd without a device. The
 fused forms have autograd formulas of their own and trace well on the CPU.
 """
 

@@ -1,4 +1,4 @@
-"""F-Trans (PAPER): a sub-graph, a dimension of each of its operators, and a number of parts; and what makes it legal.
+"""F-Trans (paper): a sub-graph, a dimension of each of its operators, and a number of parts; and what makes it legal.
 
     Region(cuts={operator: Split, ...}, parts=4)
 

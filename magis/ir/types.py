@@ -6,7 +6,7 @@ operator reads and writes is pinned by storage *versions* (see ``Op``): an order
 when each one meets the versions that it met in program order. That one rule covers read-after-write,
 write-after-read and write-after-write, and random numbers too, whose generator counts as a storage.
 
-The published implementation (PAPER, "what it gets wrong") has neither storages nor order constraints.
+The published implementation of the paper has neither storages nor order constraints.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a ``magis.loop`` runs ``parts`` times: fission (PAPER, F-Trans), on one stretch of its inputs after another.
+    """What a ``magis.loop`` runs ``parts`` times: fission (paper, F-Trans), on one stretch of its inputs after another.
 
     The inputs of ``graph`` stand for the loop's inputs, in order, and then for the tensors that it makes: these are
     allocated before the first part runs. Operators of our own tie the parts to the whole, all with equal stretches:

@@ -1,6 +1,6 @@
 """The rules that every graph keeps; checked after capture and after every rewrite.
 
-The published implementation simulates graphs whose operators lost an input, and such graphs can win (PAPER). Here a
+The published implementation simulates graphs whose operators lost an input, and such graphs can win (paper). Here a
 broken rule is a VerifyError that names operator, rule and values, and no graph is believed before it passes.
 """
 

@@ -1,4 +1,4 @@
-"""The sizes of every registered network: "paper" (SPEC section 4) and "small" (runs on two CPU cores).
+"""The sizes of every registered network: "paper" and "small" (runs on two CPU cores).
 
 Small sizes keep a ratio meaningful: many activations per weight, no single tensor that dominates (a small
 vocabulary above all), and the true depth where the half second per step affords it.

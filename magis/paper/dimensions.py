@@ -1,4 +1,4 @@
-"""The D-Graph (PAPER): which dimensions of which tensors are one and the same axis of the computation.
+"""The D-Graph (paper): which dimensions of which tensors are one and the same axis of the computation.
 
     c = mm(a, b)     a.0 - c.0     a.1 - (sum of mm)     b.0 - (sum of mm)     b.1 - c.1
 

@@ -1,4 +1,4 @@
-"""Full scheduling (PAPER, Algorithm 2): the whole step cut at narrow waists, every part in its best order.
+"""Full scheduling (paper, Algorithm 2): the whole step cut at narrow waists, every part in its best order.
 
 A part of more than ``dynamic.WIDEST`` nodes is cut where it is narrowest, and once more around those cuts.
 """

@@ -1,4 +1,4 @@
-"""Incremental scheduling (PAPER, Algorithm 2): after a rewrite only the stretch of the order around it is ordered anew.
+"""Incremental scheduling (paper, Algorithm 2): after a rewrite only the stretch of the order around it is ordered anew.
 
 old order                a b [c d e f] g h        d, e are replaced by x
 spliced                  a b  c x f    g h        survivors as they stood, new nodes as soon as they can run
@@ -28,9 +28,9 @@ from magis.simulate.problem import Int8s, Int32s, Int64s, Problem
 __all__ = ["incremental_order", "intervals", "rescheduled", "splice", "survivors"]
 
 FURTHEST = 20
-"""Nodes that the interval grows by on either side (PAPER)."""
+"""Nodes that the interval grows by on either side (paper)."""
 ENOUGH = 4
-"""It stops growing where a node has fewer beside it (PAPER), once they get more."""
+"""It stops growing where a node has fewer beside it (paper), once they get more."""
 
 
 def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:

@@ -1,4 +1,4 @@
-"""The mutation rules of the F-Tree (PAPER): each yields named trees, and only ones that keep the rules of ``ftree``.
+"""The mutation rules of the F-Tree (paper): each yields named trees, and only ones that keep the rules of ``ftree``.
 
     enable   a disabled leaf, or the disabled parent of an enabled node without enabled ancestors
     lift     an enabled node without enabled ancestors goes, its parent comes in its place

@@ -39,7 +39,7 @@ from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Costs
 
 STATES = 3000
-"""Three minutes at about 1000 simulated states a minute (PAPER: 924 in one minute of ViT)."""
+"""Three minutes at about 1000 simulated states a minute (paper: 924 in one minute of ViT)."""
 RELAXED_NUM, RELAXED_DEN = 11, 10
 FRAMES_KEPT = 24
 

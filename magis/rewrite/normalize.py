@@ -4,7 +4,7 @@
 
 Eager's in-place re-use is won back where a plan is realized: an operator whose input dies takes over its memory, which
 happens wherever eager does it and in many other places. Weight updates stay in place, and so does all that writes
-random numbers (DESIGN section 3).
+random numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The best order of a stretch of nodes, by dynamic programming over the sets of nodes that can have run (PAPER).
+"""The best order of a stretch of nodes, by dynamic programming over the sets of nodes that can have run (paper).
 
 What is in memory once a set of nodes has run does not depend on their order, so that of all orders of one set only the
 one with the lowest peak counts. Bytes are exactly those of ``simulate.kernel`` for a plan without recomputation:

@@ -1,4 +1,4 @@
-"""Narrow waists: nodes at which a step can be cut into parts that are ordered one after another (PAPER, Algorithm 2).
+"""Narrow waists: nodes at which a step can be cut into parts that are ordered one after another (paper, Algorithm 2).
 
     nw(v) = |V| - |ancestors of v| - |descendants of v| - 1
 
@@ -20,7 +20,7 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 __all__ = ["NARROW", "OUTSIDE", "Precedence", "Waists", "core", "in_parts", "precedence", "turned", "waists"]
 
 NARROW = 1
-"""A waist has at most so many nodes beside it (PAPER)."""
+"""A waist has at most so many nodes beside it (paper)."""
 OUTSIDE = 2**31
 """More than any node has beside it."""
 WORD = 62

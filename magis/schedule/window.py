@@ -1,4 +1,4 @@
-"""Re-ordering by dynamic programming over a window of nodes around the peak (PAPER, Algorithm 2; PLANNER).
+"""Re-ordering by dynamic programming over a window of nodes around the peak (paper, Algorithm 2).
 
 All subsets of the window that an order can run first are states; what is in memory after one of them does not
 depend on the order in which it ran. The best order of the window has the smallest largest working set. Windows are

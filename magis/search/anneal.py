@@ -1,4 +1,4 @@
-"""Threshold annealing on single flags and pairs of flags, with the exact evaluator (PLANNER, polish)."""
+"""Threshold annealing on single flags and pairs of flags, with the exact evaluator."""
 
 from __future__ import annotations
 

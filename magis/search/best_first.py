@@ -1,4 +1,4 @@
-"""Best-first search over plans (PAPER, Algorithm 3), with lazy children.
+"""Best-first search over plans (paper, Algorithm 3), with lazy children.
 
 A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
 cheaply (bytes per nanosecond) and evaluated best first, only so many of them. A child enters the queue if it is not

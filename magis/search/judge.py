@@ -40,7 +40,7 @@ class Goal:
     latency_limit_ns: int | None = None
 
     def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
-        """Orders plans, smallest first (PAPER, Algorithm 3): excess over the limit, then the other quantity."""
+        """Orders plans, smallest first (paper, Algorithm 3): excess over the limit, then the other quantity."""
         if self.memory_limit is not None:
             return max(peak, self.memory_limit), latency_ns
         return max(latency_ns, self.latency_limit_ns or 0), peak

@@ -1,6 +1,6 @@
 """Moves from plan to plan: one storage at a time, and whole groups of storages that belong together.
 
-A single drop often costs many times what it should (PLANNER, pitfalls), because its chain of inputs has to stay or
+A single drop often costs many times what it should, because its chain of inputs has to stay or
 to be made again too. So plans come from minimum cuts first, and the moves here give back what the limit allows
 (``climb``) or exchange connected groups of decisions between a cheap plan above the limit and a lean one below
 (``relink``).
@@ -35,7 +35,7 @@ def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: b
 
 
 def hot(evaluator: Evaluator) -> Bools:
-    """[s] storages with a copy in memory at the peak of the plan judged last: PAPER's memory hot-spots."""
+    """[s] storages with a copy in memory at the peak of the plan judged last: the paper's memory hot-spots."""
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     alive: Bools = np.any((birth <= at) & (at <= death), axis=0)

@@ -1,10 +1,10 @@
 """Proposals from minimum cuts: the cheapest recomputation at given prices of memory.
 
-The linear program of PLANNER, relaxed the Lagrangian way. With a price for every byte at every position of the
-order, the best choice of what to keep and what to make again is a minimum cut, found in a fraction of a
-millisecond: a storage that is needed again is kept (costs its bytes times the prices over its gap), swapped (costs
-time of the link), or its producer runs again, which needs the producer's inputs. Prices rise where the plan
-exceeds the limit and fall elsewhere. How early a second copy is made, the model learns from the plan before;
+The linear program of what to keep, swap and recompute, relaxed the Lagrangian way. With a price for every byte at
+every position of the order, the best choice of what to keep and what to make again is a minimum cut, found in a
+fraction of a millisecond: a storage that is needed again is kept (costs its bytes times the prices over its gap),
+swapped (costs time of the link), or its producer runs again, which needs the producer's inputs. Prices rise where the
+plan exceeds the limit and fall elsewhere. How early a second copy is made, the model learns from the plan before;
 *checkpoints*, storages that must not be made again, bound the chains that are recomputed in one go. The exact
 evaluator judges every proposal.
 """

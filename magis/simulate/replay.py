@@ -1,7 +1,7 @@
 """The exact simulator of a graph: bytes in memory at every operator, in the order in which they run.
 
 Bytes = persistent storages + temporary storages alive + the workspace of the running operator. Views are free, a
-storage lives until its last view is forgotten (DESIGN section 4). With workspaces measured in isolation this equals
+storage lives until its last view is forgotten. With workspaces measured in isolation this equals
 what the CPU allocator counts, byte for byte.
 """
 

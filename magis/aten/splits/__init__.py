@@ -1,4 +1,4 @@
-"""Which dimensions of a call can be cut: fission's facts about ATen operators (DESIGN section 5; PAPER, F-Trans).
+"""Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
 
 A rule per operator family labels the dimensions of a call's tensors and size literals; each label gives one way to
 run the call in equal parts. An operator without a rule is never split. Every rule is tested by cutting real tensors.

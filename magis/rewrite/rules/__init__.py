@@ -1,1 +1,1 @@
-"""TASO rules: aggregation and algebraic identities (PAPER), a table of ``before -> after``."""
+"""TASO rules: aggregation and algebraic identities (paper), a table of ``before -> after``."""

@@ -1,4 +1,4 @@
-"""A rule: what it looks for, what it puts in its place, and where that is possible (PAPER, TASO rules).
+"""A rule: what it looks for, what it puts in its place, and where that is possible (paper, TASO rules).
 
 The published implementation leaves these rules out. Here each is a row of ``table``: two patterns. Everything else is
 common to all of them: a rule applies where its calls are functional and the graph that comes out is legal, with the
