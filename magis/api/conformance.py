@@ -74,17 +74,16 @@ def _checked(
 def _check(
     work: Workload, captured: Captured | None, autocast: str | None, start: Callable[[], None], *, follows: bool
 ) -> Captured:
-    args = (work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
     explicit = work.explicit_attention
     expects = captured is not None and captured.expects
 
     def eager() -> Captured:
         start()
-        return record_eager(*args, explicit_attention=explicit, autocast=autocast, expects=expects)
+        return record_eager(*work.parts, explicit_attention=explicit, autocast=autocast, expects=expects)
 
     def anew(heard: Heard | None) -> Captured:
         start()
-        return capture(*args, explicit_attention=explicit, autocast=autocast, heard=heard)
+        return capture(*work.parts, explicit_attention=explicit, autocast=autocast, heard=heard)
 
     with generators_kept():
         try:

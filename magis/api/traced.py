@@ -122,11 +122,7 @@ class TracedModel:
         with generators_kept():
             self._asked.start()
             self._heard = record_eager(
-                work.module,
-                work.inputs,
-                work.targets,
-                work.loss_fn,
-                work.optimizer,
+                *work.parts,
                 explicit_attention=work.explicit_attention,
                 autocast=autocast_type(self._asked.dtype),
                 expects=True,
@@ -170,11 +166,7 @@ class TracedModel:
 
     def _captured_now(self, workload: Workload, cast: str, *, settled: bool) -> Captured:
         return capture(
-            workload.module,
-            workload.inputs,
-            workload.targets,
-            workload.loss_fn,
-            workload.optimizer,
+            *workload.parts,
             device=self.kind,
             explicit_attention=workload.explicit_attention,
             autocast=cast or autocast_type(self._asked.dtype),

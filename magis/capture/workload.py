@@ -36,6 +36,11 @@ class Workload:
     explicit_attention: bool = False
     """Whether attention is written out with matmul and softmax, as in the seed variants."""
 
+    @property
+    def parts(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor], OptimizerSpec]:
+        """What captures and steps are made of, in the order in which they take it."""
+        return self.module, self.inputs, self.targets, self.loss_fn, self.optimizer
+
     def to(self, dtype: str) -> Workload:
         """The same workload with floating-point parameters, buffers and batch of another data type ("bfloat16")."""
         kind = getattr(torch, dtype)

@@ -129,11 +129,7 @@ class Local:
     def step(self, work: Workload) -> EagerStep:
         """The step of a workload whose module is ``wrapped``."""
         return EagerStep(
-            work.module,
-            work.inputs,
-            work.targets,
-            work.loss_fn,
-            work.optimizer,
+            *work.parts,
             explicit_attention=work.explicit_attention,
             around=self.around,
             scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
