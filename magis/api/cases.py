@@ -401,5 +401,7 @@ def check_amounts(case: Case) -> None:
             raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
     if case.search not in SEARCHES:
         raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
+    if case.search != SEARCHES[0] and case.strategy not in PLANS:
+        raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

@@ -86,12 +86,12 @@ class TracedModel:
         self._settles = True
         if CACHES in found.left:
             self.__dict__["traced"] = self.workload
-        before = whole_numbers(self.traced.module)
+        before = whole_numbers(self.traced)
         settle(self.traced)
         if self._heard is not None:
             self._listen()
         found = self._captured(self.traced)
-        put_back(self.traced.module, before, found.left)
+        put_back(before, found.left)
         return found
 
     def _first_capture(self) -> Captured:
@@ -134,9 +134,9 @@ class TracedModel:
         work = self.workload
         left = self.captured.left
         if self._settles and work.module is not self.traced.module:
-            before = whole_numbers(work.module)
+            before = whole_numbers(work)
             settle(work)
-            put_back(work.module, before, left)
+            put_back(before, left)
         return work
 
     def captured_as(self, technique: Local) -> tuple[Captured, int]:

@@ -101,6 +101,9 @@ class _Made(torch.Generator, metaclass=_Generators):
     def seed(self) -> int:
         raise CaptureError("the step seeds a generator by chance", hint="use manual_seed")
 
+    def initial_seed(self) -> int:
+        raise CaptureError("the step reads the seed of a generator that it makes", hint=KEEP)
+
     def get_state(self) -> Tensor:
         raise CaptureError("the step reads the state of a generator that it makes", hint=KEEP)
 

@@ -10,15 +10,23 @@ import dis
 import functools
 import types
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
+from torch.nn.modules import module as global_hooks
 
-__all__ = ["advance", "counting_loads", "holder_of", "later_codes"]
+__all__ = ["advance", "counting_loads", "holder_of", "runs_later"]
 
 _ADDS = ("+", "+=")
+_LATER = frozenset({torch.utils.checkpoint.__file__, torch.autograd.function.__file__, torch.autograd.graph.__file__})
+_TORCH = str(Path(torch.__file__).parent)
+_BACKWARD_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,18 +50,19 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def later_codes(codes: Collection[types.CodeType]) -> Iterator[types.CodeType]:
-    """Code that a forward of these leaves for its backward: functions within its functions, and own gradients."""
-    queue = [part for code in codes for part in code.co_consts if isinstance(part, types.CodeType)]
-    kinds = [torch.autograd.Function]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-        if getattr(kind.forward, "__code__", None) in codes:
-            found = (getattr(kind, name, None) for name in ("backward", "vjp"))
-            queue += [each.__code__ for each in found if isinstance(each, types.FunctionType)]
-    for code in queue:
-        queue += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-        yield code
+def runs_later(codes: Iterable[types.CodeType], roots: Iterable[object]) -> bool:
+    """Whether code may run beside a forward's: in its backward (hooks, own gradients), or again (checkpoints)."""
+    hooked = any(
+        getattr(part, kind, None)
+        for root in roots
+        if isinstance(root, nn.Module)
+        for part in (*root.modules(), global_hooks)
+        for kind in _BACKWARD_HOOKS
+    )
+    return hooked or any(
+        code.co_filename in _LATER or (code.co_filename.startswith(_TORCH) and code.co_name.startswith("register_"))
+        for code in codes
+    )
 
 
 def _adds(steps: list[dis.Instruction], at: int) -> bool:

@@ -45,5 +45,5 @@ class Own:
                 return name
         raise CaptureError(
             f"module {module or '(root)'!r} draws from a generator that was not there before the step",
-            hint="keep it as an attribute of the module, and set its state before the step",
+            hint="make it with torch.Generator, or keep it as an attribute of the module",
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 
+from magis.aten.generators import held_generators, own_kept
 from magis.aten.host_random import generators_kept
 from magis.capture.caches import caches_kept
 from magis.capture.hollow import hollow, is_hollow
@@ -19,13 +20,15 @@ __all__ = ["put_back", "settle", "whole_numbers"]
 def settle(work: Workload) -> None:
     """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
 
-    Buffers and generators of random numbers are left as they were.
+    Buffers and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
     tensors = [*work.module.parameters(), *work.module.buffers()]
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
     without_memory = any(map(is_hollow, tensors))
+    known = held_generators(work.module, work.loss_fn)
     with (
         generators_kept(),
+        own_kept(known),
         caches_kept() if without_memory else nullcontext(),
         hollow() if without_memory else nullcontext(),
     ):
@@ -33,21 +36,26 @@ def settle(work: Workload) -> None:
         with torch.no_grad():
             for buffer, contents in kept:
                 buffer.copy_(contents)
+    for name, generator in held_generators(work.module, work.loss_fn).items():
+        if name not in known:
+            generator.manual_seed(generator.initial_seed())
 
 
-def whole_numbers(module: nn.Module) -> dict[str, int]:
-    """Whole numbers that are attributes, by name."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, part in module.named_modules()
+def whole_numbers(work: Workload) -> list[tuple[nn.Module, str, str, int]]:
+    """Whole numbers that are attributes of module or loss: holder, name, name with the holder's path, value."""
+    return [
+        (part, name, f"{path}.{name}".lstrip("."), value)
+        for root in (work.module, work.loss_fn)
+        if isinstance(root, nn.Module)
+        for path, part in root.named_modules()
         for name, value in vars(part).items()
-        if type(value) is int
-    }
+        if isinstance(value, int)
+    ]
 
 
-def put_back(module: nn.Module, before: Mapping[str, int], names: Iterable[str]) -> None:
-    """Set those of the attributes `names` that were whole numbers `before` to these: a settling call does not count."""
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        if name in before:
-            vars(module.get_submodule(path))[attribute] = before[name]
+def put_back(before: Iterable[tuple[nn.Module, str, str, int]], names: Iterable[str]) -> None:
+    """Set those numbers that every forward changes (`names`) to what they were: a settling call does not count."""
+    changed = frozenset(names)
+    for part, name, path, value in before:
+        if path in changed:
+            vars(part)[name] = value

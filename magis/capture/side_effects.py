@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.aten.generators import held_generators, own_kept
@@ -31,7 +30,7 @@ from magis.aten.host_random import HostGenerators, generators_kept
 from magis.capture.autocast import autocast as casting
 from magis.capture.caches import caches_kept
 from magis.capture.checks import clear_errors
-from magis.capture.counters import counting_loads, holder_of, later_codes
+from magis.capture.counters import counting_loads, holder_of, runs_later
 from magis.capture.hollow import Hollow, hollow, hollow_like
 from magis.capture.listening import Heard
 from magis.capture.places import Places
@@ -134,7 +133,7 @@ def observe(
         with second, _running(codes):
             other = call()
         reads = _reads(codes)
-        counts = partial(_only_counted, roots, reads, codes)
+        counts = partial(_only_counted, start, roots, reads, codes)
         counted, results = _check(between, drawn, first, second, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
@@ -147,7 +146,7 @@ def _check(
     drawn: HostGenerators,
     first: _Traced,
     second: _Traced,
-    counts: Callable[[str], bool],
+    counts: Callable[[str, int], bool],
     *,
     draws: bool,
 ) -> tuple[tuple[tuple[str, int], ...], frozenset[str]]:
@@ -159,7 +158,7 @@ def _check(
             f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
         )
     for path, then, now in between.changes():
-        if type(then) is int and type(now) is int and counts(path):
+        if not draws and type(then) is int and type(now) is int and counts(path, now - then):
             counted.append((path, now - then))
         elif isinstance(now, Tensor) and isinstance(then, Tensor):
             results.add(path)
@@ -180,14 +179,15 @@ def _check(
     return tuple(counted), frozenset(results)
 
 
-def _only_counted(roots: Mapping[str, object], reads: Reads, codes: Collection[types.CodeType], path: str) -> bool:
-    """Whether no code looks at an attribute but to add to it; not so in checkpoints, whose code runs twice."""
+def _only_counted(
+    start: Snapshot, roots: Mapping[str, object], reads: Reads, codes: Collection[types.CodeType], path: str, step: int
+) -> bool:
+    """Whether no code looks at an attribute but to add to it, and both calls have added the same."""
     name = path.rpartition(".")[2]
-    if reads.own is None or name in reads.own or holder_of(roots, path) is None:
+    if reads.own is None or name in reads.own or holder_of(roots, path) is None or runs_later(codes, roots.values()):
         return False
-    if any(code.co_filename == checkpoint.__file__ for code in codes):
-        return False
-    return all(name not in _names_read(code) and _BY_NAME.isdisjoint(code.co_names) for code in later_codes(codes))
+    begun = next(((then, now) for known, then, now in start.changes() if known == path), None)
+    return begun is not None and all(isinstance(each, int) for each in begun) and begun[1] - begun[0] == 2 * step  # type: ignore[operator]
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
@@ -324,8 +324,17 @@ def _names_read(code: types.CodeType) -> frozenset[str]:
         for one in dis.get_instructions(code)
         if one.opname.startswith("LOAD_") and one.argval in code.co_names and one.offset not in counts
     }
-    strings = {item for item in code.co_consts if isinstance(item, str) and item.isidentifier()}
+    strings = {item for item in _flat(code.co_consts) if isinstance(item, str) and item.isidentifier()}
     return frozenset(found | strings)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    """The constants of code, those within tuples, too: names that a `match` looks at."""
+    for item in items:
+        if isinstance(item, (tuple, frozenset)):
+            yield from _flat(item)
+        else:
+            yield item
 
 
 def _pretty(path: str) -> str:

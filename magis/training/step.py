@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from magis.training.guards import Memory, check_mode
 from magis.training.planned import AUTOCAST, Limits, Planned, Report, limits_of, planned, subject_now
 from magis.training.saved import read_plan, write_plan
 from magis.training.state import State, adopted
-from magis.training.undo import Undo, undo_of
+from magis.training.undo import Undo, contents_kept, undo_of
 
 __all__ = ["OptimizedStep", "optimize"]
 
@@ -144,7 +144,8 @@ class OptimizedStep:
     def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
         """The plan for what this step draws, and what that is."""
         rule = entry.plan.rule
-        captured = subject_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast).captured
+        with contents_kept(self._whole, self._loss_fn):
+            captured = subject_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast).captured
         name = outline(captured.graph)
         found = entry.variants.pop(name, None)
         if found is not None and found.bound is not None and not found.bound.is_current(self._choice):
@@ -214,11 +215,12 @@ class OptimizedStep:
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         graph, expected = (None, "") if plan is None else read_plan(Path(plan))
-        found = planned(
-            self._whole, self._loss_fn, batch, rule, self._limits,
-            device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
-            known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
-        )  # fmt: skip
+        with contents_kept(self._whole, self._loss_fn):
+            found = planned(
+                self._whole, self._loss_fn, batch, rule, self._limits,
+                device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
+                known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
+            )  # fmt: skip
         if found is None:
             self._apart = DRAWS
             self._choice = self._choose()
@@ -301,7 +303,8 @@ class _Bound:
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
         self.step.prepare()
-        self._leave(dict.fromkeys(self.plan.results))  # as eager, which lets go of them before it makes new ones
+        if self.undo is None:  # eager may not make them where a branch goes another way
+            self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
         self.step.feed(batch.by_name)
         if draw is not None:
             self.step.feed(draw.constants)
@@ -312,8 +315,12 @@ class _Bound:
         loss = self._gradients() if self.state is None else self._updated(self.state)
         if draw is not None and draw.after is not None:
             draw.after.restore()
-        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
         return loss
+
+    def _leave_behind(self, results: Sequence[Tensor]) -> None:
+        """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
+        self._leave(dict(zip(self.plan.results, results[1:], strict=False)))
+        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
 
     def _leave(self, results: Mapping[str, Tensor | None]) -> None:
         """Tensors where the forward leaves them: in attributes of modules."""
@@ -341,7 +348,7 @@ class _Bound:
         with state.step_to_come() as number:
             loss = self.step.run_with(scalars(rule, number))
         self.step.finish()
-        self._leave(dict(zip(self.plan.results, self.step.results()[1:], strict=False)))
+        self._leave_behind(self.step.results())
         self.step.prepare()
         _mark_stepped(optimizer)
         return loss
@@ -355,7 +362,7 @@ class _Bound:
         self.step.finish()
         found = self.step.results()
         gradients = found[len(found) - len(self.plan.graded) :]
-        self._leave(dict(zip(self.plan.results, found[1:], strict=False)))
+        self._leave_behind(found)
         self.step.prepare()
         for name, gradient in zip(self.plan.graded, gradients, strict=True):
             parameter = parameters[name]

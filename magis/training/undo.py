@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magis.aten.expect import ExpectationError, undone
 from magis.aten.states import generator_of
 from magis.backend.steps import GraphStep
+from magis.capture.snapshot import Snapshot
 from magis.ir import Graph
 
-__all__ = ["Undo", "undo_of"]
+__all__ = ["Undo", "contents_kept", "undo_of"]
 
 OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
 
@@ -39,6 +41,22 @@ class Undo:
                 generator.set_state(state)
         warnings.warn(OTHER_WAY, stacklevel=4)
         return eager()
+
+
+@contextmanager
+def contents_kept(module: nn.Module, loss_fn: object) -> Iterator[None]:
+    """Put back what the block writes into tensors that are no parameters or buffers of the module: those, captures
+    exchange; others that module and loss hold are the user's own."""
+    exchanged = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held = [each for _, each in Snapshot({"model": module, "loss": loss_fn}).tensors.values()]
+    before = [(each, each._version, each.detach().clone()) for each in held if id(each) not in exchanged]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for tensor, version, contents in before:
+            if tensor._version != version:  # noqa: SLF001
+                with torch.no_grad():
+                    tensor.copy_(contents)
 
 
 def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo | None:

@@ -183,7 +183,8 @@ def in_loop(script: Script, expected: list[Seen], *, budget: int = BUDGET, plan_
         parts=any(fact.parts for fact in facts),
         smaller=any(fact.smaller for fact in facts),
     )
-    difference = different(expected, seen, roughly=done.parts)
+    share = 0.03 if script.autocast else 0.01  # autocast computes in few bits, whatever the type of what is seen
+    difference = different(expected, seen, roughly=share if done.parts else 0.0)
     return replace(done, kind="wrong", detail=difference) if difference else done
 
 
@@ -292,8 +293,8 @@ def where(error: BaseException) -> str:
 # --- comparing --------------------------------------------------------------------------------------------------------
 
 
-def different(theirs: list[Seen], ours: list[Seen], *, roughly: bool = False) -> str:
-    """What differs first, in words; empty if nothing does. `roughly`: but for rounding, and only numbers."""
+def different(theirs: list[Seen], ours: list[Seen], *, roughly: float = 0.0) -> str:
+    """What differs first, in words; empty if nothing does. `roughly`: by more than this share, and only numbers."""
     if len(theirs) != len(ours):
         return f"{len(ours)} steps, eager has {len(theirs)}"
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
@@ -313,7 +314,7 @@ def _kind(name: str) -> str:
     return name.partition(" ")[0]
 
 
-def _unlike(their: Any, our: Any, roughly: bool) -> str:
+def _unlike(their: Any, our: Any, roughly: float) -> str:
     if isinstance(their, Tensor) and isinstance(our, Tensor):
         return _tensors(their, our, roughly)
     if isinstance(their, dict) and isinstance(our, dict):
@@ -330,7 +331,7 @@ def _unlike(their: Any, our: Any, roughly: bool) -> str:
     return next((f"{place} {found}" for place, found in parts if found), "")
 
 
-def _tensors(their: Tensor, our: Tensor, roughly: bool) -> str:
+def _tensors(their: Tensor, our: Tensor, roughly: float) -> str:
     looks = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in (their, our)]
     if looks[0] != looks[1]:
         return f"{looks[0]} became {looks[1]}"
@@ -345,6 +346,6 @@ def _tensors(their: Tensor, our: Tensor, roughly: bool) -> str:
         return ""
     error = (a - b).abs()[~same].max().item()
     scale = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 1.0
-    if roughly and error <= (3e-2 if their.dtype in (torch.bfloat16, torch.float16) else 1e-2) * max(scale, 1e-2):
+    if roughly and error <= (3e-2 if their.dtype in (torch.bfloat16, torch.float16) else roughly) * max(scale, 1e-2):
         return ""
     return f"off by up to {error:.3g} of {scale:.3g}"

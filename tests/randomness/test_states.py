@@ -242,8 +242,6 @@ class _Refused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         noise = self.noise
         match self.how:
-            case "made":
-                noise = torch.Generator()
             case "seeded":
                 noise.manual_seed(3)
             case "read":
@@ -260,7 +258,6 @@ class _Refused(nn.Module):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("made", "was not there before the step"),
         ("seeded", "calls manual_seed of a generator of its own"),
         ("read", "calls get_state of a generator of its own"),
         ("by chance", "torch.seed"),

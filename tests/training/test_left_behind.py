@@ -163,6 +163,37 @@ class ReadElsewhere(Tallying):
         return super().forward(x) if self.calls < 3 else x
 
 
+class ReadByModuleHook(Tallying):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[0].register_full_backward_hook(lambda module, given, taken: (given[0] / self.calls,))
+
+
+class ReadByMethodHook(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(self.divided)
+        return x
+
+    def divided(self, grad: Tensor) -> Tensor:
+        return grad / self.calls
+
+
+class ReadByPattern(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        match self:
+            case Tallying(calls=3):
+                return x * 2
+        return x
+
+
+class Uneven(Tallying):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += random.randrange(1, 1000)
+        return self.body(x)
+
+
 class Twofold(Tallying):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -191,7 +222,10 @@ def test_numbers_that_are_only_counted_count_on() -> None:
     assert loops.step.report() is plan
 
 
-@pytest.mark.parametrize("kind", [ReadByHook, ReadByBackward, ReadByName, ReadElsewhere, Twofold])
+READERS = (ReadByHook, ReadByMethodHook, ReadByModuleHook, ReadByBackward, ReadByName, ReadByPattern, ReadElsewhere)
+
+
+@pytest.mark.parametrize("kind", [*READERS, Uneven, Twofold])
 def test_numbers_that_are_looked_at_or_counted_twice_are_refused(kind: type[Tallying]) -> None:
     with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
         optimize(kind(), loss_of, None, batch(), **ANY)
@@ -235,3 +269,56 @@ def test_tensors_that_the_forward_leaves_in_attributes_are_those_of_the_last_ste
         loops.module(batch()[0])  # somebody looks at it in between
         loops.twin(batch()[0])
     assert len(loops.step._entries) == 1  # planned once
+
+
+class Drawn(Tallying):
+    """Draws from a generator of its own, and from one that it makes at its first call; writes into a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.later = torch.Generator().manual_seed(3), None
+        self.mean = torch.zeros(32)
+        self.calls = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.later is None:
+            self.later = torch.Generator().manual_seed(5)
+        x = super().forward(x)
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        x = x + torch.rand(x.shape, generator=self.own) * torch.rand(x.shape, generator=self.later)
+        return x + self.mean
+
+
+class CountedLoss(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return loss_of(output, target)
+
+
+def test_planning_moves_neither_generators_nor_tensors_nor_numbers() -> None:
+    module, loss_fn = Drawn(), CountedLoss()
+    loops = Loops(module, MOMENTUM, loss_fn=loss_fn, memory_ratio=1.0, budget=5)
+    assert loss_fn.calls == 0
+    assert not module.mean.any()
+    for _ in range(2):
+        loops.agree(1)
+        assert torch.equal(loops.module.mean, loops.twin.mean)
+        assert loops.module.calls == loops.twin.calls
+    assert loss_fn.calls == 4  # of both loops
+
+
+def test_an_optimizer_finds_numbers_as_after_the_forward() -> None:
+    seen: list[int] = []
+    module = Tallying()
+    optimizer = SGD(module.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(module.calls))
+    step = optimize(module, loss_of, optimizer, batch(), **ANY)
+    for _ in range(3):
+        step(*batch())
+    assert seen == [1, 2, 3]
