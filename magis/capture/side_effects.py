@@ -134,11 +134,11 @@ def observe(
             other = call()
         reads = _reads(codes)
         counts = partial(_only_counted, start, roots, reads, codes)
-        counted, results = _check(between, drawn, first, second, counts, draws=draws)
+        reads = _check(between, drawn, first, second, reads, roots, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
-    return replace(reads, counted=counted, results=results)
+    return reads
 
 
 def _check(
@@ -146,13 +146,15 @@ def _check(
     drawn: HostGenerators,
     first: _Traced,
     second: _Traced,
+    reads: Reads,
+    roots: Mapping[str, object],
     counts: Callable[[str, int], bool],
     *,
     draws: bool,
-) -> tuple[tuple[tuple[str, int], ...], frozenset[str]]:
-    """What the second call has counted on, and where it left tensors; CaptureError for all else that differs from what
-    the first one left."""
-    counted, results = [], set()
+) -> Reads:
+    """With what the second call has counted on, and where it left tensors; CaptureError for all else that differs from
+    what the first one left."""
+    counted, results, stale = [], set(), []
     if second.taken:
         raise CaptureError(
             f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
@@ -160,10 +162,12 @@ def _check(
     for path, then, now in between.changes():
         if not draws and type(then) is int and type(now) is int and counts(path, now - then):
             counted.append((path, now - then))
-        elif isinstance(now, Tensor) and isinstance(then, Tensor):
-            results.add(path)
         elif not _only_results(now, then):
             raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
+        elif isinstance(now, Tensor) and isinstance(then, Tensor) and holder_of(roots, path):
+            results.add(path)
+        else:
+            stale.append(_pretty(path))
     if drawn.moved() and not draws:
         raise DrawError(
             "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
@@ -176,7 +180,7 @@ def _check(
             f"the first forward computes {one[0]} where the next one computes {other[0]}",
             hint="call the module once before",
         )
-    return tuple(counted), frozenset(results)
+    return replace(reads, counted=tuple(counted), results=frozenset(results), stale=tuple(stale))
 
 
 def _only_counted(

@@ -67,6 +67,8 @@ class Reads:
     """Numbers that every forward adds to and nothing looks at, by path; and what it adds."""
     results: frozenset[str] = frozenset()
     """Paths of attributes in which every forward leaves a tensor, without looking at the one before."""
+    stale: tuple[str, ...] = ()
+    """Paths of other places where it leaves tensors: in lists and dictionaries, say."""
 
 
 class Snapshot:

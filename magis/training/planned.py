@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +36,7 @@ __all__ = ["Limits", "Planned", "Report", "limits_of", "planned", "subject_now"]
 
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
+STALE = "keeps results of the step that was planned, not of the last one: leave tensors in attributes of modules"
 AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float16"}
 
 
@@ -132,6 +134,8 @@ def planned(
     subject = subject_now(module, loss_fn, batch, rule, device, autocast)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     reads = _observed(subject, cast)
+    if reads.stale:
+        warnings.warn(f"{reads.stale[0]} {STALE}", stacklevel=2)
     _ = subject.conformance
     captured = subject.captured
     guards = Guards(module, loss_fn, batch, reads, captured.contents)

@@ -271,6 +271,25 @@ def test_tensors_that_the_forward_leaves_in_attributes_are_those_of_the_last_ste
     assert len(loops.step._entries) == 1  # planned once
 
 
+class Collecting(Tallying):
+    """Feature maps in a list, as hooks collect them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.maps = [x.detach()]
+        return x
+
+
+def test_results_in_other_places_are_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"model.maps keeps results of the step that was planned"):
+        loops = Loops(Collecting(), MOMENTUM, **ANY)
+    loops.agree(2)
+
+
 class Drawn(Tallying):
     """Draws from a generator of its own, and from one that it makes at its first call; writes into a plain tensor."""
 
