@@ -12,13 +12,16 @@ from magis.errors import UsageError
 
 __all__ = ["Merged", "merge_results"]
 
-CASE = ("name", "strategy", "search", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
+CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
 """The columns that tell cases apart."""
 RED = ("FAIL", "ERROR")
 """What the verdict of a red case begins with."""
 GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
 """And that of a green one: anything else is no verdict that a gate may pass."""
 NEEDED = (*CASE, "verdict")
+SEARCH = "search"
+"""Tells cases apart, too; files of earlier versions lack it: their plans are all of one search."""
+OURS = "magis"
 HINT = "give files that the plugin has written (--magis-csv)"
 
 
@@ -57,7 +60,7 @@ def merge_results(paths: Sequence[Path]) -> Merged:
         for row in rows:
             if not row["verdict"].startswith((*RED, *GREEN)):
                 raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
-            key = tuple(row[column] for column in CASE)
+            key = (*(row[column] for column in CASE), row.get(SEARCH) or OURS)
             known, first = found.setdefault(key, (row, path))
             if _filled(known) != _filled(row):
                 where = f"{first} and {path}" if first != path else f"{path} twice"
@@ -71,11 +74,12 @@ def merge_results(paths: Sequence[Path]) -> Merged:
 def case_name(row: Mapping[str, str]) -> str:
     """A row's case for a reader: "bert[magis mem 0.6]"."""
     limits = (("mem", row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
-    return f"{row['name']}[{' '.join((row['strategy'], *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
+    by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
+    return f"{row['name']}[{' '.join((row['strategy'], *by, *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
 
 
 def _filled(row: Mapping[str, str]) -> dict[str, str]:
-    return {column: text for column, text in row.items() if text}
+    return {SEARCH: OURS} | {column: text for column, text in row.items() if text}
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

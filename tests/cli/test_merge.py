@@ -114,3 +114,14 @@ def test_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_verdict_is_not_green(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, write(tmp_path / "1.csv", row("bert", "nonsense")))
     assert "the case bert[magis mem 0.6] has no verdict but 'nonsense'" in line
+
+
+def test_searches_tell_cases_apart_and_earlier_files_are_of_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = write(tmp_path / "1.csv", row("bert"))
+    later = write(tmp_path / "2.csv", row("bert", search="magis"), row("bert", "FAIL", search="paper"))
+    assert main(["merge", earlier, later]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("FAIL  bert[magis paper mem 0.6]")
+    assert said[-1] == "2 cases of 2 files, 1 green, 1 red"

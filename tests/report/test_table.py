@@ -39,6 +39,7 @@ def test_a_measured_row(measured):
         "preset": "small",
         "dtype": "bfloat16",
         "strategy": "magis",
+        "search": "magis",
         "ranks": 1,
         "figures": "measured",
         "conformance": "not checked",
