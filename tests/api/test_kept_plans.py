@@ -116,7 +116,7 @@ def shelf(subject: Subject, tmp_path: Path) -> Shelf:
     kept = Kept(tmp_path)
     plans, scratch = KeptPlans(kept), Scratch(subject, None)
     goal = Goal(memory_limit=int(0.7 * subject.original.peak_bytes))
-    key = plans.key(subject, goal, 300, 0, None)
+    key = plans.key(subject, goal, "magis", 300, 0, None)
     found = planning._searched(scratch, goal, 300, None, 0)
     plans.save(key, found, scratch, goal)
     text: list[str] = []

@@ -57,7 +57,7 @@ def test_what_it_runs_in_parts_is_proved_and_computes_eagers_numbers() -> None:
 
 
 def test_a_cap_on_seconds_ends_it() -> None:
-    case = dataclasses.replace(CASE, memory_ratio=0.5, budget=10**6, seconds=0.2)
+    case = dataclasses.replace(CASE, memory_ratio=0.5, budget=10**6, seconds=1e-6)
     result = run_case(case, make=from_function("own", chain), rough=True)
     assert result.search.stopped_by_seconds
 
