@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from magis.api.plans import Plan, Scratch, approached, attempts, searched
@@ -145,7 +145,7 @@ def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
     """Plans of a step with loops around single operators."""
     wanted = request.wanted
     plain = attempts(request.scratch, found.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
-    return lambda aim: replace(plain(aim), fission=_listed(found))
+    return lambda aim: replace(plain(aim), fission=listed(found.loops))
 
 
 def described(loop: Op) -> str:
@@ -161,6 +161,7 @@ def described(loop: Op) -> str:
     return f"{own} operators from {first} on in {loop.body.parts} parts"
 
 
-def _listed(found: Relieved) -> str:
-    first, *others = found.loops
+def listed(loops: Sequence[str]) -> str:
+    """Several loops in words: the first, and how many more."""
+    first, *others = loops
     return f"{first}, and {len(others)} more" if others else first

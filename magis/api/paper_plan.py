@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from magis.api.dividing import described
+from magis.api.dividing import described, listed
 from magis.api.plans import Plan, Scratch, approached, searched
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
@@ -54,7 +54,6 @@ def _realized(scratch: Scratch, found: Published, aim: Goal, around: tuple[Graph
     memory, relied = scratch.judged(graph, around)
     done = changes(graph)
     loops = [described(op) for op in graph.ops if op.body is not None]
-    more = f", and {len(loops) - 1} more" if len(loops) > 1 else ""
     return Plan(
         graph=graph,
         planned=memory,
@@ -66,5 +65,5 @@ def _realized(scratch: Scratch, found: Published, aim: Goal, around: tuple[Graph
         recomputed_ops=sum(row.count for row in done if row.kind == "recomputed"),
         swapped_bytes=sum(row.nbytes for row in done if row.kind == "swapped"),
         workspaces=relied,
-        fission=f"{loops[0]}{more}" if loops else "",
+        fission=listed(loops) if loops else "",
     )

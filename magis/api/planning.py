@@ -52,8 +52,9 @@ def plan(
     behind = subject.behind_ns
     goal = Goal(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     scratch = Scratch(subject, stored)
-    by = partial(_by_paper, scratch, goal, budget, seconds)
-    if search == "magis":
+    if search == "paper":
+        by = partial(_by_paper, scratch, goal, budget, seconds)
+    else:
         budget = DEFAULT_BUDGET if budget is None else budget
         by = partial(_searched, scratch, goal, budget, seconds, seed)
     if subject.kept is None:

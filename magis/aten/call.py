@@ -59,8 +59,8 @@ def constant(const: Const, device: torch.device | str, generators: Mapping[str, 
     """The torch object that `const` stands for; every device constant becomes `device`.
 
     A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Without
-    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one, as
-    those are that a step makes.
+    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one, as those are that
+    a step makes.
     """
     if const.kind == "device":
         return torch.device(device)

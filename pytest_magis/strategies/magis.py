@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from magis.errors import UsageError
 from magis.results import Case
@@ -25,14 +24,11 @@ class Magis:
 
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
         for search in grid.searches:
-            label, grid_case = (
-                (self.name if search == "magis" else f"{self.name}-{search}"),
-                partial(self._case, search),
-            )
+            label = self.name if search == "magis" else f"{self.name}-{search}"
             for ratio in grid.memory_ratios:
-                yield f"{label}-mem{ratio:.12g}", grid_case(model, grid, memory_ratio=ratio)
+                yield f"{label}-mem{ratio:.12g}", self._case(search, model, grid, memory_ratio=ratio)
             for ratio in grid.latency_ratios:
-                yield f"{label}-lat{ratio:.12g}", grid_case(model, grid, latency_ratio=ratio)
+                yield f"{label}-lat{ratio:.12g}", self._case(search, model, grid, latency_ratio=ratio)
 
     def _dtype(self, grid: Grid) -> str | None:
         if self.name == "magis":
