@@ -22,10 +22,10 @@ from itertools import cycle
 import torch
 
 from magis.aten.call import outputs, resolve, to_torch
-from magis.backend.made_up import make_tensors, scalar_names
+from magis.backend.isolated import make_tensors, scalar_names
 from magis.cost.devices import find_device
 from magis.cost.flops import work
-from magis.cost.roofline import roofline_ns
+from magis.cost.prices import roofline_ns
 from magis.cost.signature import parse
 from magis.ir.types import Op, Value
 

@@ -45,7 +45,7 @@ from magis.api.subject import Subject  # noqa: E402
 from magis.models import PRESETS, resolve  # noqa: E402
 from magis.paper.search import STATES, published  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
-from magis.rewrite.untangle import untangle  # noqa: E402
+from magis.rewrite.normalize import untangle  # noqa: E402
 from magis.search.judge import Goal  # noqa: E402
 from magis.simulate.compile import compile_problem  # noqa: E402
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.backend.measure import window_peak
 from magis.compile.backend import magis
-from magis.compile.report import Report
+from magis.compile.options import Report
 from magis.models import get
 from magis.units import format_bytes
 

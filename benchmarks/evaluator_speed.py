@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP, RECOMPUTE, SWAP
+from magis.simulate.problem import DROP, RECOMPUTE, SWAP
 from tests.search.networks import transformer
 
 LAYERS = (14, 31, 83)

@@ -20,8 +20,7 @@ from magis.quiet import before_torch
 before_torch()
 
 from magis.api.bench import Bench  # noqa: E402
-from magis.api.looks import once_in_turns  # noqa: E402
-from magis.api.numbers import compare_by_kind  # noqa: E402
+from magis.api.numbers import compare_by_kind, once_in_turns  # noqa: E402
 from magis.api.planning import Plan, plan, plan_whole  # noqa: E402
 from magis.api.plans import Scratch  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402

@@ -22,8 +22,7 @@ from magis.results import Case
 from magis.search.levels import Level, level
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP, RECOMPUTE
-from magis.simulate.problem import Int8s, Problem
+from magis.simulate.problem import DROP, RECOMPUTE, Int8s, Problem
 
 ROUNDS = 5
 PARTS = 4

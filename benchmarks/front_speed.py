@@ -28,9 +28,9 @@ from magis.api.planning import plan_whole  # noqa: E402
 from magis.api.plans import Scratch  # noqa: E402
 from magis.api.source import Source  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
-from magis.models.gpt_neo import GptNeoConfig, gpt_neo  # noqa: E402
-from magis.models.style import SEED  # noqa: E402
-from magis.report.svg import TEXT, across, framed, label  # noqa: E402
+from magis.models.batches import SEED  # noqa: E402
+from magis.models.gpt import GptNeoConfig, gpt_neo  # noqa: E402
+from magis.report.front import TEXT, across, framed, label  # noqa: E402
 from magis.search.fronts import divided_front, whole_front  # noqa: E402
 from magis.search.judge import Goal, Wanted  # noqa: E402
 from magis.simulate.compile import compile_problem  # noqa: E402

@@ -21,7 +21,7 @@ import torch
 
 from magis.api.bench import Bench
 from magis.api.cases import CaseRun
-from magis.api.looks import TIMING_ROUNDS, once_in_turns
+from magis.api.numbers import TIMING_ROUNDS, once_in_turns
 from magis.backend.timing import Patience, agreed, in_turns
 from magis.backend.turns import Step, Turn
 from magis.results import Case, CaseResult

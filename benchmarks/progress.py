@@ -37,7 +37,7 @@ from magis.api.bench import Bench  # noqa: E402
 from magis.api.subject import Subject  # noqa: E402
 from magis.models import resolve  # noqa: E402
 from magis.paper.search import LEVELS, STATES, published  # noqa: E402
-from magis.report.svg import across, framed, label  # noqa: E402
+from magis.report.front import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.rewrite.rules.greedy import quickest  # noqa: E402
 from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402

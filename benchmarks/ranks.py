@@ -133,9 +133,9 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.aten.optimizers import torch_optimizer
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
+    from magis.models.batches import REAL
     from magis.models.bert import BertConfig, bert
-    from magis.models.gpt_neo import GptNeoConfig, gpt_neo
-    from magis.models.style import REAL
+    from magis.models.gpt import GptNeoConfig, gpt_neo
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.base import Technique

@@ -22,8 +22,6 @@ from magis.errors import UsageError
 from pytest_magis.flags import BY_NAME, COMPARED_WITH
 from pytest_magis.options import AGAINST, anywhere, stored_baselines
 
-__all__ = ["Guard", "compare"]
-
 FLAG = BY_NAME["against"].flag
 STRAYS = "MAGIS_COMPARED_STRAYS"
 """In the environment of the child: where it reports modules of the checkout that it is compared with."""

@@ -14,8 +14,6 @@ from pytest_magis.flags import on_command_line
 from pytest_magis.options import anywhere
 from pytest_magis.plan import ALL
 
-__all__ = ["AGENTS", "take_place"]
-
 AGENTS: pytest.StashKey[Agents] = pytest.StashKey()
 """In the stash of the session's config, where it leads a job of several processes: for its pools of ranks."""
 

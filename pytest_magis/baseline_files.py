@@ -23,8 +23,6 @@ from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
 from pytest_magis.explain import Table
 
-__all__ = ["SCHEMA", "baseline_path", "file_name", "held", "parse", "read_baseline", "render", "write_baseline"]
-
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
 LARGEST_COUNT = 2**63 - 1

@@ -17,25 +17,6 @@ from dataclasses import dataclass, field, replace
 from magis.results import Case, CaseResult
 from pytest_magis.explain import Table, as_table
 
-__all__ = [
-    "RATIO_DIGITS",
-    "CaseBaseline",
-    "Configuration",
-    "Measured",
-    "ModelBaseline",
-    "case_key",
-    "configuration_key",
-    "constants",
-    "held_before",
-    "identity_key",
-    "lacks_held",
-    "latency",
-    "planning",
-    "simulated_ns",
-    "stored_case",
-    "updated",
-]
-
 RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be noise in every diff
 
 

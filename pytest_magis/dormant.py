@@ -10,8 +10,6 @@ import pytest
 
 from pytest_magis.live.names import MARK, claimed, given_name, is_live, is_marked, label_of, name_of
 
-__all__ = ["Dormant"]
-
 GATE = "magis-gate"
 NO_CASES = (
     f"its mark {MARK!r} made no cases; put it on the function, its class or module, not on a parameter, by a hook, or "

@@ -9,8 +9,6 @@ from typing import TypeAlias
 from magis.results import ModuleBytes, Peak, collapsed, is_below
 from magis.units import format_bytes
 
-__all__ = ["Growth", "Table", "as_table", "growths", "module_name", "what", "why_more"]
-
 Table: TypeAlias = Mapping[str, Mapping[str, int]]
 """Kind -> module -> bytes, the same partition as in `Peak.held`."""
 

@@ -22,8 +22,7 @@ from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.benchmark import write_benchmarks
 from pytest_magis.outputs.github import markdown, write_markdown
 from pytest_magis.outputs.html import Run, write_report
-from pytest_magis.outputs.results import write_results
-from pytest_magis.outputs.traces import trace_name
+from pytest_magis.outputs.results import trace_name, write_results
 from pytest_magis.plan import (
     FRONT,
     PREFIX,
@@ -35,8 +34,6 @@ from pytest_magis.plan import (
     resolve_models,
 )
 from pytest_magis.strategies import Strategy
-
-__all__ = ["Gate", "all_strategies", "prepare"]
 
 T = TypeVar("T")
 BUILT_IN = "magis-builtin"

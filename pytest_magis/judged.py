@@ -14,20 +14,18 @@ from magis.errors import MagisError, UsageError
 from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
-from pytest_magis.commands import accept_case
-from pytest_magis.findings import Tolerances
+from pytest_magis.findings import Tolerances, accept_case
 from pytest_magis.gate import Gate
+from pytest_magis.latencies import latency_bounds
 from pytest_magis.measure import check_with_magis, measure, measure_again, runs_every_case
 from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.progress import progress_line
-from pytest_magis.outputs.traces import write_trace
+from pytest_magis.outputs.results import write_trace
 from pytest_magis.plan import PlannedCase
-from pytest_magis.verdict import Verdict, judge, judge_against, latency_bounds
+from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:
     from magis.api import Workload
-
-__all__ = ["Live", "judged", "lines_of"]
 
 
 @dataclass(frozen=True)

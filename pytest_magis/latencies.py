@@ -16,8 +16,6 @@ from magis.units import format_milliseconds
 from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, constants, latency, simulated_ns
 from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, percent
 
-__all__ = ["DECISIVE", "lacks_latencies", "latency_bounds", "latency_notes", "latency_parts"]
-
 DECISIVE = 0.04
 """An interval wider than this share of its ratio cannot tell a step that is a tenth slower from an unchanged one."""
 

@@ -18,20 +18,6 @@ from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_
 if TYPE_CHECKING:
     from magis.api import Bench, Workload
 
-__all__ = [
-    "check_prices",
-    "check_with_magis",
-    "devices",
-    "forget",
-    "front_with_magis",
-    "measure",
-    "measure_again",
-    "recipe",
-    "run_with_magis",
-    "runs_every_case",
-    "search_front",
-]
-
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
 

@@ -7,33 +7,62 @@ usage. In the ini file an option has the same name with underscores (`magis_memo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.parts import SEARCHES
-from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
-from pytest_magis.shards import Shard
+from pytest_magis.findings import PERMISSIONS, Tolerances
+from pytest_magis.flags import (
+    BY_NAME,
+    COMPARED_WITH,
+    OPTIONS,
+    in_ini,
+    is_active,
+    items,
+    latency_ratios_of,
+    memory_ratios_of,
+    number,
+    on_command_line,
+    share,
+    whole,
+)
 from pytest_magis.strategies import Grid
-from pytest_magis.values import items, latency_ratios_of, memory_ratios_of, number, share, whole
-from pytest_magis.verdict import PERMISSIONS, Tolerances
 
-__all__ = [
-    "AGAINST",
-    "WORKER_AGAINST",
-    "Settings",
-    "anywhere",
-    "read_cache",
-    "read_profiles",
-    "read_settings",
-    "read_sharing",
-    "stored_baselines",
-    "wants_timelines",
-]
+# Shares of a run for several machines: each gets some of the models, with all of their cases.
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The share `number` (1, 2, ...) of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The shard of "1/4". Raises ValueError for anything else."""
+        if not re.fullmatch(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}", text):
+            raise ValueError(text)
+        number, count = map(int, text.split("/"))
+        if number > count:
+            raise ValueError(text)
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def of(self, names: Iterable[str]) -> frozenset[str]:
+        """The names of this share: dealt out one after another in sorted order, so that the order in which they were
+        asked for, and repeats, change nothing. Together the shares have every name, each once."""
+        return frozenset(sorted(set(names))[self.number - 1 :: self.count])
+
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """Names the file that GitHub shows as a job's summary."""

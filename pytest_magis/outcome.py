@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from magis.errors import UsageError
 from magis.report import from_plain, to_plain
 from magis.results import Case, CaseResult
-from pytest_magis.verdict import Finding, Verdict
-
-__all__ = ["FRONT_PROPERTY", "PROPERTY", "Outcome", "leave"]
+from pytest_magis.findings import Finding
+from pytest_magis.verdict import Verdict
 
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""

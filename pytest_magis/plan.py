@@ -17,19 +17,6 @@ from pytest_magis.baselines import ModelBaseline
 from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy, by_name
 
-__all__ = [
-    "ALL",
-    "FRONT",
-    "PREFIX",
-    "Model",
-    "PlannedCase",
-    "choose",
-    "plan_cases",
-    "plan_fronts",
-    "read_baselines",
-    "resolve_models",
-]
-
 ALL = "all"
 PREFIX = "magis::"
 """What the node ids of the gate's cases begin with."""

@@ -19,8 +19,6 @@ from pytest_magis.measure import check_prices, check_with_magis, runs_every_case
 from pytest_magis.outputs.progress import progress_line
 from pytest_magis.plan import PREFIX, PlannedCase
 
-__all__ = ["check_factories"]
-
 
 def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str], *, keep: bool) -> None:
     """Check the operator profile, and the model of every chosen case that a factory makes. Raises pytest.UsageError in

@@ -16,17 +16,36 @@ from pytest_magis.live.marked import let_go
 from pytest_magis.live.names import subject_of
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import PROPERTY
+from pytest_magis.outputs.benchmark import readable
 from pytest_magis.outputs.github import error_lines
-from pytest_magis.outputs.properties import readable
 from pytest_magis.outputs.terminal import summary
+from pytest_magis.plan import PREFIX
 from pytest_magis.precheck import check_factories
 from pytest_magis.suite import Suite
-from pytest_magis.workers import group_by_model
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
 
-__all__ = ["GateSession", "check_options", "start"]
+# Runs under pytest-xdist: all cases of a model go to one worker, which then captures and measures it once.
+
+
+def group_by_model(config: pytest.Config, log: Any) -> object | None:
+    """A scheduler for `-n` and `--dist=loadgroup`; None leaves other distributions to xdist.
+
+    Tests other than the gate's are spread as `loadgroup` spreads them: by their mark, else each on its own.
+    """
+    if config.getoption("dist") not in ("load", "loadgroup"):
+        return None
+    from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
+
+    class ModelScheduling(LoadGroupScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(PREFIX):
+                return nodeid.partition("[")[0]
+            return str(super()._split_scope(nodeid))
+
+    return ModelScheduling(config, log)
+
 
 LATE = (
     "note: torch was loaded before the gate (by a conftest.py, say): its threads spin while they wait, and timings "

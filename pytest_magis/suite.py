@@ -13,11 +13,9 @@ from magis.errors import MagisError
 from pytest_magis.gate import Gate
 from pytest_magis.judged import judged, lines_of
 from pytest_magis.outcome import FRONT_PROPERTY, leave
-from pytest_magis.outputs.fronts import write_front
 from pytest_magis.outputs.progress import progress_line
+from pytest_magis.outputs.results import write_front
 from pytest_magis.plan import PREFIX, PlannedCase
-
-__all__ = ["CaseItem", "FrontItem", "Regression", "Suite"]
 
 NAME = PREFIX.removesuffix("::")
 

@@ -31,21 +31,7 @@ from pytest_magis.findings import (
     joined,
     percent,
 )
-from pytest_magis.latencies import lacks_latencies, latency_bounds, latency_notes, latency_parts
-
-__all__ = [
-    "BETTER",
-    "BROKEN",
-    "NEW",
-    "PERMISSIONS",
-    "WORSE",
-    "Finding",
-    "Tolerances",
-    "Verdict",
-    "judge",
-    "judge_against",
-    "latency_bounds",
-]
+from pytest_magis.latencies import lacks_latencies, latency_notes, latency_parts
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from magis.aten.call import call
 from magis.aten.optimizers import scalars
-from magis.backend.host import Host
+from magis.backend.isolated import measure_workspaces
 from magis.backend.measure import tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step
-from magis.backend.workspaces import measure_workspaces
+from magis.backend.streams import Host
 from magis.capture import Captured, capture
 from magis.cost.signature import signature
 from magis.ir import Graph, Op, Value, every_op

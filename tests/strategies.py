@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from magis.analysis.hazards import dependency_graph
 from magis.ir import BITS, GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Int8s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.nets import FORWARD, Block, Net
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from magis.capture import Workload
 from magis.cost.devices import find_device
+from magis.models.batches import WRITTEN_OUT
 from magis.models.bert import BertConfig, bert
 from magis.models.gpt import GptConfig, gpt
-from magis.models.style import WRITTEN_OUT
 from magis.predict.pace import predict_step
 from magis.results import RankMemory, Term
 from magis.strategies.base import Technique

@@ -3,19 +3,63 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from magis.api.source import median
 from magis.api.subject import ROUNDS_ALONE, Subject
 from magis.backend.exhausted import is_out_of_memory
-from magis.backend.measure import others_memory
+from magis.backend.measure import device_identity, others_memory
+from magis.backend.parting import Parting, first_parting
 from magis.backend.steps import Step, whole_step
 from magis.backend.timing import alone
-from magis.results import Memory
+from magis.capture import Captured
+from magis.ir import Graph
+from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
+from magis.simulate.replay import MemoryProfile, replay, timeline
+from magis.simulate.tables import peak_of
+from magis.strategies.base import samples_of
 from magis.units import GIB, format_bytes
+
+# What a case tells besides its figures: whose the bytes at the peak are, what the plan does, and its time lines.
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A step as the simulator replays it: a captured one by eager's lifetimes, a graph of ours by its own."""
+
+    subject: Subject
+    graph: Graph
+    captured: Captured | None = None
+
+    @property
+    def _deaths(self) -> Mapping[int, int] | None:
+        return None if self.captured is None else self.captured.deaths
+
+    def _profile(self) -> MemoryProfile:
+        if self.captured is not None:
+            return self.subject.simulate(self.captured)
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        return replay(self.graph, costs.workspace, rounding=costs.rounding)
+
+    def parting(self, run: Callable[[], object]) -> Parting | None:
+        """Where the measured bytes of the step, which `run` runs, part from the simulated ones."""
+        return first_parting(run, self.graph, self._profile())
+
+    def at_peak(self) -> Peak:
+        """What makes the peak of tensors that is reported for the step."""
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        profile = self._profile()
+        return peak_of(self.graph, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Its calls, at the prices of the latency that is reported for it."""
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        return timeline(self.graph, self.subject.predicting, costs.workspace, self._profile(), rounding=costs.rounding)
+
 
 NOT_RUN = "not run"
 NOT_COMPARED = "not run: the original does not fit"
@@ -81,3 +125,43 @@ def _free(subject: Subject) -> str:
     others = others_memory(subject.source.device)
     held = f", {format_bytes(others)} are held by other processes" if others >= NOTABLE_BYTES else ""
     return f"{format_bytes(subject.free_bytes)} are free{held}"
+
+
+# What the rows of strategies have in common that are no captured steps of ours: the original, and the frame.
+
+
+def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
+    """Eager on one rank, which takes the whole batch; not measured where it runs out of memory."""
+    captured = subject.captured.original
+    memory = attempt(lambda: subject.original_measured) if measured else None
+    return StepFigures(
+        subject.original,
+        subject.latency_ns(captured.graph) / 1e6,
+        memory,
+        *median(None if memory is None else subject.original_times_ms),
+        subject.reserved_bytes(captured.graph, captured.deaths),
+        Replayed(subject, captured.graph, captured).at_peak(),
+    )
+
+
+def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
+    """The result of a case without a limit, whose numbers nobody has compared yet."""
+    return CaseResult(
+        case=case,
+        dtype=subject.source.dtype,
+        identity=device_identity(case.device),
+        original=original,
+        optimized=optimized,
+        ratio=None,
+        weight_bytes=subject.weight_bytes,
+        persistent_bytes=subject.captured.graph.persistent_bytes(),
+        memory_limit_bytes=None,
+        latency_limit_ms=None,
+        device_memory_bytes=subject.roofline.memory_bytes,
+        lower_bound_bytes=0,
+        numbers=NOT_RUN,
+        graph_digest=subject.digest,
+        provenance=subject.provenance(subject.captured.original.graph),
+        samples=samples_of(subject.traced),
+        conformance=subject.conformance,
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from magis.api.affordable import running_seconds
 from magis.api.pricing import Pricing, Profiles
 from magis.api.sharing import Sharing
-from magis.api.source import Source
+from magis.api.source import Source, running_seconds
 from magis.api.subject import Subject
 from magis.capture import Workload
 from magis.cost.devices import device_names
@@ -163,3 +163,33 @@ def check_device(name: str) -> None:
     if name == "cuda":
         raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
     raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))
+
+
+# How float32 matrix products are rounded while a case runs.
+
+
+@contextmanager
+def products_of(dtype: str) -> Iterator[None]:
+    """For "tf32", products and convolutions of float32 tensors may run in tf32 inside, and as before afterwards.
+
+    Other data types leave torch's settings as they are, which eager's step reads as well.
+    """
+    if dtype != "tf32":
+        yield
+        return
+    products, convolutions = torch.backends.cuda.matmul, _untyped(torch.backends.cudnn)
+    places = (products, convolutions.conv, convolutions.rnn)
+    before = [place.fp32_precision for place in places]
+    products.allow_tf32 = convolutions.allow_tf32 = True
+    try:
+        yield
+    finally:
+        # torch keeps the older and the newer form of the setting, and refuses to read them where they differ
+        products.allow_tf32, convolutions.allow_tf32 = (state == "tf32" for state in before[:2])
+        for place, state in zip(places, before, strict=True):
+            place.fp32_precision = state
+
+
+def _untyped(module: Any) -> Any:
+    """torch's stubs lack some of what it holds."""
+    return module

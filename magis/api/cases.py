@@ -12,22 +12,22 @@ from magis.api.alone import (
     NOT_BOTH,
     NOT_COMPARED,
     NOT_RUN,
+    Replayed,
     attempt,
     fits_alone,
     ran_out,
     run_alone,
     too_large,
 )
-from magis.api.bench import Bench, Make
+from magis.api.bench import Bench, Make, products_of
 from magis.api.in_ort import ort_result
-from magis.api.insight import Replayed
 from magis.api.kept_results import KeptResults
-from magis.api.looks import TIMING_ROUNDS, Looks
-from magis.api.planning import Plan, plan, planning_workspaces
-from magis.api.precision import products_of
+from magis.api.numbers import TIMING_ROUNDS, Looks
+from magis.api.planning import plan, planning_workspaces
+from magis.api.plans import Plan
 from magis.api.ranked import ranked_result
+from magis.api.source import median
 from magis.api.subject import Subject
-from magis.api.values import median
 from magis.api.variants import Candidate, check_precision, numbers_of, of_technique, technique_of
 from magis.backend.behind import BehindStep
 from magis.backend.measure import collector_spared, device_identity

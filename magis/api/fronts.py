@@ -21,8 +21,6 @@ from magis.search.front import spread
 from magis.search.fronts import HASTY, Point, joined, whole_front
 from magis.search.judge import DEFAULT_BUDGET, Goal, Over, Wanted, never
 
-__all__ = ["POINTS", "best_on_front", "front_of", "pareto", "realized_front"]
-
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
 WHOLE = 0.4

@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from magis.api.alone import NOT_RUN
-from magis.api.looks import Look, Looks
-from magis.api.numbers import compare_losses
-from magis.api.rows import original_figures, other_result
+from magis.api.alone import NOT_RUN, original_figures, other_result
+from magis.api.numbers import Look, Looks, compare_losses
+from magis.api.source import median
 from magis.api.subject import Subject
-from magis.api.values import median
 from magis.backend.steps import Step
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
 from magis.strategies.common import check_update, has_dropout, without_dropout
@@ -19,8 +17,6 @@ from magis.strategies.parts import OrtName, ort_name
 
 if TYPE_CHECKING:
     from magis.strategies.ort.export import Exported
-
-__all__ = ["ort_result"]
 
 ROUNDING, PRECISION = 1e-3, 0.05
 """Share by which the losses of three steps may be off eager's: other kernels; lower precision."""

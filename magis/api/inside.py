@@ -17,10 +17,8 @@ from magis.capture import Workload
 from magis.ir import Graph
 from magis.strategies.base import World, share_of_batch
 from magis.strategies.common import average_gradients, held_by, make_optimizer, place, trained
-from magis.strategies.compiled import on_fake_tensors
+from magis.strategies.local import on_fake_tensors
 from magis.units import share_of
-
-__all__ = ["PlannedReplica", "planned_ddp"]
 
 RATIO = 0.6
 """Of the peak of a rank's own forward and backward."""

@@ -23,10 +23,8 @@ from magis.backend.measure import device_identity
 from magis.errors import MagisError
 from magis.ir import digest
 from magis.report.kept import UNSOUND, Kept
-from magis.report.plain import from_plain, to_plain
+from magis.report.table import from_plain, to_plain
 from magis.results import Case, CaseResult, Memory
-
-__all__ = ["KeptResults"]
 
 FORMAT = 2
 MOST = float(1 << 62)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from magis.api.forms import redo_graph, signatures
 from magis.api.subject import Subject
+from magis.api.traced import redo_graph, signatures
 from magis.ir import Graph, verify
 from magis.results import Memory
 from magis.rewrite.realize import realize
@@ -163,3 +163,6 @@ def approached(goal: Goal, attempt: Callable[[Goal], Plan], hopeless: bool = Fal
         # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
         workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
     )
+
+
+# What is known of the scratch of a subject's operators, each signature found out once.

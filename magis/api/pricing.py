@@ -15,8 +15,6 @@ from magis.cost.prices import Prices
 from magis.cost.store import Profile, ProfileError, load, matched
 from magis.dtypes import autocast_type, tensor_type
 
-__all__ = ["FOLDER", "UNPRICED", "Pricing", "Profiles", "profile_file", "recording_identity", "refused"]
-
 PRODUCTS = "products"
 """In a profile's identity: how products of float32 were rounded, where that is not in full."""
 FOLDER = "profiles"

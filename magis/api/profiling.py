@@ -11,20 +11,16 @@ from pathlib import Path
 
 import torch
 
-from magis.api.bench import Bench
-from magis.api.precision import products_of
+from magis.api.bench import Bench, products_of
 from magis.api.pricing import recording_identity
 from magis.api.signatures import signatures_of_model
-from magis.backend.cuda_profile import EventWatch, cuda_workspace, link_speed
 from magis.backend.measure import free_device_memory
-from magis.backend.profiler import Batch, Effort, Wall, batches, record, schemas
+from magis.backend.profiler import Batch, Effort, EventWatch, Wall, batches, cuda_workspace, link_speed, record, schemas
 from magis.cost.store import Entry, Profile, load, merge, save
 from magis.dtypes import check_dtype
 from magis.errors import UsageError
 from magis.models.registry import PRESETS
 from magis.results import Case
-
-__all__ = ["Recording", "record_profile"]
 
 GPU_SHARE = 4
 """A batch takes at most this part (the reciprocal) of a GPU's free memory."""

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from magis.api.alone import NOT_RUN
-from magis.api.rows import original_figures, other_result
+from magis.api.alone import NOT_RUN, original_figures, other_result
+from magis.api.source import median
 from magis.api.subject import Subject
-from magis.api.values import median
 from magis.backend.measure import device_identity
 from magis.capture import Workload
 from magis.errors import UsageError
@@ -22,10 +21,8 @@ from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, s
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.strategies.base import Technique
 from magis.strategies.common import without_dropout
-from magis.strategies.compiled import on_fake_tensors
+from magis.strategies.local import on_fake_tensors
 from magis.strategies.names import check_world, is_own, technique
-
-__all__ = ["OFF_BY", "ranked_result"]
 
 OFF_BY = 0.02
 """Share by which a rank's measured tensor bytes may be off the predicted ones."""

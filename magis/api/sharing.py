@@ -29,14 +29,11 @@ import numpy as np
 
 from magis.errors import UsageError
 from magis.ir import digest
-from magis.report.code import code_digest
 from magis.report.files import write_bytes_atomically
+from magis.report.kept import code_digest
 from magis.search.fronts import Cut, Finding, Findings, Work, findings
 from magis.search.judge import Over, Plan, never
-from magis.simulate.events import DROP
-from magis.simulate.problem import Int8s, Int32s
-
-__all__ = ["Sharing"]
+from magis.simulate.problem import DROP, Int8s, Int32s
 
 FORMAT = 1
 Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from magis.api.forms import redo_graph
 from magis.api.subject import Subject
-from magis.cost.loops import signatures_of
+from magis.api.traced import redo_graph
+from magis.cost.prices import signatures_of
 from magis.cost.signature import signature
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.grow import most_parts
-from magis.fission.pieces import pieces
 from magis.fission.region import Region
+from magis.fission.suffix import pieces
 from magis.ir import Graph
 from magis.search.fronts import numbers_of_parts
 from magis.simulate.compile import reusable, take_over_form
 from magis.strategies.local import local
-
-__all__ = ["signatures_of_model"]
 
 
 def signatures_of_model(subject: Subject, *, parts: bool = True) -> tuple[str, ...]:

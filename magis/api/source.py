@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from magis.api.affordable import RUNNING_SECONDS
-from magis.aten.host_random import seed_all
+from magis.aten.generators import seed_all
+from magis.backend.steps import Step
+from magis.backend.turns import Watched
 from magis.capture import Workload
+
+STEPS = 50
+"""Steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to time."""
+RUNNING_SECONDS, LEAST_SECONDS = 600.0, 60.0
+"""What running a case may take: without a cap in seconds, and at least."""
+COLD = 3
+"""Times as long a first step may take: it builds kernels and maps memory."""
+
+Clock = Callable[[], float]
+
+
+class _OverrunError(Exception):
+    """The deadline has gone by."""
+
+
+class _Deadline:
+    """What is called between operators: raises once the time is up."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def __call__(self, _gradients: object = None) -> None:
+        if self._clock() > self._end:
+            raise _OverrunError
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        yield
+
+
+def running_seconds(seconds: float | None) -> float:
+    """How long running a case may take whose search has this cap, or none."""
+    return RUNNING_SECONDS if seconds is None else max(LEAST_SECONDS, seconds)
+
+
+def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.thread_time) -> str:
+    """Why the cases of a step are not run in so many seconds, in words; empty if they are.
+
+    A step that fails is not too slow: whoever runs it says what is wrong. The generator is left as it was.
+    """
+    each = seconds / STEPS
+    state = torch.get_rng_state()
+    try:
+        found = step_seconds(make(), each, clock)
+    except Exception:  # noqa: BLE001  (said where the step is run for its own sake)
+        return ""
+    finally:
+        torch.set_rng_state(state)
+    if found <= each:
+        return ""
+    return f"a step takes more than {each:.3g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
+
+
+def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
+    """Seconds of one step, if these are at most ``most``, else infinite. A slow first step gets a second chance."""
+    for deadline in (COLD * most, most):
+        step.prepare()
+        begun = clock()
+        try:
+            with Watched(_Deadline(deadline, clock)):
+                step.run()
+        except _OverrunError:
+            return math.inf
+        if clock() - begun <= most:
+            return clock() - begun
+    return math.inf
 
 
 @dataclass(frozen=True)
@@ -51,3 +123,32 @@ def would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
     """Whether converting a module to a data type would change tensors that have memory behind them."""
     tensors = (*module.parameters(), *module.buffers())
     return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)
+
+
+# Small things that several kinds of cases need: statistics of timings, and what is made once.
+
+_Made = TypeVar("_Made")
+
+
+def median(times: Sequence[float] | None) -> tuple[float | None, float | None]:
+    """Median and half the interquartile range; None of nothing."""
+    if not times:
+        return None, None
+    ordered = sorted(times)
+    count = len(ordered)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2
+
+
+class Memo:
+    """What one case has made and the next ones use as well."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], Any] = {}
+
+    def get(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What ``make`` has made under this key, called the first time only."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: _Made = self._made[key]
+        return found

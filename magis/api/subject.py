@@ -9,15 +9,11 @@ from functools import cached_property, partial
 
 import torch
 
-from magis.api.affordable import too_slow
 from magis.api.conformance import MOST_BYTES, conformance
-from magis.api.forms import redo_graph, signatures
 from magis.api.pricing import UNPRICED, Pricing
-from magis.api.scratch import Scratches
 from magis.api.sharing import Sharing
-from magis.api.source import Source
-from magis.api.traced import TracedModel
-from magis.api.values import Memo
+from magis.api.source import Memo, Source, too_slow
+from magis.api.traced import Scratches, TracedModel, redo_graph, signatures
 from magis.backend.behind import BehindStep
 from magis.backend.measure import free_device_memory, tensor_peak, window_peak
 from magis.backend.steps import EagerStep, GraphStep, Step, whole_step
@@ -25,22 +21,20 @@ from magis.backend.timing import alone
 from magis.capture import Captured
 from magis.capture.behind import before_update, without_state
 from magis.cost.devices import DeviceModel, find_device
-from magis.cost.model import CostModel, RooflineCosts
+from magis.cost.model import CostModel, RooflineCosts, shares
 from magis.cost.prices import Prices
-from magis.cost.shares import shares
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.floor import Floor, floor, with_behind
 from magis.ir import Graph, digest, verify
 from magis.report.kept import Kept
 from magis.results import Memory, Provenance
-from magis.rewrite.normalize import functionalize
+from magis.rewrite.normalize import functionalize, untangle
 from magis.rewrite.rules.greedy import quickest
-from magis.rewrite.untangle import untangle
 from magis.search.fronts import FissionFront, Work, places_front, sketch, whole_front, work_of
 from magis.search.judge import Goal, Over, Wanted, never
+from magis.simulate.caching import reserved
 from magis.simulate.replay import MemoryProfile, replay
-from magis.simulate.reserved import reserved
 from magis.strategies.base import loss_of_shares
 
 ROUNDS_ALONE = 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -11,22 +12,23 @@ import torch
 
 from magis.api.conformance import MOST_BYTES
 from magis.api.source import Source, own_dtype, would_change
-from magis.aten.host_random import generators_kept
+from magis.aten.generators import generators_kept
+from magis.backend.contents import Needs, needs, record_workspaces
+from magis.backend.isolated import measure_workspaces
+from magis.backend.steps import GraphStep
 from magis.capture import Captured, Workload, capture
 from magis.capture.behind import followed_by, joined
-from magis.capture.caches import CACHES, caches_kept
+from magis.capture.caches import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
 from magis.capture.checks import BranchError
-from magis.capture.copies import deep_copy
 from magis.capture.hollow import hollow
 from magis.capture.listening import Heard
-from magis.capture.settle import put_back, settle, whole_numbers
 from magis.capture.step import record_eager
+from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
-from magis.ir import Graph, verify
+from magis.ir import Graph, Op, Value, every_op, verify
+from magis.simulate.compile import redo_form
 from magis.strategies.local import Local
-
-__all__ = ["TracedModel"]
 
 
 class TracedModel:
@@ -205,3 +207,56 @@ class TracedModel:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
+
+
+def redo_graph(graph: Graph) -> Graph:
+    """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
+    return replace(graph, ops=tuple(_redone(op, graph) for op in graph.ops))
+
+
+def _redone(op: Op, graph: Graph) -> Op:
+    form = redo_form(op, graph)
+    return form if form.body is None else replace(form, body=replace(form.body, graph=redo_graph(form.body.graph)))
+
+
+def signatures(graph: Graph) -> dict[str, tuple[Op, Mapping[int, Value]]]:
+    """Every distinct operator signature of a graph with an example; swaps left out."""
+    return {signature(op, values): (op, values) for op, values in every_op(graph) if not op.target.startswith("magis.")}
+
+
+class Scratches:
+    """Workspace bytes of this machine, by signature."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+        self._unknown: dict[str, str] = {}
+        """Operator -> module of one call, of those that nothing could measure."""
+
+    def add(self, graph: Graph, limit: int | None, step: Callable[[], GraphStep] | None) -> None:
+        """Find out what the graph's operators need; `step` makes one that runs the graph, where that is possible.
+
+        Each operator by itself but for those whose scratch hangs on what is in their tensors: these in the step.
+        """
+        missing = {
+            key: (op, values)
+            for op, values in every_op(graph)
+            if not op.target.startswith("magis.") and (key := signature(op, values)) not in self.known
+        }
+        if step is not None and any(needs(*call) is not Needs.ANYTHING for call in missing.values()):
+            ready = step()
+            found = record_workspaces(graph, ready.tensors, ready.numbers())
+            of_numbers = [key for key, call in missing.items() if needs(*call) is not Needs.ANYTHING]
+            self.known.update({key: found[key] for key in of_numbers if key in found})
+        missing = {key: call for key, call in missing.items() if key not in self.known}
+        if missing:
+            self.known.update(measure_workspaces(missing.values(), limit))
+        if limit is None:
+            self._unknown.update({op.target: op.module for key, (op, _) in missing.items() if key not in self.known})
+
+    @property
+    def note(self) -> str:
+        """Which operators nothing is known of; empty if there are none."""
+        if not self._unknown:
+            return ""
+        calls = ", ".join(f"{target} in {module or '(root)'}" for target, module in sorted(self._unknown.items()))
+        return f"workspace unknown: {calls}"

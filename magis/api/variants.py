@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from magis.api.insight import Replayed
+from magis.api.alone import Replayed
 from magis.api.numbers import compare_by_kind, compare_losses
 from magis.api.subject import Subject
 from magis.backend.steps import Step
@@ -16,11 +16,8 @@ from magis.dtypes import autocast_type
 from magis.errors import UsageError, nearest
 from magis.ir import Graph
 from magis.results import Case, Memory, SearchStats
-from magis.strategies.compiled import window_of_compiled
-from magis.strategies.local import Local, local
+from magis.strategies.local import Local, local, window_of_compiled
 from magis.strategies.parts import LISTED, family
-
-__all__ = ["Candidate", "numbers_of", "of_technique", "technique_of"]
 
 SCALER = 0.001
 """What scales gradients keeps a few numbers of its own, which are not in the captured step."""

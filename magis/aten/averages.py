@@ -16,8 +16,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from magis.errors import CaptureError
 from magis.ir import Graph
 
-__all__ = ["Averages", "averages_named", "is_share", "shares_of"]
-
 _NAME = "average"
 _SENTINEL = 0.00390625
 _COUNTER = "num_batches_tracked"

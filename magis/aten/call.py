@@ -4,18 +4,43 @@ real."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
-from magis.aten.mixed import as_mixed
-from magis.aten.states import MADE, SEED_MADE
+from magis.aten.generators import MADE, SEED_MADE
 from magis.errors import MagisError
 from magis.ir.types import Arg, Const, Graph, Op, Ref, Scalar
 
-__all__ = ["CallError", "call", "constant", "from_torch", "made_generators", "outputs", "resolve", "to_torch"]
+_HALF = (torch.float16, torch.bfloat16)
+
+
+_PARAMETERS = {
+    "aten.native_batch_norm.default": (1, 2, 3, 4),
+    "aten.native_layer_norm.default": (2, 3),
+    "aten.native_group_norm.default": (1, 2),
+}
+"""Positions of weight, bias and running statistics, behind the input."""
+
+
+def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
+    """What the operator ``target`` returned for ``args``, its fake results in the types that kernels give them."""
+    if target == "aten.native_group_norm_backward.default":
+        return (_typed(out[0], args[1].dtype), *out[1:])
+    parameters = [args[at] for at in _PARAMETERS.get(target, ()) if at < len(args)]
+    wide = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in parameters)
+    if not wide or args[0].dtype not in _HALF:
+        return out
+    return (out[0], *(_typed(each, torch.float32) for each in out[1:]))
+
+
+def _typed(tensor: Any, dtype: torch.dtype) -> Any:
+    same = not isinstance(tensor, Tensor) or tensor.dtype == dtype
+    return tensor if same else torch.empty_like(tensor, dtype=dtype)
+
 
 _KINDS: dict[str, type] = {
     "dtype": torch.dtype,

@@ -17,8 +17,6 @@ from torch import Tensor
 from magis.errors import MagisError
 from magis.ir.types import Graph
 
-__all__ = ["EXPECT", "ExpectationError", "undone"]
-
 EXPECT = "magis.expect.default"
 
 

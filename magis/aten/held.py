@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from magis.errors import CaptureError
 
-__all__ = ["PREFIX", "find", "look_up"]
-
 PREFIX = "held:"
 MOST = 50_000
 """Objects that are looked through."""

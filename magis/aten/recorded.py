@@ -2,7 +2,7 @@
 
 torch's Python functions (``torch.get_rng_state``, ``fork_rng``, ``manual_seed``, and through them activation
 checkpointing) work on the object ``torch.random.default_generator``. Within ``states_recorded`` another one stands
-there, which calls the operators of ``magis.aten.states``.
+there, which calls the operators of ``magis.aten.generators``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magis.aten.generators import same_generator
-from magis.aten.states import MADE, STATE_BYTES, as_seed
+from magis.aten.generators import MADE, STATE_BYTES, as_seed, same_generator
 from magis.errors import CaptureError
-
-__all__ = ["states_recorded"]
 
 _STATES = frozenset(
     {

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from magis.aten.optimizers import OptimizerSpec, by_loop, numbers_of
 
-__all__ = ["Weight", "by_lists", "update"]
-
 Tensors = list[Tensor]
 States = Sequence[Mapping[str, Tensor]]
 

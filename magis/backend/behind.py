@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from magis.aten.own_optimizer import OwnOptimizer, state_of
+from magis.aten.optimizers import OwnOptimizer, state_of
 from magis.backend.steps import GraphStep, settle
 from magis.backend.turns import Turn, Watched
-
-__all__ = ["BehindStep"]
 
 
 class BehindStep:

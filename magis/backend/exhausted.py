@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_out_of_memory"]
-
 _SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 """By errors that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
 

@@ -5,7 +5,12 @@ One call before the measured one lets kernels fill their caches, which are no sc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +18,106 @@ import torch
 from torch.autograd.profiler import record_function
 
 from magis.aten.call import call, resolve
-from magis.aten.layouts import masked
-from magis.aten.packed import IN_TRAINING
-from magis.backend.made_up import make_tensors
+from magis.aten.layouts import IN_TRAINING, masked, with_bits
+from magis.backend.contents import Needs, needs
 from magis.backend.measure import Allocation, allocations, memory_profile, replay
-from magis.cost.signature import signature
-from magis.ir.types import Op, Value
+from magis.cost.signature import parse, signature
+from magis.ir.types import ITEM_SIZE, Op, Value
 
-__all__ = ["measure_here"]
+# Scratch of operators that a process of its own tries out, which may die of it.
+# Run as ``python -m magis.backend.isolated``: signatures come as lines on standard input, answers leave as lines on
+# standard output, one each, `null` for a call that raises. Whoever asks sees from the end of the answers which call
+# ended the process, leaves that one out and goes on with the next in a process of its own. Starting one takes
+# seconds, so only operators that need it are tried this way.
+
+PATIENCE_SECONDS = 120
+"""For all calls of one process together: a kernel that made-up numbers send into an endless loop ends with it."""
+
+
+def measured_aside(keys: Sequence[str]) -> dict[str, int]:
+    """Workspace bytes by signature; left out are those that raised, ended their process, or never came back."""
+    found: dict[str, int] = {}
+    pending = list(keys)
+    while pending:
+        answers = list(_answers(pending))
+        found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
+        pending = pending[len(answers) + 1 :]  # without the one that it died of
+    return found
+
+
+def _answers(keys: Sequence[str]) -> Iterator[int | None]:
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
+    command = [sys.executable, "-P", "-m", "magis.backend.isolated", str(torch.get_num_threads())]
+    with tempfile.TemporaryFile("w+") as asked:
+        asked.writelines(f"{key}\n" for key in keys)
+        asked.seek(0)
+        process = subprocess.Popen(
+            command,
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the one who asks
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            text=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+    for line in said.splitlines():
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Answer line by line until the input ends."""
+    torch.set_num_threads(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # kernels and profilers that print
+    for line in sys.stdin.read().splitlines():
+        nbytes = measure_here([parse(line)]).get(line)
+        answers.write(f"{json.dumps(nbytes)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
+
+
+def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
+    """Made-up tensors for the inputs of `op` by value id: exact shapes, strides and types, storages apart.
+
+    The numbers come from a fixed seed and are the same for every call.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    return {number: _tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
+
+
+def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """A tensor as `value` describes it, at offset 0 of a storage that is just large enough."""
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    length = reach(value)
+    flat: torch.Tensor
+    if dtype == torch.bool:
+        flat = torch.rand(length, generator=generator, device=generator.device) < 0.5
+    elif dtype.is_floating_point or dtype.is_complex:
+        flat = torch.rand(length, generator=generator, device=generator.device).add_(1).mul_(0.5).to(dtype)
+    else:
+        flat = torch.zeros(length, dtype=dtype, device=generator.device)
+    # filled before it is strided: an expanded tensor (stride 0) cannot be written in place
+    return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
+
+
+def reach(value: Value) -> int:
+    """Elements from the first to the last that the strides touch."""
+    if value.numel == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
+
 
 _MARK = "magis workspace "
 
@@ -97,3 +194,41 @@ def _marked_windows(log: Any) -> dict[str, list[Allocation]]:
                 windows[name].append(event)
             event = next(events, None)
     return windows
+
+
+# Workspaces: the scratch bytes that each operator allocates, by signature.
+# Each distinct signature is called on made-up arguments of the same shapes, strides and types, under one profile of
+# the CPU allocator for all of them. Workspaces depend on the instruction set, on the number of threads and on the
+# torch version (the device identity), and mostly not on the numbers in the tensors.
+# The made-up numbers only have to be harmless: floats in [0.5, 1) (valid variances and probabilities), whole
+# numbers 0 (valid indices), scalars 1. One call before the measured one lets kernels fill their caches, which are
+# no scratch. Where that is not enough (`magis.backend.contents`), a whole step is run on its own tensors
+# (`record_workspaces`), else a process of its own tries made-up ones (`magis.backend.isolated`).
+
+
+def measure_workspaces(
+    items: Iterable[tuple[Op, Mapping[int, Value]]], limit_bytes: int | None = None
+) -> dict[str, int]:
+    """Bytes that each operator allocates at its worst moment beyond its fresh outputs, by signature; on the
+    CPU.
+
+    Left out of the answer: operators that refuse made-up arguments (they raise) or that must not be given any, those
+    whose process ended over them, and, with `limit_bytes`, those whose arguments and outputs alone are larger than
+    that. The result repeats exactly.
+    """
+    here: list[tuple[Op, Mapping[int, Value]]] = []
+    aside: dict[str, None] = {}
+    for op, values in items:
+        wanted = needs(op, values)
+        if wanted is Needs.BYTES or (limit_bytes is not None and _bytes(op, values) > limit_bytes):
+            continue
+        if wanted is Needs.ANYTHING:
+            here.append((op, values))
+        else:
+            aside[signature(op, values)] = None
+    return {**measure_here(here), **measured_aside(tuple(aside))}
+
+
+def _bytes(op: Op, values: Mapping[int, Value]) -> int:
+    touched = dict.fromkeys((*op.inputs(), *op.made()))
+    return sum(reach(values[number]) * ITEM_SIZE[values[number].dtype] for number in touched)

@@ -32,28 +32,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from magis.aten.products import products_as_eager
+from magis.aten.products import products_as_eager, unwatched
 from magis.aten.recorded import states_recorded
-from magis.aten.watched import unwatched
 from magis.cost.devices import CONSTANTS_VERSION, find_device
 from magis.units import GIB
-
-__all__ = [
-    "Allocation",
-    "WindowPeak",
-    "allocations",
-    "collector_spared",
-    "device_identity",
-    "device_memory",
-    "free_device_memory",
-    "memory_profile",
-    "others_memory",
-    "quiet_profiler",
-    "replay",
-    "storages_of",
-    "tensor_peak",
-    "window_peak",
-]
 
 _MEMORY_TABLE = Path("/proc/meminfo")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")

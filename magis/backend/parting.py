@@ -14,8 +14,6 @@ from magis.backend.measure import Allocation, allocations, memory_profile
 from magis.ir import Graph, Op
 from magis.simulate.replay import MemoryProfile
 
-__all__ = ["Parting", "first_parting"]
-
 _WITHIN = 60
 """Logged calls among which the next operator is looked for."""
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from magis.errors import MagisError
 from magis.ir import Graph, Value
 
-__all__ = ["MERGED", "check_places", "place"]
-
 MERGED = "merged"
 """Kind of the graph's inputs (what stands before the colon in their names) that are several parameters in one."""
 

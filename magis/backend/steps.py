@@ -17,12 +17,10 @@ from torch.optim import Optimizer
 
 from magis.aten import optimizers
 from magis.aten.averages import is_share, shares_of
-from magis.aten.bits import bits_of, with_bits
-from magis.aten.generators import held_generators
+from magis.aten.generators import held_generators, seed_all
 from magis.aten.held import PREFIX, look_up
-from magis.aten.host_random import seed_all
-from magis.aten.optimizers import OptimizerSpec
-from magis.aten.own_optimizer import AHEAD
+from magis.aten.layouts import bits_of, with_bits
+from magis.aten.optimizers import AHEAD, OptimizerSpec
 from magis.backend.codegen import Step as Program
 from magis.backend.codegen import compile_step
 from magis.backend.placement import check_places, place

@@ -27,8 +27,6 @@ from typing import Any, Protocol, Self
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Between", "Turn", "Turns", "Watched"]
-
 _FRAME_SLOTS = 1 << 15
 """A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
 

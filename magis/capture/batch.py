@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from magis.errors import CaptureError, UsageError
 
-__all__ = ["Batch", "Key", "as_batch", "own_loss", "with_keywords", "with_loss"]
-
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
 """What a plan depends on of a batch: names, shapes, strides, data types and devices, and what lies in one memory."""
 

@@ -9,13 +9,13 @@ from itertools import count
 from torch import nn
 
 from magis.analysis.liveness import lifetimes
-from magis.aten.own_optimizer import OwnOptimizer
-from magis.capture.apart import Apart, step_behind
+from magis.aten.optimizers import OwnOptimizer
+from magis.capture.rule import Apart, step_behind
 from magis.capture.step import Captured
 from magis.ir import GENERATOR, Graph, Op, Storage, Value
 from magis.ir.types import replace_refs
 
-__all__ = ["before_update", "followed_by", "joined", "without_state"]
+# The memory of an optimizer that runs by itself after a step: its own code, on tensors without memory.
 
 
 def followed_by(captured: Captured, own: OwnOptimizer, module: nn.Module, device: str) -> Captured:

@@ -14,16 +14,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from magis.aten.call import CallError
 from magis.capture.hollow import UnknownTruth
-from magis.capture.layout import ONLY_DENSE, layout_problem
 from magis.capture.places import Places
+from magis.capture.schemas import ONLY_DENSE, layout_problem
 from magis.capture.stand_ins import StandIns
 from magis.errors import CaptureError, MagisError
 from magis.ir import Graph
-
-__all__ = [
-    "INFERENCE", "BranchError", "check_batch", "check_buffers", "check_contents", "check_loss", "check_products",
-    "check_shapes", "check_tensors", "clear_errors", "shapes",
-]  # fmt: skip
 
 INFERENCE = "use optimizer kind 'none' for inference"
 EAGER_FIRST = "the step must run eagerly before it can be captured"

@@ -19,8 +19,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.schemas import READS
 
-__all__ = ["Follower", "Heard", "Listener"]
-
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides of a result."""
 

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magis.aten.kept import Kind, TakenNumber, end_unread, lives
+from magis.aten.products import Kind, TakenNumber, end_unread, lives
 from magis.ir import Op, Value
-
-__all__ = ["Numbers"]
-
 
 _ALIVE = -1
 

@@ -18,19 +18,15 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from magis.aten.bits import bits_of
 from magis.aten.call import from_torch
 from magis.aten.expect import EXPECT
 from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
-from magis.aten.kept import kinds, takes_number
-from magis.aten.layouts import masked
-from magis.aten.states import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
-from magis.aten.watched import unwatched
-from magis.capture.layout import check_dense, tensors_in, window
+from magis.aten.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
+from magis.aten.layouts import bits_of, masked
+from magis.aten.products import kinds, takes_number, unwatched
 from magis.capture.numbers import Numbers
 from magis.capture.places import Places
-from magis.capture.randomness import Own, draws
-from magis.capture.schemas import READS
+from magis.capture.schemas import READS, Own, check_dense, draws, tensors_in, window
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-__all__ = [
-    "COMPARISONS", "FREE_DRAWS", "ITEM", "OVERWRITING", "READS", "Looks", "looks_of",
-    "written_by",
-]  # fmt: skip
+from magis.aten.generators import same_generator
+from magis.aten.layouts import bits_of
+from magis.errors import CaptureError
 
 COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
 ITEM = torch.ops.aten._local_scalar_dense.default
@@ -65,3 +64,81 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
     return found
+
+
+# What tensors a step may handle.
+
+ONLY_DENSE = "only dense, strided tensors can be captured"
+
+
+def tensors_in(item: Any) -> Iterator[Tensor]:
+    """The tensors of an operator's arguments or results."""
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from tensors_in(part)
+
+
+def check_dense(item: Any) -> None:
+    """Raise CaptureError for a tensor among arguments or results that is no window on plain memory."""
+    for tensor in tensors_in(item):
+        problem = layout_problem(tensor)
+        if problem:
+            raise CaptureError(f"the step handles a tensor that is {problem}", hint=ONLY_DENSE)
+
+
+def layout_problem(tensor: Tensor) -> str:
+    """What keeps a tensor from being a strided window on plain memory; empty if nothing does."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return "quantized" if tensor.is_quantized else ""
+
+
+def window(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from others: autograd hands out new objects for what it saved, on the same part of memory."""
+    return (
+        tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()),
+        tensor.dtype, bits_of(tensor),
+    )  # fmt: skip
+
+
+# Which calls draw random numbers, and from which generator.
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: by the operator's tag, and by its probability of dropout if it has one."""
+    arguments = func._schema.arguments
+    tagged = torch.Tag.nondeterministic_seeded in func.tags
+    if not tagged and not any("Generator" in str(argument.type) for argument in arguments):
+        return False
+    name = func._schema.name
+    if name.endswith("_backward"):  # repeats what its forward drew
+        return False
+    for position, argument in enumerate(arguments):
+        if argument.name in ("dropout_p", "dropout") and "float" in str(argument.type):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
+class Own:
+    """The generators that a step holds itself or makes, by name; more may be made after this."""
+
+    def __init__(self, held: Mapping[str, torch.Generator]) -> None:
+        self._held = held
+        self._default = torch.default_generator
+
+    def name_of(self, generator: torch.Generator, module: str) -> str:
+        """Name of a generator from which ``module`` draws; empty for the default one. CaptureError if none holds it."""
+        if any(same_generator(generator, each) for each in (self._default, torch.default_generator)):
+            return ""
+        for name, own in self._held.items():
+            if same_generator(generator, own):
+                return name
+        raise CaptureError(
+            f"module {module or '(root)'!r} draws from a generator that was not there before the step",
+            hint="make it with torch.Generator, or keep it as an attribute of the module",
+        )

@@ -25,12 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.generators import held_generators, own_kept
-from magis.aten.host_random import HostGenerators, generators_kept
+from magis.aten.generators import HostGenerators, generators_kept, held_generators, own_kept
 from magis.capture.autocast import autocast as casting
-from magis.capture.caches import caches_kept
+from magis.capture.caches import caches_kept, counting_loads, holder_of, runs_later
 from magis.capture.checks import clear_errors
-from magis.capture.counters import counting_loads, holder_of, runs_later
 from magis.capture.hollow import Hollow, hollow, hollow_like
 from magis.capture.listening import Heard
 from magis.capture.places import Places
@@ -39,8 +37,6 @@ from magis.capture.stand_ins import stand_ins
 from magis.capture.step import is_readable
 from magis.capture.workload import Workload
 from magis.errors import CaptureError
-
-__all__ = ["DrawError", "observe", "observe_step"]
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"

@@ -23,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Reads", "Snapshot", "is_of_torch", "same"]
-
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LEAVES = (Tensor, Optimizer, logging.Logger, types.ModuleType, torch.Generator)
 CONTAINERS = (dict, list, set, deque)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["StandIns", "stand_ins"]
-
 Twins = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Other tensors for given ones, by name, that share memory where these do."""
 

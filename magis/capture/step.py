@@ -22,17 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.aten import optimizers
 from magis.aten.averages import averages_named
-from magis.aten.generators import held_generators, own_kept
+from magis.aten.generators import HostGenerators, generators_kept, held_generators, own_kept
 from magis.aten.held import find
-from magis.aten.host_random import HostGenerators, generators_kept
 from magis.aten.products import products_as_eager
 from magis.aten.recorded import states_recorded
 from magis.aten.updates import Weight, by_lists, update
-from magis.capture.apart import Apart
-from magis.capture.attributes import attributes_kept, changed, tensors_left
-from magis.capture.autocast import as_on_cuda
+from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
-from magis.capture.caches import CACHED, CACHES, cached_memory, caches_kept
+from magis.capture.caches import CACHED, CACHES, attributes_kept, cached_memory, caches_kept, changed, tensors_left
 from magis.capture.checks import (
     INFERENCE,
     check_batch,
@@ -45,10 +42,10 @@ from magis.capture.checks import (
     clear_errors,
     shapes,
 )
-from magis.capture.device_table import device_forms
 from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
 from magis.capture.listening import Heard, Listener
 from magis.capture.recorder import Recorder
+from magis.capture.rule import Apart
 from magis.capture.stand_ins import StandIns, stand_ins
 from magis.errors import CaptureError
 from magis.ir import Graph

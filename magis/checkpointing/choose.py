@@ -21,14 +21,11 @@ from magis.api.subject import Subject
 from magis.backend.measure import collector_spared
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.batch import as_batch, own_loss, with_keywords, with_loss
-from magis.checkpointing.policy import RegionPolicies
-from magis.checkpointing.region import Region, wrapped
+from magis.checkpointing.policy import Region, RegionPolicies, wrapped
 from magis.errors import UsageError
 from magis.ir import Op
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.units import format_bytes, parse_bytes, share_of
-
-__all__ = ["blocks_of", "checkpoint_policy"]
 
 TRIES = 24
 """Captures at most."""

@@ -3,15 +3,217 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from magis.cli import fit, merge, profile
+from magis.cost.store import target_of
 from magis.errors import MagisError, UsageError
+from magis.models.names import resolve
 from magis.quiet import before_torch
+from magis.report import write_text_atomically
+from magis.report.merged import case_name, merge_results
+from magis.units import format_bytes, format_milliseconds, parse_bytes
 
-__all__ = ["USAGE_ERROR", "main"]
+if TYPE_CHECKING:
+    from magis.api.profiling import Recording
+if TYPE_CHECKING:
+    from magis.api import Fit
+
+# `magis fit`: the largest batch, or sequence, that fits a memory limit: in eager mode, and optimized.
+
+FIT_DESCRIPTION = """
+Find the largest size of a model whose training step fits a memory limit. The size is that of a dimension of the batch,
+or a keyword that the factory takes. Nothing of that size is allocated, unless --run asks for a measurement.
+"""
+NOTHING_FITS = 1
+HEADER = ("strategy", "size", "peak", "measured", "step", "latency ratio")
+
+
+def add_fit(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("fit", help="the largest batch that fits a memory limit", description=FIT_DESCRIPTION)
+    parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
+    parser.add_argument("--memory-limit", metavar="BYTES", required=True, help='such as "8 GiB"')
+    parser.add_argument("--device", metavar="NAME", help="as --magis-device")
+    parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
+    parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
+    parser.add_argument("--dim", metavar="N", help="the dimension of the batch to vary (default: 0)")
+    parser.add_argument("--keyword", metavar="NAME", help="vary this keyword of the factory instead")
+    parser.add_argument("--latency-ratio", metavar="R", help="the most that the optimized step may take, times eager's")
+    parser.add_argument("--budget", metavar="STATES", help="work of each search, in plans evaluated")
+    parser.add_argument("--most", metavar="N", help="the largest size to try (default: 1048576)")
+    parser.add_argument("--precision", metavar="SHARE", help="how close the optimized size must be (default: 0.02)")
+    parser.add_argument("--run", action="store_true", dest="measured", help="measure the answers, where they fit")
+    parser.set_defaults(run=_fit)
+
+
+def _fit(asked: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))  # a factory may lie where the command is given, as with `python -m`
+    limit = parse_bytes(asked.memory_limit)
+    models = resolve([asked.model])
+    if len(models) != 1:
+        raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
+    from magis import api
+
+    found = api.fit(
+        models[0],
+        memory_limit=limit,
+        device=asked.device,
+        preset=asked.preset,
+        dtype=asked.dtype,
+        dim=_whole("--dim", asked.dim) or 0,
+        keyword=asked.keyword,
+        latency_ratio=_fit_number("--latency-ratio", asked.latency_ratio),
+        budget=_whole("--budget", asked.budget),
+        **_given(most=_whole("--most", asked.most), precision=_fit_number("--precision", asked.precision)),
+        run=asked.measured,
+        progress=_tell,
+    )
+    for line in _table(found):
+        print(line)  # noqa: T201
+    return NOTHING_FITS if found.eager is None and found.magis is None else 0
+
+
+def _given(**amounts: Any) -> dict[str, Any]:
+    """Those that were given: the others have defaults."""
+    return {name: amount for name, amount in amounts.items() if amount is not None}
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _whole(flag: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise UsageError(f"{flag}: {text!r} is not a whole number")
+    return int(text)
+
+
+def _fit_number(flag: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{flag}: {text!r} is not a number") from None
+
+
+def _table(found: Fit) -> Iterator[str]:
+    """The answers, one line each, and what is to be known about them."""
+    yield f"{found.model} on {found.device}, {found.dtype}, {found.what}, at most {format_bytes(found.limit_bytes)}"
+    rows = [HEADER]
+    for name, point in (("eager", found.eager), ("magis", found.magis)):
+        if point is None:
+            rows.append((name, "none", "-", "-", "-", "-"))
+            continue
+        measured = "-" if point.measured_bytes is None else format_bytes(point.measured_bytes)
+        step = format_milliseconds(point.latency_ms)
+        peak = format_bytes(point.peak_bytes)
+        rows.append((name, str(point.size), peak, measured, step, f"{point.latency_ratio:.3f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join((first.ljust(widths[0]), *cells))
+    if found.refused:
+        yield f"the model takes no larger size: {found.refused}"
+    elif found.bound is not None:
+        larger = found.bound < found.most
+        yield (
+            f"no plan can fit beyond {found.bound}" if larger else f"not looked at: sizes beyond {found.most} (--most)"
+        )
+    if not found.is_monotone:
+        yield "note: memory does not grow with every size here: a size between those that were tried may fit as well"
+
+
+PROFILE_DESCRIPTION = """
+Measure every distinct operator of the models, the sizes that fission asks for included: median time of repeated calls
+with cold caches, and scratch memory. What the file knows already is not measured again, and it is replaced after every
+batch: a run that was cut off goes on where it was. Simulated devices (sim:<name>) use baselines/profiles/<name>.json.
+"""
+UNFINISHED = 3
+"""Exit code of a recording that --seconds ended."""
+SHOWN = 3
+"""Operators that are named where some could not be measured."""
+
+
+def add_profile(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("profile", help="measure operators on this machine", description=PROFILE_DESCRIPTION)
+    parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cuda where there is a GPU)")
+    parser.add_argument("--models", metavar="NAMES", default="all", help="as --magis-models (default: all)")
+    parser.add_argument("--dtype", metavar="NAMES", help="data types, by commas (default: each model's own)")
+    parser.add_argument("--preset", metavar="NAME", help="small or paper (default: small on cpu, else paper)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: baselines/profiles/<device>.json")
+    parser.add_argument("--seconds", metavar="S", help="stop after so many; the next run goes on")
+    parser.add_argument("--no-parts", action="store_true", help="leave out the sizes of fission")
+    parser.add_argument("--threads", metavar="N", help="threads of the CPU's kernels (default: as torch has them)")
+    parser.set_defaults(run=_profile)
+
+
+def _profile(asked: argparse.Namespace) -> int:
+    seconds, threads = (
+        _profile_number("--seconds", asked.seconds),
+        _profile_number("--threads", asked.threads, whole=True),
+    )
+    models = resolve(asked.models.split(","))
+    from magis import api
+
+    device = asked.device or api.default_device()
+    api.check_device(device)
+    if device.startswith("sim:"):
+        raise UsageError(f"--device: {device} cannot be measured", hint="use cpu or cuda, on a machine that has it")
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(int(threads))
+    dtypes = tuple(name.strip() for name in asked.dtype.split(",")) if asked.dtype is not None else (None,)
+    if "" in dtypes:
+        raise UsageError(f"--dtype: empty item in {asked.dtype!r}")
+    path = asked.out or api.profile_file(Path("baselines") / api.PROFILES, device, dtypes[0] or "")
+    found = api.record_profile(
+        path,
+        models,
+        device=device,
+        preset=asked.preset or ("small" if device == "cpu" else "paper"),
+        dtypes=dtypes,
+        parts=not asked.no_parts,
+        seconds=seconds,
+        progress=_say,
+    )
+    print(_summary(path, found))  # noqa: T201
+    return 0 if found.in_time else UNFINISHED
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _profile_number(flag: str, text: str | None, *, whole: bool = False) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1e6 or (whole and number != int(number)):
+        raise UsageError(f"{flag}: {text!r} is not a {'whole ' if whole else ''}number above 0 and below a million")
+    return number
+
+
+def _summary(path: Path, found: Recording) -> str:
+    text = f"{path}: {found.operators} operators; {found.wanted} asked for"
+    if not found.in_time:
+        return f"{text}, and more to come: run the command again to go on"
+    if not found.missing:
+        return f"{text}, all measured"
+    names = ", ".join(sorted({target_of(key) for key in found.missing})[:SHOWN])
+    return f"{text}, {len(found.missing)} of them not measured (refused, or too large): {names}"
+
 
 USAGE_ERROR = 4
 """pytest's exit code for wrong input."""
@@ -29,9 +231,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Arguments are those of the process unless they are given."""
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    profile.add(commands)
-    merge.add(commands)
-    fit.add(commands)
+    add_profile(commands)
+    add_merge(commands)
+    add_fit(commands)
     try:
         asked = parser.parse_args(arguments)
         before_torch()
@@ -46,3 +248,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return INTERRUPTED
+
+
+# `magis merge`: the results of several machines as one file, and whether any case is red.
+
+MERGE_DESCRIPTION = """
+Join the results of runs that shared a list of models (--magis-shard), say how many cases are green and red, and name
+the red ones. Exit code 1 if there is a red one, 4 for files that are no results or contradict each other.
+"""
+RED = 1
+
+
+def add_merge(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("merge", help="join the results of several runs", description=MERGE_DESCRIPTION)
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="results.csv of a run")
+    parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="where to write all rows (default: nowhere)")
+    parser.set_defaults(run=_merge)
+
+
+def _merge(asked: argparse.Namespace) -> int:
+    merged = merge_results(asked.files)
+    if asked.out is not None:
+        write_text_atomically(asked.out, merged.text())
+    for row in merged.red:
+        said = f": {row['note']}" if row.get("note") else ""
+        print(f"{row['verdict']}  {case_name(row)}{said}")  # noqa: T201
+    count, red = len(merged.rows), len(merged.red)
+    where = f"{asked.out}: " if asked.out is not None else ""
+    print(f"{where}{count} cases of {len(asked.files)} files, {count - red} green, {red} red")  # noqa: T201
+    return RED if red else 0

@@ -16,13 +16,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from magis.aten.call import constant, resolve
-from magis.backend.host import GeneratorStates
+from magis.backend.streams import GeneratorStates
 from magis.compile.joint import Joint, placeholders
 from magis.compile.plan import turn_of
 from magis.errors import VerifyError
 from magis.ir import Arg, Const, Graph, Op, Ref
-
-__all__ = ["crossing", "halves"]
 
 
 def rng_save(device: str) -> Tensor:

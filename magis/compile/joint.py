@@ -26,8 +26,6 @@ from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
 from magis.ir import GENERATOR, Graph, Op, Ref, Storage, verify
 
-__all__ = ["TURN", "Joint", "capture_joint", "placeholders", "why_not"]
-
 TURN = "magis.turn"
 BATCH_NORM = resolve("aten._native_batch_norm_legit_functional.default")
 STATISTICS = (3, 4)

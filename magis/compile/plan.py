@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from magis.api.forms import redo_graph, signatures
 from magis.api.plans import Plan, approached
+from magis.api.traced import redo_graph, signatures
+from magis.backend.isolated import measure_workspaces
 from magis.backend.measure import collector_spared
-from magis.backend.workspaces import measure_workspaces
 from magis.compile.joint import TURN, Joint
-from magis.compile.options import Options
-from magis.compile.report import Report
+from magis.compile.options import Options, Report
 from magis.cost.model import CostModel, device_model
 from magis.ir import Graph, Op, Value, verify
 from magis.results import Memory
@@ -29,8 +28,6 @@ from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.replay import MemoryProfile, replay
 from magis.units import share_of
-
-__all__ = ["plan_joint", "turn_of"]
 
 RNG = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 

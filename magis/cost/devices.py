@@ -28,16 +28,6 @@ from dataclasses import dataclass, field, replace
 from magis.errors import UsageError
 from magis.units import GIB, MIB
 
-__all__ = [
-    "CONSTANTS_VERSION",
-    "DeviceModel",
-    "Rates",
-    "UnknownDevice",
-    "device_names",
-    "find_device",
-    "gpu_name",
-]
-
 CONSTANTS_VERSION = 2
 """Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
 it."""

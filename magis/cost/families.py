@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAMILIES", "Family", "family", "name_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

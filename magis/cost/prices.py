@@ -3,21 +3,95 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from magis.cost.devices import DeviceModel
+from magis.cost.flops import Work, work
 from magis.cost.interpolate import Curve, kin
-from magis.cost.loops import equivalent
-from magis.cost.roofline import roofline_ns
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
 from magis.cost.store import Profile, target_of
 from magis.errors import MagisError
-from magis.ir.types import Op, Value
+from magis.ir.loops import JOIN, PART, REDUCE, rows_around
+from magis.ir.types import Graph, Op, Ref, Value, every_op
 
-__all__ = ["ESTIMATED", "INTERPOLATED", "MEASURED", "Price", "Prices"]
+# Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
+# time = launches + arithmetic (+) traffic (+) is max where the device hides one behind the other, else sum
+# Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of the
+# bandwidth. Both shares shrink with the operator (Hockney's half-performance size: n / (n + n_half)), so that
+# splitting an operator costs more than its launches. Whole nanoseconds, computed in double precision from integers:
+# the same on every machine.
+
+_MATRIX = frozenset({"matmul", "conv", "conv_backward", "attention", "attention_backward"})
+
+
+def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
+    """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    return _nanoseconds(device, work(op, values))
+
+
+def _nanoseconds(device: DeviceModel, done: Work) -> int:
+    if done.kind in ("view", "none"):  # nothing runs on the device
+        return device.view_ns
+    rates = device.rates.get(done.kind, device.rates["unknown"])
+    matrix = done.kind in _MATRIX
+    peak = device.matrix_flops.get(done.dtype, device.vector_flops) if matrix else device.vector_flops
+    reached = peak * rates.arithmetic
+    if matrix:
+        reached *= _share(done.results, device.half_outputs) * _share(done.smallest_dimension, device.half_dimension)
+    # a measured time per element takes the place of counted arithmetic, except where products come on top
+    per_element = device.element_ns.get(done.name, device.element_ns.get(done.kind))
+    counted = matrix or per_element is None
+    arithmetic = (done.flops / reached * 1e9 if counted else 0.0) + (per_element or 0.0) * done.elements
+    bandwidth = device.bandwidth * rates.bandwidth * _share(done.moved_bytes, device.half_bytes)
+    traffic = done.moved_bytes / bandwidth * 1e9
+    busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
+    if done.fresh_bytes >= device.fault_bytes > 0:
+        busy += done.fresh_bytes * device.fault_ns_per_byte
+    launches = done.tensors if device.loops_lists else done.launches
+    return launches * device.launch_ns + rates.overhead_ns + round(busy)
+
+
+def _share(size: int, half: int) -> float:
+    """Part of a peak that an operator of this size reaches; 1 where no size is known."""
+    return size / (size + half) if size else 1.0
+
+
+MERGING = (PART, JOIN, REDUCE)
+
+
+def signatures_of(graph: Graph) -> Iterator[str]:
+    """Of every operator that the device runs, bodies of loops included, the signature by which costs know it."""
+    for op, values in every_op(graph):
+        if op.body is None and (op.target in MERGING or not op.target.startswith("magis.")):
+            yield signature(*equivalent(op, values))
+
+
+def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
+    """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are.
+
+    With the values of the call alone: a copy of all of a step's for every stretch would take longer than all the rest.
+    """
+    if op.target not in MERGING:
+        return op, values
+    values = {value: values[value] for value in (*op.inputs(), *op.made())}
+    match op.target, op.args:
+        case "magis.part", (Ref(whole), *_):
+            made = values[op.made()[0]]
+            window = replace(values[whole], shape=made.shape)
+            target = "aten.alias.default" if made.storage == window.storage else "aten.clone.default"
+            return replace(op, target=target, args=(Ref(whole),)), {**values, whole: window}
+        case "magis.join", (Ref(whole), Ref(part), *_):
+            window = replace(values[whole], shape=values[part].shape)
+            target = "aten.add_.Tensor" if any(rows_around(op)) else "aten.copy_.default"
+            merged = replace(op, target=target, args=(Ref(whole), Ref(part)), outputs=(whole,))
+            return merged, {**values, whole: window}
+        case "magis.reduce", (Ref(whole), Ref(part), _):
+            return replace(op, target="aten.add_.Tensor", args=(Ref(whole), Ref(part)), outputs=(whole,)), values
+    return op, values
+
 
 MEASURED, INTERPOLATED, ESTIMATED = "measured", "interpolated", "estimated"
 

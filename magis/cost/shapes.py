@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses import FakeTensorMode
 
-from magis.aten.bits import bits_of, with_bits
 from magis.aten.call import call
 from magis.aten.facts import least_bytes
-from magis.aten.layouts import as_made
+from magis.aten.layouts import as_made, bits_of, with_bits
 from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
 from magis.ir import ITEM_SIZE, Op, Value

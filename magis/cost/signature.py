@@ -19,8 +19,6 @@ from magis.errors import MagisError
 from magis.ir.text import complex_text
 from magis.ir.types import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
 
-__all__ = ["SignatureError", "parse", "signature"]
-
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}(?P<bits>(?:~\w+)*)")
 _CONST = re.compile(r"(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)")
 _COMPLEX = re.compile(r"-?(?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)[+-](?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)j")

@@ -33,8 +33,6 @@ from typing import Any
 
 from magis.errors import UsageError
 
-__all__ = ["SCHEMA", "Entry", "Profile", "ProfileError", "load", "matched", "merge", "save", "target_of"]
-
 SCHEMA = 2
 _MOST = 2**44
 """No operator takes as many nanoseconds (five hours) or bytes (16 TiB), and sums of thousands fit a machine word."""

@@ -14,13 +14,11 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from magis.analysis.hazards import dependency_graph, is_pure_view
-from magis.analysis.windows import is_dense
+from magis.analysis.hazards import dependency_graph, is_dense, is_pure_view
 from magis.aten.splits import Cut, Halo, Overlap, part
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
-from magis.fission.region import Leaving, Region, leavings, region_problems
-from magis.fission.takeover import last_readers, takeovers
+from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
 from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
 from magis.ir.loops import JOIN, LOOP, PART, REDUCE
 
@@ -29,7 +27,7 @@ def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:
     """The graph with the region as one ``magis.loop``; VerifyError names the rule that the region breaks, if any.
 
     ``in_place``: what the loop makes takes over, stretch by stretch, the memory of a tensor that it takes and that
-    nobody needs afterwards, where both look the same (``magis.fission.takeover``).
+    nobody needs afterwards, where both look the same (``magis.fission.region``).
     """
     for problem in region_problems(graph, region):
         raise VerifyError(problem)

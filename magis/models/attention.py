@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from magis.models.style import Style
-
-__all__ = ["FeedForward", "SelfAttention", "alibi_slopes", "causal_mask"]
+from magis.models.batches import Style
 
 
 class SelfAttention(nn.Module):

@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention
-from magis.models.batches import init_transformer, labels, seeded, token_loss
-from magis.models.sizes import SizeError, check_divides, check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["BERT_SIZES", "Bert", "BertConfig", "bert"]
+from magis.models.batches import (
+    SizeError,
+    Style,
+    check_divides,
+    check_sizes,
+    init_transformer,
+    labels,
+    seeded,
+    token_loss,
+)
 
 BERT_SIZES = {
     # layers, width, heads

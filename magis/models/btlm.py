@@ -8,13 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.capture.workload import Workload
 from magis.models.attention import SelfAttention, alibi_slopes, causal_mask
-from magis.models.batches import init_transformer, seeded, token_loss, tokens
-from magis.models.sizes import check_divides, check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["Btlm", "BtlmConfig", "btlm"]
+from magis.models.batches import Style, check_divides, check_sizes, init_transformer, seeded, token_loss, tokens
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.aten.own_optimizer import OwnOptimizer
-from magis.capture.apart import ALONE, is_left_alone
+from magis.aten.optimizers import OPTIMIZER_KINDS, OptimizerSpec, OwnOptimizer
 from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
-from magis.capture.rule import fused_rule, has_hooks, needs_closure, why_apart
+from magis.capture.rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
+from magis.capture.workload import Workload
 from magis.errors import UsageError
-from magis.models.workload import OPTIMIZER_KINDS, OptimizerSpec, Workload
-
-__all__ = ["as_workload", "spec_of"]
 
 _EXPECTED = (
     "return a magis.api.Workload, (module, inputs, targets, loss_fn), (module, batch, loss_fn), or (module, batch) of "

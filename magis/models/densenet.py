@@ -7,12 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from magis.models.batches import image_loss, images, init_convolutions, labels, seeded
-from magis.models.sizes import check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["DENSENETS", "DenseNet", "DenseNetConfig", "densenet"]
+from magis.capture.workload import Workload
+from magis.models.batches import Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 DENSENETS = {
     # layers of the four dense blocks

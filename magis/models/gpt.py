@@ -8,13 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.aten.optimizers import OptimizerSpec
+from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention, causal_mask
-from magis.models.batches import init_transformer, seeded, token_loss, tokens
-from magis.models.sizes import SizeError, check_divides, check_sizes, choose
-from magis.models.style import Style
-from magis.models.workload import OptimizerSpec, Workload
-
-__all__ = ["Gpt", "GptConfig", "gpt"]
+from magis.models.batches import (
+    SizeError,
+    Style,
+    check_divides,
+    check_sizes,
+    choose,
+    init_transformer,
+    seeded,
+    token_loss,
+    tokens,
+)
 
 _GELUS = {"tanh": "tanh", "erf": "none"}
 """GPT-2's own approximation, and the exact function that other implementations take; torch's names for them."""
@@ -105,6 +112,104 @@ def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
         targets=(following,),
         loss_fn=token_loss,
         optimizer=style.optimizer if style.seed else OptimizerSpec("adam", lr=1e-4),
+        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
+        explicit_attention=style.explicit_attention,
+    )
+
+
+# GPT-Neo (Black et al. 2021): decoder, alternating between global and local (windowed) attention.
+
+
+@dataclass(frozen=True)
+class GptNeoConfig:
+    """Sizes of one GPT-Neo and its batch; the defaults are GPT-Neo-1.3B (no dropout)."""
+
+    batch_size: int = 32
+    seq_len: int = 512
+    layers: int = 24
+    width: int = 2048
+    heads: int = 16
+    window: int = 256
+    vocab_size: int = 50257
+    max_positions: int = 2048
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_sizes("gpt_neo", self)
+        check_divides("gpt_neo", "width", self.width, "heads", self.heads)
+        if self.seq_len > self.max_positions:
+            raise SizeError(f"gpt_neo: seq_len {self.seq_len} exceeds max_positions {self.max_positions}")
+
+
+class GptNeoLayer(nn.Module):
+    """Pre-norm decoder layer, [batch, length, width] -> the same; its scores are not scaled."""
+
+    def __init__(self, config: GptNeoConfig, style: Style) -> None:
+        super().__init__()
+        self.attention_norm = style.layer_norm(config.width)
+        self.attention = SelfAttention(
+            style,
+            config.width,
+            config.heads,
+            packed=False,
+            bias=False,
+            dropout=config.dropout,
+            scale=1.0,
+            causal=True,
+        )
+        self.dropout = style.dropout(config.dropout)
+        self.norm = style.layer_norm(config.width)
+        self.feed_forward = FeedForward(
+            style, config.width, 4 * config.width, activation=style.gelu("tanh"), dropout=config.dropout
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: Tensor = x + self.feed_forward(self.norm(x))
+        return out
+
+
+class GptNeo(nn.Module):
+    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
+
+    local_mask: Tensor
+    global_mask: Tensor | None
+
+    def __init__(self, config: GptNeoConfig, style: Style) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.max_positions, config.width) if style.positions else None
+        self.dropout = style.dropout(config.dropout)
+        self.layers = nn.ModuleList(GptNeoLayer(config, style) for _ in range(config.layers))
+        self.norm = style.layer_norm(config.width)
+        self.register_buffer("local_mask", causal_mask(config.seq_len, config.window), persistent=False)
+        # the fused kernel masks global attention by itself; written out, it needs the mask
+        full = causal_mask(config.seq_len) if style.explicit_attention else None
+        self.register_buffer("global_mask", full, persistent=False)
+        init_transformer(self)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x = self.word(token_ids)
+        if self.position is not None:
+            x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
+        x = self.dropout(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.global_mask if i % 2 == 0 else self.local_mask)
+        return functional.linear(self.norm(x), self.word.weight)
+
+
+def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workload:
+    """GPT-Neo with a batch of random tokens."""
+    with seeded(seed):
+        module = GptNeo(config, style)
+        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=(text,),
+        targets=(following,),
+        loss_fn=token_loss,
+        optimizer=style.optimizer,
         blocks=tuple(f"layers.{i}" for i in range(config.layers)),
         explicit_attention=style.explicit_attention,
     )

@@ -8,12 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from magis.models.batches import image_loss, labels, seeded
-from magis.models.sizes import check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["Mlp", "MlpConfig", "mlp"]
+from magis.capture.workload import Workload
+from magis.models.batches import Style, check_sizes, image_loss, labels, seeded
 
 
 @dataclass(frozen=True)

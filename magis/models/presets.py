@@ -11,21 +11,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from magis.capture.workload import Workload
+from magis.models.batches import REAL, SEED, Style
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import BtlmConfig, btlm
 from magis.models.densenet import DENSENETS, DenseNetConfig, densenet
-from magis.models.gpt import GptConfig, gpt
-from magis.models.gpt_neo import GptNeoConfig, gpt_neo
+from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
 from magis.models.resnet import RESNETS, ResNetConfig, resnet
-from magis.models.style import REAL, SEED, Style
-from magis.models.unet import UNetConfig, unet
-from magis.models.unetpp import UNetPlusPlusConfig, unetpp
+from magis.models.unet import UNetConfig, UNetPlusPlusConfig, unet, unetpp
 from magis.models.vgg import VGGS, VggConfig, vgg
 from magis.models.vit import VitConfig, vit
-from magis.models.workload import Workload
-
-__all__ = ["recipe"]
 
 Make = Callable[[Style, str, int], Workload]
 """`make(style, name, seed)`: a network at fixed sizes."""

@@ -10,32 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from magis.errors import MagisError, UsageError
-from magis.models.names import (
-    GATE_NAMES,
-    SEED_NAMES,
-    UnknownModelError,
-    all_names,
-    check_name,
-    is_factory,
-    resolve,
-)
+from magis.models.names import check_name, is_factory, resolve
 
 if TYPE_CHECKING:
-    from magis.models.workload import Workload
-
-__all__ = [
-    "GATE_NAMES",
-    "PRESETS",
-    "SEED_NAMES",
-    "ModelSpec",
-    "UnknownModelError",
-    "all_names",
-    "factory_default",
-    "from_factory",
-    "from_function",
-    "get",
-    "resolve",
-]
+    from magis.capture.workload import Workload
 
 PRESETS = ("paper", "small")
 

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from magis.models.batches import image_loss, images, init_convolutions, labels, seeded
-from magis.models.sizes import SizeError, check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["RESNETS", "ResNet", "ResNetConfig", "resnet"]
+from magis.capture.workload import Workload
+from magis.models.batches import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 RESNETS = {
     # blocks of the four stages, expansion of a block's output (1: basic block, 4: bottleneck), widening

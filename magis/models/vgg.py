@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from magis.models.batches import image_loss, images, init_convolutions, labels, seeded
-from magis.models.sizes import SizeError, check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["VGGS", "Vgg", "VggConfig", "vgg"]
+from magis.capture.workload import Workload
+from magis.models.batches import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 VGGS = {
     # convolutions of the five stages

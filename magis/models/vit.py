@@ -7,13 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention
-from magis.models.batches import image_loss, images, init_transformer, labels, seeded
-from magis.models.sizes import check_divides, check_sizes
-from magis.models.style import Style
-from magis.models.workload import Workload
-
-__all__ = ["VIT_SIZES", "Vit", "VitConfig", "vit"]
+from magis.models.batches import Style, check_divides, check_sizes, image_loss, images, init_transformer, labels, seeded
 
 VIT_SIZES = {
     # layers, width, feed-forward width, heads, patch pixels

@@ -16,16 +16,12 @@ import numpy as np
 
 from magis.ir import Op
 from magis.schedule.dynamic import WIDEST
-from magis.schedule.stretches import MOST, Steps, cuts, improved, lives_of
-from magis.schedule.waists import OUTSIDE, Precedence, turned
+from magis.schedule.stretches import MOST, Steps, cuts, forced, improved, lives_of
+from magis.schedule.waists import NARROW, OUTSIDE, Precedence, in_parts, turned
 from magis.simulate.arrays import Step
-from magis.simulate.compile import Compiled
+from magis.simulate.compile import Compiled, Group
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import KEEP
-from magis.simulate.grouping import Group
-from magis.simulate.problem import Int8s, Int32s, Int64s, Problem
-
-__all__ = ["incremental_order", "intervals", "rescheduled", "splice", "survivors"]
+from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem
 
 FURTHEST = 20
 """Nodes that the interval grows by on either side (paper)."""
@@ -171,3 +167,24 @@ def rescheduled(
     touched = {*new, *(int(other) for node in new for other in steps.needs.before(node))}
     touched.update(int(other) for node in new for other in after_idx[after_ptr[node] : after_ptr[node + 1]])
     return judge.order, incremental_order(judge, flags, touched, steps=steps, most=most)
+
+
+# Full scheduling (paper, Algorithm 2): the whole step cut at narrow waists, every part in its best order.
+# A part of more than ``dynamic.WIDEST`` nodes is cut where it is narrowest, and once more around those cuts.
+
+
+def full_order(problem: Problem, *, step: Step | None = None, most: int = MOST) -> Int32s:
+    """A legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
+    steps = Steps(problem, step)
+    program = np.arange(problem.n_nodes, dtype=np.int32)
+    order = in_parts(steps.needs, steps.waists, program)
+    stretches = cuts(steps.narrowness, order, 0, len(order))
+    seams = list(forced(steps.narrowness, order, stretches, NARROW))
+    order = improved(steps, order, stretches, most=most)
+    around = [(max(0, seam - WIDEST // 2), min(len(order), seam + WIDEST // 2)) for seam in seams]
+    order = improved(steps, order, around, most=most)
+    judge = Evaluator(problem, program, steps.step)
+    flags = np.full(problem.n_storages, KEEP, dtype=np.int8)
+    before, _ = judge.quick(flags)
+    after, _ = Evaluator(problem, order, judge.step).quick(flags)
+    return order if after < before else program

@@ -29,11 +29,9 @@ import numpy as np
 
 from magis.errors import UsageError, VerifyError
 from magis.ir import Graph
-from magis.paper.frames import Figures, Frame, View, filled, flags_of, frame, judge, look, realized
-from magis.paper.ftree import LEVELS, Analysis, FTree, Node
+from magis.paper.frames import Figures, Frame, Refusal, View, apply, filled, flags_of, frame, judge, look, realized
+from magis.paper.ftree import LEVELS, Analysis, FTree, Node, mutations
 from magis.paper.incremental import rescheduled, survivors
-from magis.paper.loops import Refusal, apply
-from magis.paper.mutations import mutations
 from magis.schedule.window import window_orders
 from magis.search.judge import Goal, Over, never
 from magis.simulate.compile import Costs

@@ -19,13 +19,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from magis.aten.mixed import as_mixed
-from magis.aten.watched import unwatched
+from magis.aten.call import as_mixed
+from magis.aten.products import unwatched
 from magis.backend.measure import storages_of
 from magis.simulate.caching import CachingAllocator
 from magis.strategies.common import KIND
-
-__all__ = ["GATHERED", "TEMPORARY", "Ledger"]
 
 TEMPORARY = "activations and temporaries"
 GATHERED = "gathered parameters"

@@ -20,13 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from magis.capture import Workload
 from magis.cost.devices import DeviceModel
-from magis.cost.roofline import roofline_ns
+from magis.cost.prices import roofline_ns
 from magis.ir import Const, Op, Ref, Value
 from magis.predict.rank import predict_rank
 from magis.results import RankMemory
 from magis.strategies.base import RankStep, Technique, World, Wrapping
-
-__all__ = ["LINKS", "Links", "Pace", "predict_step"]
 
 
 @dataclass(frozen=True)

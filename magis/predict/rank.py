@@ -15,17 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.backend.measure import collector_spared
 from magis.capture import Workload
-from magis.capture.autocast import as_on_cuda
-from magis.capture.device_table import device_forms
-from magis.capture.fakes import fake_tensors
+from magis.capture.autocast import as_on_cuda, device_forms
+from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
 from magis.predict.ledger import Ledger
 from magis.results import Memory, RankMemory, Term
 from magis.strategies.base import WARM_STEPS, RankStep, Technique, World
 from magis.strategies.common import local, quiet
 from magis.strategies.names import check_world
-
-__all__ = ["RankPeak", "fake_rank", "fake_world", "predict_rank", "rank_peak", "warm_steps_of"]
 
 _SCALING = 3
 """Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""

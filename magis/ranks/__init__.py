@@ -1,10 +1,9 @@
 """Processes that run a technique together, and what they measured. Loads no torch: the processes do."""
 
 from magis.ranks.agents import Agents, lead, serve
-from magis.ranks.checks import check_ranks
 from magis.ranks.environment import Attachment, attached
 from magis.ranks.pool import RankPool
-from magis.ranks.records import RankError, RankJob, RankReport, mean_losses, slowest_ms
+from magis.ranks.records import RankError, RankJob, RankReport, check_ranks, mean_losses, slowest_ms
 
 __all__ = [
     "Agents",

@@ -21,8 +21,6 @@ from magis.ranks.hosts import Host, LocalHost, cores
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Agents", "lead", "serve"]
-
 _MEET_SECONDS = 300.0
 """For all processes of a job to start."""
 _LOOK_SECONDS = 0.05

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from magis.errors import UsageError
 
-__all__ = ["Attachment", "attached"]
-
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 20000, 20000

@@ -10,8 +10,6 @@ from typing import Any
 from magis.errors import MagisError, UsageError
 from magis.ranks.records import RankError
 
-__all__ = ["Rank", "failure", "silence"]
-
 _OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "socket", "recvvalue", "store")
 """In what ranks say when another one is gone."""
 _WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")

@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from magis.errors import MagisError
-from magis.ranks.lines import Lines, last_words
-
-__all__ = ["Host", "LocalHost", "cores"]
+from magis.ranks.records import Lines, last_words
 
 _END_SECONDS = 10.0
 """For a keeper to kill its ranks and go; it takes a small part of a second."""

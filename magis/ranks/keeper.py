@@ -36,9 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from magis.quiet import before_torch
-from magis.ranks.lines import Lines, last_words, stack
-
-__all__ = ["main"]
+from magis.ranks.records import Lines, last_words, stack
 
 _PRELOADED = (
     "magis.ranks.rank",

@@ -32,8 +32,6 @@ from magis.strategies.base import RankStep, Technique, World, Wrapping, batch_si
 from magis.strategies.common import has_dropout, without_dropout
 from magis.strategies.names import check_world, technique
 
-__all__ = ["measured", "peak_within"]
-
 _COMPARED = 3
 """Steps whose losses are reported."""
 _REST_SECONDS = 5.0

@@ -22,8 +22,6 @@ from magis.ranks.records import RankJob, RankReport
 if TYPE_CHECKING:
     from magis.ranks.agents import Agents
 
-__all__ = ["RankPool"]
-
 _START_SECONDS = 300.0
 """For processes to load torch and to meet, on a machine that is busy with other things."""
 _GRACE_SECONDS = 1.5

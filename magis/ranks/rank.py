@@ -27,8 +27,6 @@ from magis.ranks.measure import measured
 from magis.ranks.records import RankJob, RankReport
 from magis.strategies.base import World
 
-__all__ = ["serve"]
-
 _LOOPBACK = "127.0.0.1"
 _COLLECTIVE_SECONDS = 3600
 """After that a collective gives up by itself; whoever leads the ranks has done so long before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,8 +11,7 @@ from typing import Any
 
 from magis.errors import MagisError
 from magis.results import Memory, Term
-
-__all__ = ["RankError", "RankJob", "RankReport", "mean_losses", "slowest_ms"]
+from magis.strategies.names import check_world, technique
 
 
 class RankError(MagisError):
@@ -95,3 +96,46 @@ def mean_losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
     """The global batch's mean loss in each of the first steps: the shares are equal, so are the ranks' votes."""
     seen = [report.losses for report in reports if report.losses and None not in report.losses]
     return tuple(statistics.fmean(each) for each in zip(*seen, strict=True))
+
+
+# Whether ranks are enough for a technique, before any of them starts.
+
+
+def check_ranks(name: str, size: int) -> None:
+    """Raise UsageError unless ``size`` ranks hold whole groups of the technique; it names the number needed.
+
+    For a name that is no technique's, too. Loads torch.
+    """
+    check_world(technique(name), size)
+
+
+# Lines of JSON out of pieces of bytes, and one line out of what a dying process printed.
+
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
+_LONGEST = 300
+_NOISE = "USDT:"
+"""The profiler's own lines."""
+
+
+@dataclass
+class Lines:
+    """Collects bytes as they come and gives the messages of the lines that are whole."""
+
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """The messages that ``data`` completes."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in whole if line]
+
+
+def last_words(text: str) -> str:
+    """The line that says most of what a process printed before it died: the last one; empty where it printed none."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
+    return lines[-1][:_LONGEST] if lines else ""
+
+
+def stack(text: str) -> list[str]:
+    """The frames ("/path/file.py:12 in name", innermost first) in what `faulthandler` wrote."""
+    _, _, last = text.rpartition("Current thread")
+    return [f"{found['file']}:{found['line']} in {found['name']}" for found in _FRAME.finditer(last)]

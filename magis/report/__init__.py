@@ -5,15 +5,16 @@ Imports neither torch nor pandas; pandas is loaded when a table is written or re
 
 from magis.report.files import check_writable, write_text_atomically
 from magis.report.front import front_svg, front_text
-from magis.report.plain import from_plain, to_plain
 from magis.report.table import (
     COLUMNS,
     OWN_COLUMNS,
     SEED_COLUMNS,
     Cell,
     append_rows,
+    from_plain,
     read_csv,
     row_from_result,
+    to_plain,
     write_csv,
 )
 from magis.report.trace import thinned, thinned_timelines, trace_text

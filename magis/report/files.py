@@ -9,8 +9,6 @@ from pathlib import Path
 
 from magis.errors import UsageError
 
-__all__ = ["check_writable", "write_bytes_atomically", "write_text_atomically"]
-
 
 def write_text_atomically(path: Path, text: str) -> None:
     """As `write_bytes_atomically`, with text in UTF-8."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import stat
 import time
 import warnings
@@ -16,15 +17,31 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
 from magis.errors import MagisError
-from magis.report.code import code_digest
 from magis.report.files import write_bytes_atomically
 from magis.units import MIB
 
-__all__ = ["UNSOUND", "Bounds", "Kept"]
+# What a kept result depends on besides its case: the code that makes it.
+
+DECIDE = ("numpy", "numba", "rustworkx")
+"""Packages that take part in a search."""
+
+
+def code_digest(*further: str) -> str:
+    """SHA-256 of this package's sources and of the versions of Python and of what searches call; ``further`` names more
+    packages (torch, where an operator's figures count)."""
+    found = hashlib.sha256(platform.python_version().encode())
+    for name in (*DECIDE, *further):
+        found.update(f"{name} {metadata.version(name)}".encode())
+    package = Path(__file__).parent.parent
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)}".encode() + path.read_bytes())
+    return found.hexdigest()
+
 
 HEADER = "magis kept 1"
 ABANDONED_S = 3600

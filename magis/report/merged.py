@@ -10,8 +10,6 @@ from pathlib import Path
 
 from magis.errors import UsageError
 
-__all__ = ["Merged", "merge_results"]
-
 CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
 """The columns that tell cases apart."""
 RED = ("FAIL", "ERROR")

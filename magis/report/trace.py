@@ -10,8 +10,6 @@ from typing import Any
 
 from magis.results import CaseResult, Span, Timelines
 
-__all__ = ["thinned", "thinned_timelines", "trace_text"]
-
 CURVE = 512
 """Calls of a time line that is shown as a picture."""
 STREAMS = ("compute", "to host", "from host")

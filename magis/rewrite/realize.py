@@ -15,12 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.analysis.hazards import is_pure_view
-from magis.aten.states import STATE_BYTES
+from magis.aten.generators import STATE_BYTES
 from magis.errors import VerifyError
 from magis.ir import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
-from magis.simulate.compile import Compiled, redo_form, reusable, take_over_form
-from magis.simulate.events import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
-from magis.simulate.grouping import Group
+from magis.simulate.compile import Compiled, Group, redo_form, reusable, take_over_form
+from magis.simulate.problem import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 
 GENERATOR_BYTES = STATE_BYTES["cpu"]
 """State of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's is 16 bytes."""

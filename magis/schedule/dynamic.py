@@ -19,8 +19,6 @@ import numpy as np
 
 from magis.simulate.problem import Int32s, Int64s
 
-__all__ = ["WIDEST", "Stretch", "best_order", "floor_of", "peak_of"]
-
 WIDEST = 60
 """Nodes of a stretch: a set of them is one word."""
 FAR = 1 << 62

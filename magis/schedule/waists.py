@@ -17,8 +17,6 @@ import numpy as np
 
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
-__all__ = ["NARROW", "OUTSIDE", "Precedence", "Waists", "core", "in_parts", "precedence", "turned", "waists"]
-
 NARROW = 1
 """A waist has at most so many nodes beside it (paper)."""
 OUTSIDE = 2**31

@@ -17,8 +17,6 @@ import numpy as np
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Bools, Int32s, Int64s
 
-__all__ = ["WIDEST", "best_order", "window_orders"]
-
 WIDEST = 12
 
 

@@ -14,16 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import UsageError, VerifyError
-from magis.search.anneal import anneal
-from magis.search.best_first import best_first
+from magis.search.best_first import anneal, best_first
 from magis.search.judge import DEFAULT_BUDGET, Goal, Judge, Over, Plan, SearchOver, never
 from magis.search.moves import climb, reordered
 from magis.search.propose import Proposer, distinct
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.events import DROP
-from magis.simulate.problem import Int8s, Int32s, Problem
-
-__all__ = ["SearchResult", "search"]
+from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 
 BISECTIONS = 10
 APPROACHES = 3

@@ -19,10 +19,7 @@ from magis.search.moves import climb, relink, reordered
 from magis.search.prices import CutModel, checkpoints, slide_prices
 from magis.search.propose import NO_SWAPS, Proposer
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.events import DROP
-from magis.simulate.problem import Bools, Problem
-
-__all__ = ["BODY", "BRIEF", "FULL", "Effort", "Front", "pareto", "spread", "sweep"]
+from magis.simulate.problem import DROP, Bools, Problem
 
 
 @dataclass(frozen=True)

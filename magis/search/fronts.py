@@ -19,8 +19,8 @@ from magis.aten.splits import Split
 from magis.errors import VerifyError
 from magis.fission.expand import expand, reparted
 from magis.fission.grow import most_parts
-from magis.fission.pieces import Piece, pieces
 from magis.fission.region import Region
+from magis.fission.suffix import Piece, pieces
 from magis.ir import Graph
 from magis.search.driver import SearchResult
 from magis.search.front import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep

@@ -11,8 +11,6 @@ import numpy as np
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int8s, Int32s, Problem
 
-__all__ = ["DEFAULT_BUDGET", "Goal", "Judge", "Over", "Plan", "SearchOver", "Wanted", "Watch", "never"]
-
 Watch = Callable[[int, int], None]
 """Told the peak (bytes) and the latency (ns) of a plan as it is judged."""
 DEFAULT_BUDGET = 30_000

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from magis.schedule.wide import wide_orders
+from magis.schedule.stretches import wide_orders
 from magis.schedule.window import window_orders
 from magis.search.judge import Goal, Judge, Plan
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Bools, Int8s, Int32s, Int64s, Problem
-
-__all__ = ["alternatives", "climb", "giving_back", "hot", "relink", "reordered", "saving"]
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s, Problem
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:

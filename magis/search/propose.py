@@ -12,10 +12,7 @@ import numpy as np
 from magis.search.judge import Goal, Judge, Plan
 from magis.search.moves import climb, relink
 from magis.search.prices import CutModel, checkpoints, follow_prices, turning_point
-from magis.simulate.events import DROP, KEEP, RECOMPUTE
-from magis.simulate.problem import Bools, Int8s, Int32s
-
-__all__ = ["Proposer", "distinct"]
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Bools, Int8s, Int32s
 
 NO_SWAPS = -1.0
 LINK_PRICES = (0.02, 0.1, 0.4, 1.5)  # ns of recomputation that a ns of the link is worth

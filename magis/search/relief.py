@@ -16,8 +16,7 @@ import rustworkx as rx
 from magis.analysis.hazards import dependency_graph
 from magis.errors import VerifyError
 from magis.fission.expand import expand
-from magis.fission.grow import most_parts
-from magis.fission.near import regions_around
+from magis.fission.grow import most_parts, regions_around
 from magis.fission.region import Region
 from magis.ir import Graph
 from magis.search.driver import SearchResult, search
@@ -25,8 +24,7 @@ from magis.search.fronts import numbers_of_parts
 from magis.search.judge import Wanted
 from magis.simulate.compile import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP
-from magis.simulate.problem import Int8s
+from magis.simulate.problem import DROP, Int8s
 
 CANDIDATES = 8
 QUICK = 2000

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
-__all__ = ["Gaps", "Scratch", "Step", "make_gaps", "make_scratch", "make_step"]
-
 
 class Step(NamedTuple):
     """The arrays of a Problem that the passes read: contiguous, in one set of types, rows as in Problem."""

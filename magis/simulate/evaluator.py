@@ -15,10 +15,22 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.simulate import kernel
 from magis.simulate.arrays import Step, make_gaps, make_scratch, make_step
-from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, REDO, STORE, WAIT, Events
-from magis.simulate.problem import Bools, Int8s, Int32s, Int64s, Problem
-
-__all__ = ["Evaluation", "Evaluator", "check_order", "evaluate", "expand", "lower_bound"]
+from magis.simulate.problem import (
+    BLOCK,
+    DROP,
+    FIRST,
+    KEEP,
+    LOAD,
+    REDO,
+    STORE,
+    WAIT,
+    Bools,
+    Events,
+    Int8s,
+    Int32s,
+    Int64s,
+    Problem,
+)
 
 
 @dataclass(frozen=True)

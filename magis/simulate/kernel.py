@@ -12,10 +12,7 @@ import numba
 import numpy as np
 
 from magis.simulate.arrays import Gaps, Scratch, Step
-from magis.simulate.events import DROP, RECOMPUTE, SWAP
-from magis.simulate.problem import Int8s, Int32s
-
-__all__ = ["find_gaps", "run_plan"]
+from magis.simulate.problem import DROP, RECOMPUTE, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
 

@@ -17,19 +17,6 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.errors import UsageError
 
-__all__ = [
-    "WARM_STEPS",
-    "RankStep",
-    "Technique",
-    "World",
-    "Wrapping",
-    "batch_size",
-    "loss_of_shares",
-    "samples_of",
-    "share_of_batch",
-]
-
-
 WARM_STEPS = 2
 """Of a technique that does not say: optimizers make their state in the first step, DistributedDataParallel its final
 buckets in the second."""

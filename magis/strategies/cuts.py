@@ -18,11 +18,8 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.bert import Bert
 from magis.models.btlm import Btlm
-from magis.models.gpt import Gpt
-from magis.models.gpt_neo import GptNeo
+from magis.models.gpt import Gpt, GptNeo
 from magis.models.vit import Vit
-
-__all__ = ["Cut", "cut_of", "keep_stage", "stage_blocks"]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from magis.strategies.common import of_kind, quiet
 
-__all__ = ["Flat", "Piece"]
-
 Piece = tuple[str, int, int, int]
 """A parameter's name, where its piece starts in the parameter and in the rank's part, and how many elements it has."""
 

@@ -8,22 +8,85 @@ exactly, on devices that are not there too. Only compiled code is beyond capture
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from magis.backend.measure import tensor_peak
 from magis.backend.steps import EagerStep
 from magis.capture import Workload
-from magis.capture.checkpoint import checkpointed, selectively_checkpointed
 from magis.errors import UsageError
 from magis.strategies.parts import KINDS, PLANNED_CODE, check_parts, is_local
 
-__all__ = ["BUDGET", "Local", "Moved", "local"]
+_aten = torch.ops.aten
+SAVED = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective checkpointing keeps: results of what is dear to compute. All else is computed again."""
+
+
+@contextmanager
+def checkpointed(module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True) -> Iterator[nn.Module]:
+    """The module with the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant).
+
+    The module is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is
+    compiled, which keeps no states.
+    """
+    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state):
+        yield module
+
+
+@contextmanager
+def selectively_checkpointed(
+    module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True
+) -> Iterator[nn.Module]:
+    """The same, but results of products, convolutions and attention (``SAVED``) are kept, not computed again."""
+    context_fn = partial(create_selective_checkpoint_contexts, _policy)
+    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state, context_fn=context_fn):
+        yield module
+
+
+def _policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _replaced(module: nn.Module, blocks: Sequence[str], **options: Any) -> Iterator[None]:
+    wrapped: list[nn.Module] = []
+    for path in blocks:
+        block = module.get_submodule(path)
+        # On the instance: found before the class's forward, and gone again with one ``del``.
+        block.forward = _under_checkpoint(block.forward, options)
+        wrapped.append(block)
+    try:
+        yield
+    finally:
+        for block in wrapped:
+            del block.forward
+
+
+def _under_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False, **options)
+
 
 BUDGET = 0.5
 """What "compile-budget" leaves of the activations that compiled code would keep for the backward."""
@@ -195,4 +258,73 @@ def _less_kept() -> AbstractContextManager[object]:
     from torch._functorch import config
 
     found: AbstractContextManager[object] = config.patch(activation_memory_budget=BUDGET)
+    return found
+
+
+# What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.
+# What is kept for the backward is what torch.compile's partitioner decides with inductor's decompositions, budget
+# included. The code that inductor makes of it fuses operators, so that some of the tensors counted here never
+# exist.
+
+
+def window_of_compiled(technique: Local, work: Workload) -> int:
+    """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
+    mode, work = on_fake_tensors(work)
+
+    def whole() -> Any:
+        return work.loss_fn(work.module(*work.inputs), *work.targets)
+
+    torch.compiler.reset()
+    call = torch.compile(whole, backend=_partitioned())
+    with mode, technique.wrapped(work.module, work.blocks, states=False):
+        _forward_and_backward(technique, work, call)  # compiles
+        nbytes = tensor_peak(partial(_forward_and_backward, technique, work, call))
+    torch.compiler.reset()
+    return nbytes
+
+
+def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
+    """The workload on fake tensors, and the mode that these belong to: itself where all are fake, else a copy.
+
+    Where some are fake already, or a mode is in force, the others become fakes of that one.
+    """
+    tensors = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+    mode = fakes[0].fake_mode if fakes else active[-1] if active else FakeTensorMode()
+    if len(fakes) == len(tensors):
+        return mode, work
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+
+    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
+    with _disable_current_modes():  # which would not take real tensors
+        for parameter in work.module.parameters():
+            made[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+        made.update((id(buffer), fake(buffer)) for buffer in work.module.buffers())
+        module = copy.deepcopy(work.module, made)
+        inputs, targets = tuple(map(fake, work.inputs)), tuple(map(fake, work.targets))
+    return mode, replace(work, module=module, inputs=inputs, targets=targets)
+
+
+def _forward_and_backward(technique: Local, work: Workload, call: Callable[[], Any]) -> None:
+    for parameter in work.module.parameters():
+        parameter.grad = None
+    with technique.around():
+        loss = call()
+    loss.backward()
+
+
+def _partitioned() -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop,
+        decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
     return found

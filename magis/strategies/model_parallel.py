@@ -43,8 +43,6 @@ from magis.strategies.common import (
 from magis.strategies.cuts import Cut, cut_of, keep_stage, stage_blocks
 from magis.strategies.tensor_parallel import share_blocks
 
-__all__ = ["ModelParallel"]
-
 
 @dataclass(frozen=True)
 class ModelParallel:

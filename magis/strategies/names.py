@@ -18,8 +18,6 @@ from magis.errors import UsageError
 if TYPE_CHECKING:
     from magis.strategies.base import Technique
 
-__all__ = ["DISTRIBUTED", "check_world", "group_of", "is_distributed", "is_own", "technique"]
-
 DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
 """The plain names, in the order in which reports list them."""
 
@@ -66,7 +64,7 @@ def technique(name: str) -> Technique:
             hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
         )
     if parsed.half:
-        from magis.strategies.halved import Halved
+        from magis.strategies.common import Halved
 
         return Halved(technique(name.removeprefix("half+")))
     if parsed.plain in _REPLICATED:
@@ -78,7 +76,7 @@ def technique(name: str) -> Technique:
 
         return Zero(_PARTITIONED[parsed.plain], amp=parsed.amp)
     if parsed.plain == "fsdp":
-        from magis.strategies.sharded import FullyShard
+        from magis.strategies.replicated import FullyShard
 
         return FullyShard(amp=parsed.amp)
     from magis.strategies.model_parallel import ModelParallel

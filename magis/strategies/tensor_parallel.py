@@ -18,8 +18,6 @@ from magis.models.attention import FeedForward, SelfAttention
 from magis.models.btlm import BtlmLayer
 from magis.strategies.common import quiet
 
-__all__ = ["share_blocks"]
-
 _FIRST = {FeedForward: ("up",), BtlmLayer: ("up", "gate")}
 
 

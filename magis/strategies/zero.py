@@ -35,8 +35,6 @@ from magis.strategies.base import World, share_of_batch
 from magis.strategies.common import PlainStep, half, held_by, make_optimizer, of_kind, trained
 from magis.strategies.flat import Flat
 
-__all__ = ["BUCKET_ELEMENTS", "PERSISTENT", "Zero"]
-
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's reduce_bucket_size."""
 PERSISTENT = 100_000

@@ -13,57 +13,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from magis.capture.workload import Workload
+from magis.models.batches import SEED, Style, choose
 from magis.models.bert import BERT_SIZES, BertConfig
 from magis.models.bert import bert as make_bert
 from magis.models.btlm import BtlmConfig
 from magis.models.btlm import btlm as make_btlm
 from magis.models.densenet import DENSENETS, DenseNetConfig
 from magis.models.densenet import densenet as make_densenet
-from magis.models.gpt import GptConfig
+from magis.models.gpt import GptConfig, GptNeoConfig
 from magis.models.gpt import gpt as make_gpt
-from magis.models.gpt_neo import GptNeoConfig
-from magis.models.gpt_neo import gpt_neo as make_gpt_neo
+from magis.models.gpt import gpt_neo as make_gpt_neo
 from magis.models.mlp import MlpConfig
 from magis.models.mlp import mlp as make_mlp
 from magis.models.resnet import RESNETS, ResNetConfig
 from magis.models.resnet import resnet as make_resnet
-from magis.models.sizes import choose
-from magis.models.style import SEED, Style
-from magis.models.unet import UNetConfig
+from magis.models.unet import UNetConfig, UNetPlusPlusConfig
 from magis.models.unet import unet as make_unet
-from magis.models.unetpp import UNetPlusPlusConfig
-from magis.models.unetpp import unetpp as make_unetpp
+from magis.models.unet import unetpp as make_unetpp
 from magis.models.vgg import VGGS, VggConfig
 from magis.models.vgg import vgg as make_vgg
 from magis.models.vit import VIT_SIZES, VitConfig
 from magis.models.vit import vit as make_vit
-from magis.models.workload import Workload
-
-__all__ = [
-    "SeedGraph",
-    "SeedOutput",
-    "bert",
-    "btlm",
-    "densenet121",
-    "densenet169",
-    "densenet201",
-    "gpt",
-    "gpt_neo",
-    "mlp",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "unet",
-    "unetpp",
-    "vgg11",
-    "vgg13",
-    "vgg16",
-    "vgg19",
-    "vit",
-    "wide_resnet50_2",
-    "wide_resnet101_2",
-]
 
 C = TypeVar("C")
 

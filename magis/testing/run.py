@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from magis.api.affordable import running_seconds
 from magis.api.bench import Bench, check_device, default_device
 from magis.api.cases import CaseRun
-from magis.api.source import Source
+from magis.api.source import Source, running_seconds
 from magis.capture import OptimizerSpec, Workload
 from magis.dtypes import check_dtype
 from magis.errors import UsageError

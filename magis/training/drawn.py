@@ -6,18 +6,21 @@ of it but the contents of its constants, which are fed to the step like a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from magis.aten.host_random import HostGenerators
+from magis.aten.expect import ExpectationError, undone
+from magis.aten.generators import HostGenerators, generator_of
+from magis.backend.steps import GraphStep
 from magis.capture import Captured
+from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.ir import Graph, digest
-
-__all__ = ["Draw", "check_outlines", "draw_of", "outline"]
 
 NUMBERS = "draw with torch, and compute with the tensors that it makes"
 
@@ -57,3 +60,57 @@ def check_outlines(one: Graph, other: Graph) -> None:
             " step would repeat the first",
             hint=NUMBERS,
         )
+
+
+# Steps that branch on data: where a batch takes another way than the captured step, eager runs that step instead.
+
+OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
+
+
+@dataclass(frozen=True, eq=False)
+class Undo:
+    """What a planned step changes before it knows that all branches go as expected."""
+
+    tensors: tuple[Tensor, ...]
+    generators: tuple[torch.Generator, ...]
+
+    def attempt(self, planned: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
+        """The loss of the planned step; where a branch goes another way, that of eager's on everything as it was."""
+        kept = [(tensor.untyped_storage(), tensor.untyped_storage().clone()) for tensor in self.tensors]
+        states = [(generator, generator.get_state()) for generator in self.generators]
+        try:
+            return planned()
+        except ExpectationError:
+            for storage, before in kept:
+                storage.copy_(before)
+            for generator, state in states:
+                generator.set_state(state)
+        warnings.warn(OTHER_WAY, stacklevel=4)
+        return eager()
+
+
+@contextmanager
+def contents_kept(module: nn.Module, loss_fn: object) -> Iterator[None]:
+    """Put back what the block writes into tensors that are no parameters or buffers of the module: those, captures
+    exchange; others that module and loss hold are the user's own."""
+    exchanged = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held = [each for _, each in Snapshot({"model": module, "loss": loss_fn}).tensors.values()]
+    before = [(each, each._version, each.detach().clone()) for each in held if id(each) not in exchanged]  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for tensor, version, contents in before:
+            if tensor._version != version:  # noqa: SLF001
+                with torch.no_grad():
+                    tensor.copy_(contents)
+
+
+def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo | None:
+    """For a step that runs a graph; None for a graph without branches on data."""
+    names = undone(graph)
+    if names is None:
+        return None
+    tensors = [
+        tensor for tensor, value in zip(step.tensors, graph.inputs, strict=True) if graph.values[value].name in names
+    ]
+    return Undo(tuple(tensors), (generator_of(device), *step.generators.values()))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
+from torch.optim import Optimizer
 
+from magis.api.bench import check_device
 from magis.aten.held import PREFIX, look_up
 from magis.capture.batch import Batch, with_keywords
+from magis.capture.rule import needs_closure
 from magis.capture.snapshot import Reads, Snapshot
 from magis.errors import UsageError
-
-__all__ = ["Guards", "Memory", "check_mode"]
 
 OUTSIDE = "leave that out around the step"
 _GLOBAL = (
@@ -132,3 +133,46 @@ def _settings() -> tuple[Any, ...]:
         cpu.cuda.mem_efficient_sdp_enabled(),
         cpu.cuda.cudnn_sdp_enabled(),
     )
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the step trains, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError for an optimizer that calls the loop itself, or that has none of the parameters."""
+    if needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step calls the loop's forward and backward itself, several times a step",
+            hint="pass None as the optimizer, and let its closure call the step and return the loss",
+        )
+    theirs = {id(parameter) for parameter in trained.values()}
+    if not any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has none of the parameters that the model trains", hint="make it of model.parameters()"
+        )
+
+
+def check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError for hooks on gradients, which a planned step would not run."""
+    for name, parameter in trained.items():
+        if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            raise UsageError(
+                f"{name} has a hook on its gradient, which the step would not run",
+                hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",
+            )
+
+
+def device_of(model: nn.Module, asked: str | None) -> str:
+    """The one device that a model lies on. Raises UsageError where there are several, or another was asked for."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if len(kinds) != 1:
+        raise UsageError(
+            f"the model lies on {' and '.join(sorted(kinds)) or 'no device'}", hint="move it to one device"
+        )
+    (found,) = kinds
+    if asked is not None and asked != found:
+        raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")
+    check_device(found)
+    return found

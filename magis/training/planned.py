@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.api.foreign import foreign_operator
-from magis.api.planning import Plan, plan
+from magis.api.kept_plans import foreign_operator
+from magis.api.planning import plan
+from magis.api.plans import Plan
 from magis.api.source import Source
 from magis.api.subject import Subject
 from magis.aten.expect import undone
-from magis.aten.host_random import generators_kept, seed_all
+from magis.aten.generators import generators_kept, seed_all
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.batch import Batch, own_loss, with_keywords
+from magis.capture.caches import deep_copy
 from magis.capture.checks import BranchError
-from magis.capture.copies import deep_copy
 from magis.capture.listening import Heard
+from magis.capture.rule import step_apart
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
-from magis.errors import UsageError
-from magis.ir import Graph, Value
-from magis.training.behind import behind_step
+from magis.errors import MagisError, UsageError
+from magis.ir import Graph, Value, dump, parse, verify
+from magis.report import write_text_atomically
+from magis.simulate.replay import replay, rounded
 from magis.training.drawn import check_outlines, outline
 from magis.training.guards import Guards
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
-__all__ = ["Limits", "Planned", "Report", "limits_of", "planned", "subject_now"]
+
+@dataclass(frozen=True)
+class Behind:
+    """What an optimizer that runs by itself behind a step adds: its state, and the peak of its own step with all that
+    stays and every gradient."""
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+    note: str = ""
+
+    def peak(self, of_step: int) -> int:
+        """The peak of both, one after the other."""
+        return max(of_step + self.state_bytes, self.step_bytes)
+
+
+def behind_step(subject: Subject, optimizer: Optimizer | None, own: Mapping[str, nn.Parameter]) -> Behind:
+    """What an optimizer adds to a step that stops at gradients; `own` are the module's parameters by name."""
+    if optimizer is None:
+        return Behind()
+    captured = subject.captured
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    graded = {name: own[name] for name in captured.graded if id(own[name]) in mine}
+    apart = step_apart(optimizer, graded, subject.kind)
+    if apart is None:
+        return Behind(note="; what its state and its step need is not counted")
+    costs = subject.costs(subject.workspaces(apart.graph, runs=False))
+    profile = replay(apart.graph, costs.workspace, deaths=apart.deaths, rounding=costs.rounding)
+    trained = {f"parameter:{name}" for name in graded}
+    stays = {s.id: s.nbytes for s in captured.graph.storages.values() if s.persistent}
+    for value in captured.graph.inputs:
+        if captured.graph.values[value].name in trained:
+            stays.pop(captured.graph.values[value].storage, None)
+    left = [each.nbytes for name, each in own.items() if name in captured.graded and name not in graded]  # gradients
+    loss = captured.graph.values[captured.graph.outputs[0]].nbytes
+    beside = sum(rounded(nbytes, costs.rounding) for nbytes in (*stays.values(), *left, loss))
+    state = sum(rounded(nbytes, costs.rounding) for nbytes in apart.state_bytes)
+    return Behind(state, profile.peak_bytes + beside)
+
 
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
@@ -292,3 +334,37 @@ def limits_of(
     if nbytes is not None and nbytes <= 0:
         raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
     return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)
+
+
+# A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.
+# magis plan 1 {"digest": "..."} magis graph 1 ...
+# Reading one runs no code. What it may make a step do is bounded (`magis.training.planned`): every operator must be
+# one of the step that it is for, which must have the digest that the file names, or one that plans are made of.
+
+HEADER = "magis plan 1"
+
+
+def write_plan(path: Path, plan: Planned) -> None:
+    """Write the file in one step."""
+    head = json.dumps({"digest": plan.digest}, sort_keys=True)
+    write_text_atomically(path, f"{HEADER}\n{head}\n{dump(plan.graph)}")
+
+
+def read_plan(path: Path) -> tuple[Graph, str]:
+    """The graph of a file, verified, and the digest of the step that it is for. Raises UsageError in one line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UsageError(f"cannot read the plan {path}: {reason}") from None
+    header, _, rest = text.partition("\n")
+    head, _, body = rest.partition("\n")
+    if header != HEADER:
+        raise UsageError(f"{path} is no plan of this version: it begins with {header[:40]!r}", hint="save it again")
+    try:
+        digest = json.loads(head)["digest"]
+        graph = parse(body)
+        verify(graph)
+    except (MagisError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"the plan {path} is corrupt: {error}", hint="save it again") from None
+    return graph, str(digest)

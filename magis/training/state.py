@@ -14,8 +14,6 @@ from magis.aten.expect import ExpectationError
 from magis.aten.optimizers import new_state, state_names
 from magis.capture.rule import Update, age_of
 
-__all__ = ["State", "adopted"]
-
 
 @dataclass(eq=False)
 class State:

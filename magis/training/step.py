@@ -13,23 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.api.bench import check_device
 from magis.aten.generators import held_generators
 from magis.aten.optimizers import scalars
 from magis.backend.steps import GraphStep
 from magis.capture import OptimizerSpec
 from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
-from magis.capture.counters import advance
-from magis.capture.rule import Update, fingerprint, needs_closure, update_of, why_apart, with_rates
+from magis.capture.caches import advance
+from magis.capture.rule import Update, fingerprint, update_of, why_apart, with_rates
 from magis.errors import UsageError
-from magis.training.drawn import Draw, draw_of, outline
-from magis.training.guards import Memory, check_mode
-from magis.training.planned import AUTOCAST, Limits, Planned, Report, limits_of, planned, subject_now
-from magis.training.saved import read_plan, write_plan
+from magis.training.drawn import Draw, Undo, contents_kept, draw_of, outline, undo_of
+from magis.training.guards import Memory, check_hooks, check_mode, check_optimizer, device_of, trained_parameters
+from magis.training.planned import (
+    AUTOCAST,
+    Limits,
+    Planned,
+    Report,
+    limits_of,
+    planned,
+    read_plan,
+    subject_now,
+    write_plan,
+)
 from magis.training.state import State, adopted
-from magis.training.undo import Undo, contents_kept, undo_of
-
-__all__ = ["OptimizedStep", "optimize"]
 
 KEPT = 4
 """Plans for batches of different kinds, and modules in different states, that are kept."""
@@ -79,7 +84,7 @@ def optimize(
     limits = limits_of(memory_ratio, memory_limit, latency_ratio, budget, seconds)
     if autocast not in AUTOCAST:
         raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
-    where = _device(model, device)
+    where = device_of(model, device)
     step = OptimizedStep(model, loss_fn, optimizer, limits, where, autocast)
     step.prepare(as_batch(example_batch), plan)
     return step
@@ -198,8 +203,8 @@ class OptimizedStep:
     def _choose(self) -> _Choice:
         if self._optimizer is None:
             return _Choice("left to the caller", None)
-        trained = _trained(self._whole)
-        _check_optimizer(self._optimizer, trained)
+        trained = trained_parameters(self._whole)
+        check_optimizer(self._optimizer, trained)
         why = why_apart(self._optimizer, trained) or self._apart
         if not why and self._restless > RESTLESS:
             why = "its numbers change from step to step"
@@ -209,8 +214,8 @@ class OptimizedStep:
 
     def _made(self, batch: Batch, plan: Path | str | None) -> _Entry:
         module = with_keywords(self._whole, batch)
-        trained = _trained(module)
-        _check_hooks(trained)
+        trained = trained_parameters(module)
+        check_hooks(trained)
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
@@ -378,42 +383,3 @@ def _mark_stepped(optimizer: Optimizer) -> None:
     """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)
-
-
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def _check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
-    if needs_closure(optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__}.step calls the loop's forward and backward itself, several times a step",
-            hint="pass None as the optimizer, and let its closure call the step and return the loss",
-        )
-    theirs = {id(parameter) for parameter in trained.values()}
-    if not any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"]):
-        raise UsageError(
-            "the optimizer has none of the parameters that the model trains", hint="make it of model.parameters()"
-        )
-
-
-def _check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in trained.items():
-        if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
-            raise UsageError(
-                f"{name} has a hook on its gradient, which the step would not run",
-                hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",
-            )
-
-
-def _device(model: nn.Module, asked: str | None) -> str:
-    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    if len(kinds) != 1:
-        raise UsageError(
-            f"the model lies on {' and '.join(sorted(kinds)) or 'no device'}", hint="move it to one device"
-        )
-    (found,) = kinds
-    if asked is not None and asked != found:
-        raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")
-    check_device(found)
-    return found

@@ -12,12 +12,10 @@ import pytest
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
 from magis.models.names import all_names
-from pytest_magis.gate import all_strategies
+from pytest_magis.flags import items, latency_ratios_of, memory_ratios_of, number, share, whole
+from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.options import Settings
 from pytest_magis.plan import Model, PlannedCase, plan_cases
-from pytest_magis.values import items, latency_ratios_of, memory_ratios_of, number, share, whole
-
-__all__ = ["Asked", "cases", "read_asked"]
 
 PRESET = "small"
 """A test's network has one size; its baselines are kept under the first."""
@@ -113,3 +111,30 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "memory_tolerance": lambda shown, value: share(shown, str(value)),
     "latency_tolerance": lambda shown, value: share(shown, str(value)),
 }
+
+
+# Wakes the gate for users' tests: a run without `--magis-models` starts it with the first of them.
+
+WAITING = "magis-dormant"
+
+
+def awake(config: pytest.Config) -> Gate:
+    """The gate of the run, started now if it has not been. Raises pytest.UsageError in one line where options are of no
+    use on this machine."""
+    waiting: Any = config.pluginmanager.get_plugin(WAITING)
+    gate: Gate = waiting.awake()
+    return gate
+
+
+def red(text: str) -> BaseException:
+    """What to raise for a test that fails with these lines and nothing else."""
+    return pytest.fail.Exception(text, pytrace=False)
+
+
+def check_device(config: pytest.Config, settings: Settings) -> None:
+    """Raise UsageError unless the device that a test names is here; the options' own has been checked."""
+    device = settings.grid.device
+    found = config.hook.pytest_magis_devices(config=config)
+    if device not in found:
+        why = "needs a GPU and none was found" if device == "cuda" else "is unknown"
+        raise UsageError(f"device {device!r} {why}", hint=nearest(device, found))

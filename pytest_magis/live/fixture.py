@@ -11,8 +11,7 @@ import pytest
 from magis.errors import MagisError, UsageError
 from magis.results import CaseResult
 from pytest_magis.judged import Live, judged, lines_of
-from pytest_magis.live.asked import cases, read_asked
-from pytest_magis.live.awake import awake, check_device, red
+from pytest_magis.live.asked import awake, cases, check_device, read_asked, red
 from pytest_magis.live.names import claimed, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.outcome import PROPERTY
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from magis.api import Workload
-
-__all__ = ["Magis"]
 
 
 class Magis:

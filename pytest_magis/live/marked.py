@@ -11,8 +11,7 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from pytest_magis.judged import Live, judged, lines_of
-from pytest_magis.live.asked import Asked, cases, read_asked
-from pytest_magis.live.awake import awake, check_device, red
+from pytest_magis.live.asked import Asked, awake, cases, check_device, read_asked, red
 from pytest_magis.live.names import MARK, PARAM, claimed, label_of, name_of, node_id
 from pytest_magis.measure import forget, recipe
 from pytest_magis.options import anywhere
@@ -20,8 +19,6 @@ from pytest_magis.outcome import leave
 
 if TYPE_CHECKING:
     from magis.api import Workload
-
-__all__ = ["let_go", "parametrize", "run"]
 
 SHOWN = f"@pytest.mark.{MARK}"
 

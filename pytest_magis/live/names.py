@@ -4,20 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = [
-    "FIXTURE",
-    "MARK",
-    "PARAM",
-    "claimed",
-    "given_name",
-    "is_live",
-    "is_marked",
-    "label_of",
-    "name_of",
-    "node_id",
-    "subject_of",
-]
-
 MARK = "magis"
 FIXTURE = "magis"
 OURS = "pytest_magis.plugin"

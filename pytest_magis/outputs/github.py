@@ -11,11 +11,9 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.report import write_text_atomically
-from pytest_magis.commands import accept_case
+from pytest_magis.findings import accept_case
 from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
-
-__all__ = ["error_lines", "markdown", "write_markdown"]
 
 
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["progress_line"]
-
 ERASE = "\r\x1b[2K"
 SECONDS_BETWEEN_UPDATES = 0.1
 

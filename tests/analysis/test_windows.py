@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.analysis.windows import fills, is_dense
+from magis.analysis.hazards import fills, is_dense
 from magis.ir import Storage, Value
 
 dims = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 13)), max_size=4)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils.checkpoint import checkpoint
 
+from magis.api.alone import Replayed
 from magis.api.bench import Bench
-from magis.api.insight import Replayed
 from magis.api.numbers import compare
 from magis.api.subject import Subject
 from magis.capture import OptimizerSpec, Workload

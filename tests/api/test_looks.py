@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from magis.api import looks as module
+from magis.api import numbers as module
 from magis.api import run_case
 from magis.api.subject import Subject
 from magis.backend.steps import EagerStep

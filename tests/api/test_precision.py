@@ -10,7 +10,7 @@ import torch
 
 import magis
 from magis.api import Bench, check_device, run_case
-from magis.api.precision import products_of
+from magis.api.bench import products_of
 from magis.errors import UsageError
 from magis.models.names import GATE_NAMES
 from magis.report import row_from_result

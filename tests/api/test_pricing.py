@@ -138,7 +138,7 @@ def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) ->
     assert "profile" not in plain.identity
     bench = Bench()
     graph = bench.subject(case).captured.original.graph
-    from magis.cost.loops import signatures_of
+    from magis.cost.prices import signatures_of
 
     entries = {key: Entry(7_000, 0, 0, 9) for key in signatures_of(graph)}
     path = tmp_path / "h200.json"

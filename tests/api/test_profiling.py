@@ -13,7 +13,7 @@ from magis.api.signatures import signatures_of_model
 from magis.backend import profiler
 from magis.backend.measure import device_identity
 from magis.backend.profiler import Effort
-from magis.cost.loops import signatures_of
+from magis.cost.prices import signatures_of
 from magis.cost.store import Entry, Profile, ProfileError, load, save
 from magis.errors import UsageError
 from magis.results import Case

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.api.sizing import extent, largest, resized
+from magis.api.fitting import extent, largest, resized
 from magis.capture import OptimizerSpec, Workload
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
 
 

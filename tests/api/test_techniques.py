@@ -10,7 +10,7 @@ from torch import nn
 
 from magis.api import Bench, run_case
 from magis.api.ranked import OFF_BY, _distinct
-from magis.api.values import median
+from magis.api.source import median
 from magis.errors import UsageError
 from magis.results import Case
 from magis.strategies.names import technique

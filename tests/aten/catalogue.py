@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from magis.aten.bits import bits_of
+from magis.aten.layouts import bits_of
 from magis.aten.splits import Cut, Halo, How, Overlap, Split
 from magis.cost.signature import parse
 from magis.ir import Op, Value

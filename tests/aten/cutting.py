@@ -10,8 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from magis.aten.bits import with_bits
 from magis.aten.call import call, to_torch
+from magis.aten.layouts import with_bits
 from magis.aten.splits import Cut, Halo, How, Overlap, Split, part, splits
 from magis.backend.reference import wide
 from magis.ir import Arg, Const, Op, Ref, Value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from magis.aten.mixed import as_mixed
+from magis.aten.call import as_mixed
 
 A = torch.ops.aten
 

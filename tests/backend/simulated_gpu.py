@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from magis.backend.host import as_bytes
+from magis.backend.streams import as_bytes
 
 RUBBISH = 0xAB
 COMPUTE = 0

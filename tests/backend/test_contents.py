@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magis.backend import aside
-from magis.backend.aside import measured_aside
+from magis.backend import isolated as aside
 from magis.backend.contents import Needs, needs
-from magis.backend.workspaces import measure_workspaces
+from magis.backend.isolated import measure_workspaces, measured_aside
 from magis.cost.signature import parse
 
 ADD = "aten.add_.Scalar(float32[64]{1}, 1)"

@@ -28,7 +28,7 @@ from magis.results import Case
 from magis.rewrite.realize import realize
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.events import KEEP, RECOMPUTE, SWAP
+from magis.simulate.problem import KEEP, RECOMPUTE, SWAP
 from magis.units import MIB
 from tests.api.nets import Block
 

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from magis.backend.equal import furthest, off_by, same
-from magis.backend.reference import closeness
+from magis.backend.reference import closeness, furthest, off_by, same
 
 NAN, INF = math.nan, math.inf
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from magis.backend.codegen import compile_step
-from magis.backend.halo import add_rows, take_rows
+from magis.backend.codegen import add_rows, compile_step, take_rows
 from magis.backend.measure import tensor_peak, window_peak
 from magis.ir import Graph, dump, parse, verify
 from magis.ir.verify import problems

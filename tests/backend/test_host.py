@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.backend.host import Host
 from magis.backend.measure import tensor_peak, window_peak
+from magis.backend.streams import Host
 from tests.oracles import same
 
 DTYPES = [

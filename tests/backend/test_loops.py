@@ -15,8 +15,7 @@ from magis.fission.expand import expand
 from magis.fission.grow import connected, grow
 from magis.fission.region import Region
 from magis.ir import Graph, parse, verify
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from magis.simulate.replay import replay
 from tests.backend.loop_graphs import COPIES, REDUCTIONS, VIEWS, Looks, Written, nested, pointwise, reduction
 from tests.golden.golden import HERE, before_and_after, check_golden

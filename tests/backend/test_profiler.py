@@ -9,9 +9,21 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from magis.backend import cuda_profile
-from magis.backend.cuda_profile import TOGETHER, EventWatch
-from magis.backend.profiler import LEAST, Batch, Call, Effort, Wall, batches, prepared, record, schema_of, schemas
+from magis.backend import profiler as cuda_profile
+from magis.backend.profiler import (
+    LEAST,
+    TOGETHER,
+    Batch,
+    Call,
+    Effort,
+    EventWatch,
+    Wall,
+    batches,
+    prepared,
+    record,
+    schema_of,
+    schemas,
+)
 from magis.cost.store import Entry
 from magis.units import MIB
 

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from magis.backend import streams
 from magis.backend.codegen import compile_step, generate
-from magis.backend.host import Host
 from magis.backend.measure import tensor_peak
 from magis.backend.steps import GraphStep
-from magis.backend.streams import Parked, StreamHost, make_host
+from magis.backend.streams import Host, Parked, StreamHost, make_host
 from magis.ir import Graph, Op, parse, verify
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.realize import realize
 from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.events import SWAP
+from magis.simulate.problem import SWAP
 from tests.backend.simulated_gpu import SimulatedGpu, at_random, earliest_copies, latest_copies
 from tests.nets import NETS, Built
 from tests.oracles import captured, differences, eager_step, graph_step, history, one_thread, same

@@ -107,7 +107,7 @@ def test_an_error_of_either_step_is_raised_and_ends_nothing_else(leader: int, br
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
-# an interrupt that strikes in a callback of a weak reference cannot be raised there: the interpreter says so and goes on
+# an interrupt that strikes in a callback of a weak reference cannot be raised: the interpreter says so and goes on
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
     def step(turn: Turn) -> None:

@@ -16,19 +16,10 @@ from magis.rewrite.normalize import functionalize
 from magis.rewrite.realize import realize
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.events import KEEP, RECOMPUTE
+from magis.simulate.problem import KEEP, RECOMPUTE
 from magis.simulate.replay import replay
 from tests.nets import OPTIMIZERS, Built, Net, rows
-from tests.oracles import (
-    Costs,
-    captured,
-    differences,
-    eager_step,
-    graph_step,
-    history,
-    measured,
-    workspaces,
-)
+from tests.oracles import Costs, captured, differences, eager_step, graph_step, history, measured, workspaces
 
 UPDATES = {name: rule for name, rule in OPTIMIZERS.items() if rule.kind not in ("gradients", "none")}
 SETTINGS = [{"foreach": True}, {"fused": True}]

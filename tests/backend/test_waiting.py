@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from magis.backend.waiting import longest_wait, waits
+from magis.backend.timing import longest_wait, waits
 
 
 def counted(folder: Path, **threads: str) -> dict[str, int]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 
-from magis.backend.made_up import make_tensors
+from magis.backend.isolated import make_tensors, measure_workspaces
 from magis.backend.measure import window_peak
-from magis.backend.workspaces import measure_workspaces
 from magis.cost.signature import parse, signature
 from magis.ir.types import Op, Ref, Scalar, Value
 from tests.cost.recording import Recording, record

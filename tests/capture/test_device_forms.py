@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from magis.capture import capture
-from magis.capture.device_table import device_forms
+from magis.capture.autocast import device_forms
 from magis.ir import Graph, verify
 from tests.nets import NETS, Attention, Block, Net, rows
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from magis.api.conformance import first_difference
 from magis.capture import Captured, OptimizerSpec, capture
 from magis.capture.checks import BranchError
-from magis.capture.conform import first_difference
 from magis.capture.step import record_eager
 
 RULE = OptimizerSpec("gradients")

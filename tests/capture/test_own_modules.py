@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 
 APPLY = nn.Module._apply
 

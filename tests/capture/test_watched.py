@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.watched import Unwatched, unwatched
+from magis.aten.products import Unwatched, unwatched
 from magis.backend.measure import tensor_peak, window_peak
 
 Scenario = Callable[[Tensor, Tensor], Tensor]

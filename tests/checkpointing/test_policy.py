@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
 from magis.backend.measure import window_peak
 from magis.checkpointing.choose import blocks_of
-from magis.checkpointing.region import Region
+from magis.checkpointing.policy import Region
 from magis.rewrite.realize import GENERATOR_BYTES
 
 

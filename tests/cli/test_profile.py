@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from magis.backend.measure import device_identity
-from magis.cli.main import USAGE_ERROR, main
-from magis.cli.profile import UNFINISHED
+from magis.cli.main import UNFINISHED, USAGE_ERROR, main
 from magis.cost.store import Profile, load, save
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from magis.backend.measure import window_peak
 from magis.compile.backend import magis
-from magis.compile.report import Report
+from magis.compile.options import Report
 
 BUDGET = 60
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.compile.backend import magis
+from magis.compile.backend import MOST_SHAPES, Specialized, magis
 from magis.compile.options import DEFAULT_RATIO, as_options
-from magis.compile.shapes import MOST_SHAPES, Specialized
 from magis.errors import UsageError
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 

@@ -18,9 +18,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.compile.backend import magis
 from magis.compile.joint import capture_joint
-from magis.compile.options import as_options
+from magis.compile.options import Report, as_options
 from magis.compile.plan import plan_joint
-from magis.compile.report import Report
 from magis.compile.saved import Partitioner, kept_nodes, needed_nodes
 from magis.errors import UsageError
 from tests.compile.nets import chain, fresh_dynamo

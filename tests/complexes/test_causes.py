@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis.analysis.windows import fills
-from magis.aten.bits import bits_of
+from magis.analysis.hazards import fills
+from magis.aten.layouts import bits_of
 from magis.aten.splits import splits
 from magis.backend.codegen import compile_step
-from magis.backend.made_up import make_tensors
+from magis.backend.isolated import make_tensors
 from magis.backend.reference import closeness, gradient_values
 from magis.cost.shapes import describe
 from magis.cost.signature import parse as parse_call
@@ -24,8 +24,7 @@ from magis.fission.region import Region, region_problems
 from magis.ir import Graph, Op, Ref, Storage, Value, dump, parse, verify
 from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.merged import merge
-from magis.rewrite.rules.rule import matches
-from magis.rewrite.rules.table import rule
+from magis.rewrite.rules.table import matches, rule
 from magis.simulate.compile import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history

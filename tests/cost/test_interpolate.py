@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from magis.cost.devices import find_device
 from magis.cost.interpolate import LEAST, REACH, Curve, kin
-from magis.cost.model import RooflineCosts
-from magis.cost.prices import ESTIMATED, INTERPOLATED, MEASURED, Prices
-from magis.cost.roofline import roofline_ns
+from magis.cost.model import RooflineCosts, shares
+from magis.cost.prices import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
 from magis.cost.shapes import made
-from magis.cost.shares import shares
 from magis.cost.signature import parse, signature
 from magis.cost.store import Entry, Profile
 from magis.ir import Graph, Loop, replace_refs

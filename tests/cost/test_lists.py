@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from magis.cost.devices import find_device
-from magis.cost.lists import CHUNK, MOST_BLOCKS, counts
-from magis.cost.roofline import roofline_ns
+from magis.cost.flops import CHUNK, MOST_BLOCKS, counts
+from magis.cost.prices import roofline_ns
 from magis.ir.types import Op, Ref, Value
 
 

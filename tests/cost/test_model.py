@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device, gpu_name
 from magis.cost.flops import work
 from magis.cost.model import CostModel, RooflineCosts, device_model
-from magis.cost.prices import ESTIMATED, MEASURED, Price
-from magis.cost.roofline import roofline_ns
+from magis.cost.prices import ESTIMATED, MEASURED, Price, roofline_ns
 from magis.cost.signature import signature
 from magis.cost.store import Entry, Profile
 from magis.ir.types import Arg, Op, Ref, Value

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from magis.aten.bits import with_bits
+from magis.aten.layouts import with_bits
 from magis.backend.codegen import compile_step
 from magis.backend.measure import tensor_peak, window_peak
 from magis.backend.reference import wide

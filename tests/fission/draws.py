@@ -16,7 +16,7 @@ from magis.fission.grow import connected, grow, most_parts
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph, Loop
 from magis.models import resolve
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import untangle
 from tests.aten.test_networks import SGD, graphs
 from tests.fission.cutout import in_float64, leaving, stand_alone
 

@@ -9,11 +9,10 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.api.bench import Bench
 from magis.aten.splits import splits, why_not
-from magis.fission.blocked import blocked
+from magis.fission.suffix import blocked
 from magis.ir import Graph, parse
 from magis.results import Case
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from tests.nets import NETS, Block, Net, labels, mlp, rows
 from tests.oracles import captured
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from magis.api.bench import Bench
+from magis.api.dividing import divide
 from magis.fission.floor import Floor, Needed, floor, lower_bound
 from magis.ir import Graph, Op, Value, parse, verify
 from magis.results import Case
-from magis.search.divided import divide
 from magis.search.fronts import divided_front
 from magis.search.judge import Goal, Wanted
 from magis.simulate.compile import compile_problem

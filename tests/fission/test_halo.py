@@ -14,15 +14,13 @@ from magis.backend.codegen import generate
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.floor import lower_bound
-from magis.fission.grow import connected, grow
-from magis.fission.near import regions_around
+from magis.fission.grow import connected, grow, regions_around
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
 from magis.fission.suffix import axes, places, suffix
 from magis.ir import Graph, Loop, Op, Ref, Value, dump, parse, verify
 from magis.ir.loops import JOIN, PART
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from magis.simulate.replay import replay
 from tests.fission.cutout import differences, draw, in_float64, loops, measured, outcome, simulated
 from tests.fission.draws import Fission, expanded, position_of_loop, regions

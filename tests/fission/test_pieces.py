@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from magis.analysis.hazards import dependency_graph
 from magis.api.bench import Bench
 from magis.fission.grow import connected, most_parts
-from magis.fission.pieces import LEAST, heaviest, own_bytes, pieces
-from magis.fission.suffix import axes, places, suffix
+from magis.fission.suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
 from magis.ir import Graph
 from magis.results import Case
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from magis.search.fronts import numbers_of_parts
 from tests.nets import ADAMW, FORWARD, Net, rows
 from tests.oracles import captured

@@ -13,9 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.preset_sizes import measure
 from magis.models import get, resolve
 from magis.models.attention import SelfAttention
+from magis.models.batches import REAL, SEED, SizeError
 from magis.models.gpt import Gpt, GptConfig, gpt
-from magis.models.sizes import SizeError
-from magis.models.style import REAL, SEED
 
 TINY = GptConfig(2, 6, layers=2, width=8, heads=2, vocab_size=9, max_positions=7, dropout=0.0)
 

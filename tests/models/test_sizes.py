@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from magis.models.batches import SizeError
 from magis.models.bert import BertConfig
-from magis.models.gpt_neo import GptNeoConfig
+from magis.models.gpt import GptNeoConfig
 from magis.models.resnet import ResNetConfig
-from magis.models.sizes import SizeError
 
 
 @pytest.mark.parametrize("stages", [(), (3, 0), [3, 4], (3, 4.0)])

@@ -20,11 +20,10 @@ from magis.aten.optimizers import OptimizerSpec
 from magis.backend.steps import EagerStep
 from magis.capture import Workload
 from magis.errors import UsageError
+from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
-from magis.models.gpt import GptConfig, gpt
-from magis.models.gpt_neo import GptNeoConfig, gpt_neo
+from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
 from magis.models.resnet import ResNetConfig, resnet
-from magis.models.style import REAL
 from magis.models.unet import UNetConfig, unet
 from magis.models.vit import VitConfig, vit
 from magis.results import Case

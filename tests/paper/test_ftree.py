@@ -13,9 +13,23 @@ from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
 from magis.ir import Graph, every_op, verify
 from magis.paper.dominators import scores
-from magis.paper.ftree import Analysis, FTree, Node, arranged, chosen, describe, least_divisor, problems
-from magis.paper.loops import Refusal, apply
-from magis.paper.mutations import Mutation, disable, enable, lift, mutate, mutations
+from magis.paper.frames import Refusal, apply
+from magis.paper.ftree import (
+    Analysis,
+    FTree,
+    Mutation,
+    Node,
+    arranged,
+    chosen,
+    describe,
+    disable,
+    enable,
+    least_divisor,
+    lift,
+    mutate,
+    mutations,
+    problems,
+)
 from magis.simulate.replay import replay
 from tests.fission.cutout import differences, draw, leaving, loops, measured, outcome, simulated, stand_alone
 from tests.fission.draws import NETWORKS, normal

@@ -8,16 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.paper.full_schedule import full_order
-from magis.paper.incremental import incremental_order, intervals, splice
+from magis.paper.incremental import full_order, incremental_order, intervals, splice
 from magis.schedule.dynamic import best_order, floor_of, peak_of
-from magis.schedule.stretches import Steps, cuts, stretch
+from magis.schedule.stretches import Steps, cuts, stretch, wide_orders
 from magis.schedule.waists import NARROW, OUTSIDE, core, in_parts, precedence, waists
-from magis.schedule.wide import wide_orders
 from magis.schedule.window import window_orders
 from magis.simulate.evaluator import Evaluator, check_order
-from magis.simulate.events import KEEP
-from magis.simulate.problem import Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import KEEP, Int32s, Int64s, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer, unet
 from tests.simulate.plans import plans, problems, random_order
 from tests.strategies import examples

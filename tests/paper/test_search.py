@@ -17,16 +17,13 @@ from magis.cost.model import RooflineCosts, device_model
 from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.ir import Graph, verify
-from magis.paper.frames import Frame, flags_of, frame, judge, look, realized
-from magis.paper.ftree import Analysis, FTree
-from magis.paper.loops import apply
-from magis.paper.mutations import mutations
+from magis.paper.frames import Frame, apply, flags_of, frame, judge, look, realized
+from magis.paper.ftree import Analysis, FTree, mutations
 from magis.paper.search import Published, published
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from magis.search.judge import Goal
 from magis.simulate.evaluator import check_order
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.replay import replay
 from tests.fission.cutout import Outcome, differences, draw, in_float64, tensors_of
 from tests.nets import Net, rows

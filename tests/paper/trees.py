@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from magis.aten.splits import splits
 from magis.ir import Arg, Graph, Op, Ref, Storage, Value, parse, verify
-from magis.paper.dimensions import Vertex, vertices_of
+from magis.paper.dominators import Vertex, vertices_of
 
 HEAD = "magis graph 1"
 

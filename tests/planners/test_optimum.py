@@ -15,8 +15,7 @@ from benchmarks.lib.planners.optimum import Relaxation, optimum
 from magis.search.judge import Goal, Judge
 from magis.search.prices import CutModel, slide_prices
 from magis.simulate.evaluator import Evaluator, lower_bound
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.planners.modular import NETWORKS, setting
 from tests.simulate.plans import problems
 from tests.strategies import examples

@@ -16,7 +16,7 @@ pytest.importorskip("scipy", reason="other planners are linear and integer progr
 from benchmarks.lib.planners.modules import Curve, Group, Module, fitted, modules
 from benchmarks.lib.planners.selective import checkpointed, discards, stored
 from benchmarks.lib.planners.solver import Program
-from magis.simulate.events import KEEP, RECOMPUTE
+from magis.simulate.problem import KEEP, RECOMPUTE
 from tests.planners.modular import setting
 from tests.strategies import examples
 

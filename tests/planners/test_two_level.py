@@ -14,7 +14,7 @@ pytest.importorskip("scipy", reason="other planners are linear and integer progr
 
 from benchmarks.lib.planners.options import Option, choose, options
 from benchmarks.lib.planners.shares import Item, Layer, Row, TwoLevel, inner, outer
-from magis.simulate.events import KEEP, RECOMPUTE, SWAP
+from magis.simulate.problem import KEEP, RECOMPUTE, SWAP
 from tests.planners.modular import setting
 from tests.strategies import examples
 

@@ -13,7 +13,7 @@ from magis.errors import BaselineError, UsageError
 from magis.results import Case
 from pytest_magis.baseline_files import baseline_path, parse, read_baseline, render, write_baseline
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
-from pytest_magis.commands import accept_all, accept_case
+from pytest_magis.findings import accept_all, accept_case
 from pytest_magis.outcome import Outcome
 
 NAMES = st.text(min_size=1, max_size=40)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cli.main import main
-from pytest_magis.shards import Shard
+from pytest_magis.options import Shard
 
 NAMES = st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=12)
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
+from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
-from magis.models.gpt_neo import GptNeoConfig, gpt_neo
-from magis.models.style import REAL
+from magis.models.gpt import GptNeoConfig, gpt_neo
 from magis.predict import Ledger, fake_world, predict_rank
 from magis.results import RankMemory
 from magis.strategies import technique

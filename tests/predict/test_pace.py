@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from magis.api import OptimizerSpec, Workload, capture
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.model import RooflineCosts
 from magis.cost.prices import Prices

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from magis.api import Workload
+from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
-from magis.models.style import REAL
 from magis.predict.rank import fake_rank, rank_peak, warm_steps_of
 from magis.strategies.base import World
 from magis.strategies.names import DISTRIBUTED, technique

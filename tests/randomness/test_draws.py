@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.aten.splits import has_rule
-from magis.capture.randomness import draws
+from magis.capture.schemas import draws
 from tests.randomness.nets import DRAWS, WIDTH
 
 

@@ -16,10 +16,9 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, UsageError, optimize
-from magis.aten.generators import held_generators
-from magis.aten.states import GET_STATE, SEED, SET_STATE, as_seed
+from magis.api.conformance import check_conforms
+from magis.aten.generators import GET_STATE, SEED, SET_STATE, as_seed, held_generators
 from magis.capture import OptimizerSpec, capture
-from magis.capture.conform import check_conforms
 from magis.capture.step import record_eager
 from magis.ir import Graph, dump, parse, verify
 from magis.results import Case

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from magis.errors import UsageError
 from magis.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
 from magis.ranks.failures import Rank, failure, silence
-from magis.ranks.lines import Lines, last_words, stack
+from magis.ranks.records import Lines, last_words, stack
 from magis.results import Memory, Term
 
 

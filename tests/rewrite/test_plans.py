@@ -11,7 +11,7 @@ import torch
 
 from magis.simulate.compile import compile_problem
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import BLOCK, REDO, SWAP
+from magis.simulate.problem import BLOCK, REDO, SWAP
 from tests.nets import FORWARD, NETS, Block, Net, rows
 from tests.oracles import Costs
 from tests.rewrite.cases import Case, batches, case_of

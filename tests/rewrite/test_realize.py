@@ -13,7 +13,7 @@ from magis.ir import Graph, Op, Ref, Storage, Value, parse, verify
 from magis.rewrite.realize import realize
 from magis.simulate.compile import Compiled, compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.events import BLOCK, DROP, KEEP, RECOMPUTE, REDO, SWAP, WAIT, Events
+from magis.simulate.problem import BLOCK, DROP, KEEP, RECOMPUTE, REDO, SWAP, WAIT, Events
 from tests.golden.golden import before_and_after, check_golden
 
 STEP = """magis graph 1

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from magis.aten.call import call
 from magis.ir import Graph, verify
-from magis.rewrite.rules.rule import Rule, apply, matches
-from magis.rewrite.rules.table import RULES, rule
+from magis.rewrite.rules.table import RULES, Rule, apply, matches, rule
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import Built
 from tests.oracles import graph_step, same

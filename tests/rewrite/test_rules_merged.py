@@ -18,8 +18,7 @@ from magis.rewrite.normalize import functionalize
 from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.merged import MERGED, merge
-from magis.rewrite.rules.rule import apply, matches
-from magis.rewrite.rules.table import rule
+from magis.rewrite.rules.table import apply, matches, rule
 from magis.simulate.replay import replay
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, FORWARD, OPTIMIZERS, Block, Net, rows

@@ -12,17 +12,14 @@ from magis.api.bench import Bench
 from magis.api.numbers import _differences
 from magis.ir import Graph, verify
 from magis.models import GATE_NAMES, get
+from magis.models.batches import Style, Workload
 from magis.models.bert import bert
 from magis.models.resnet import resnet
-from magis.models.style import Style
-from magis.models.workload import Workload
 from magis.results import Case
-from magis.rewrite.normalize import functionalize
+from magis.rewrite.normalize import functionalize, untangle
 from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule import Match, attempt
-from magis.rewrite.rules.table import RULES
-from magis.rewrite.untangle import untangle
+from magis.rewrite.rules.table import RULES, Match, attempt
 from magis.simulate.replay import replay
 from tests.nets import Built
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces

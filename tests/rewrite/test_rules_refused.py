@@ -17,13 +17,11 @@ from magis.fission.region import Region
 from magis.fission.suffix import axes, suffix
 from magis.fission.suffix import places as places_of
 from magis.ir import Graph, Op, Ref, Storage, verify
-from magis.rewrite.normalize import functionalize
+from magis.rewrite.normalize import functionalize, untangle
 from magis.rewrite.rules.greedy import aggregated, counted
 from magis.rewrite.rules.language import parse_pattern
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule import apply, matches
-from magis.rewrite.rules.table import RULES, rule
-from magis.rewrite.untangle import untangle
+from magis.rewrite.rules.table import RULES, apply, matches, rule
 from tests.nets import ADAMW, FORWARD, Block, Net, rows
 from tests.oracles import captured
 from tests.rewrite.patterns import graph_of, own, program

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from magis.ir import Graph, verify
+from magis.models.batches import Style, Workload
 from magis.models.bert import bert
-from magis.models.style import Style
-from magis.models.workload import Workload
-from magis.rewrite.normalize import functionalize
+from magis.rewrite.normalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule import Match, attempt
-from magis.rewrite.rules.table import RULES
-from magis.rewrite.untangle import untangle
+from magis.rewrite.rules.table import RULES, Match, attempt
 from magis.simulate.replay import replay
 from tests.nets import ADAMW, SGD, Built, Net, rows
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces

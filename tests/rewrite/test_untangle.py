@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from magis.analysis.hazards import dependency_graph
 from magis.backend.codegen import compile_step
 from magis.ir import Graph, dump, parse, verify
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, NETS, SGD, Block, Built, Net, labels, mlp, rows
 from tests.oracles import captured, differences, graph_step, history, same

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from magis.schedule.window import WIDEST, best_order, window_orders
 from magis.simulate.evaluator import Evaluator, check_order
-from magis.simulate.events import DROP
-from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import DROP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer
 from tests.simulate.plans import plans, problems, random_order
 from tests.strategies import examples

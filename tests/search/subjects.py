@@ -12,8 +12,7 @@ from magis.cost.devices import find_device
 from magis.cost.model import CostModel, RooflineCosts
 from magis.ir import Graph
 from magis.models import get
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
+from magis.rewrite.normalize import functionalize, untangle
 from magis.search.driver import SearchResult, search
 from magis.search.judge import Goal
 from magis.simulate.compile import Compiled, compile_problem

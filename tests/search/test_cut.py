@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.search.cut import min_cut
 from magis.search.judge import Goal, Judge
-from magis.search.prices import CutModel, checkpoints, follow_prices, levels_by_position
+from magis.search.prices import CutModel, checkpoints, follow_prices, levels_by_position, min_cut
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import resnet, transformer
 
 

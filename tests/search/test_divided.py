@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from magis.api.dividing import Divided, divide, replan, to_the_end
 from magis.fission.floor import lower_bound
-from magis.fission.pieces import pieces
 from magis.fission.proof import verify_fission
+from magis.fission.suffix import pieces
 from magis.ir import Graph, dump, verify
-from magis.search.divided import Divided, divide, replan, to_the_end
 from magis.search.fronts import FissionFront, Work, divided_front, numbers_of_parts, sketch
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import fastest_ns, realize_level, repeats

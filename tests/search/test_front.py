@@ -19,8 +19,7 @@ from magis.search.judge import Goal, Judge, Plan, Wanted
 from magis.search.levels import level, realize_level
 from magis.search.moves import alternatives
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand
-from magis.simulate.events import DROP, KEEP, RECOMPUTE
-from magis.simulate.problem import NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.replay import replay
 from tests.search.subjects import BUDGET, Step, step
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.api.dividing import divide
 from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.ir import verify
-from magis.search.divided import divide
 from magis.search.driver import SearchResult, search
 from magis.search.front import BRIEF, sweep
 from magis.search.fronts import divided_front, whole_front
@@ -21,7 +21,7 @@ from magis.search.judge import Goal, Judge, SearchOver, Wanted
 from magis.search.levels import level, realize_level, solve
 from magis.search.relief import relieve
 from magis.simulate.evaluator import check_order, evaluate
-from magis.simulate.events import DROP, KEEP
+from magis.simulate.problem import DROP, KEEP
 from magis.simulate.replay import replay
 from tests.search.subjects import BUDGET, Step, step
 from tests.strategies import examples, is_soak

@@ -7,8 +7,7 @@ import pytest
 
 from magis.search.judge import Goal, Judge, Plan, SearchOver
 from magis.search.moves import alternatives, climb, giving_back, hot, relink, saving
-from magis.simulate.events import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Int8s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.search.networks import resnet, transformer
 
 

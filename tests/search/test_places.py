@@ -7,19 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from magis.api.dividing import Divided, divide
 from magis.aten.optimizers import OptimizerSpec
 from magis.aten.splits import RULES
 from magis.aten.splits.labels import Around, Call, Labels, Places, Rule
 from magis.capture import capture
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 from magis.cost.model import device_model
 from magis.fission.proof import verify_fission
 from magis.fission.suffix import axes
 from magis.ir import verify
 from magis.ir.loops import JOIN, PART, rows_around
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.untangle import untangle
-from magis.search.divided import Divided, divide
+from magis.rewrite.normalize import functionalize, untangle
 from magis.search.driver import search
 from magis.search.fronts import divided_front
 from magis.search.judge import Goal, Wanted

@@ -15,8 +15,7 @@ from magis.errors import UsageError
 from magis.search.driver import SearchResult, search
 from magis.search.moves import alternatives
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, lower_bound
-from magis.simulate.events import DROP, KEEP, RECOMPUTE
-from magis.simulate.problem import Int32s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int32s, Problem
 from tests.search.networks import Tape, resnet, transformer, unet
 from tests.simulate.plans import random_problem
 

@@ -10,8 +10,26 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, REDO, STORE, SWAP, WAIT, Events
-from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import (
+    BLOCK,
+    DROP,
+    FIRST,
+    KEEP,
+    LOAD,
+    RECOMPUTE,
+    REDO,
+    STORE,
+    SWAP,
+    WAIT,
+    BlockRow,
+    Events,
+    Int8s,
+    Int32s,
+    NodeRow,
+    Problem,
+    StorageRow,
+    build_problem,
+)
 
 SIZES = (0, 1, 512, 512, 1024, 1024, 4096)
 

@@ -15,8 +15,25 @@ from hypothesis import strategies as st
 
 from magis.errors import VerifyError
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand, lower_bound
-from magis.simulate.events import BLOCK, DROP, FIRST, KEEP, LOAD, RECOMPUTE, REDO, STORE, SWAP, WAIT
-from magis.simulate.problem import BlockRow, Int8s, Int32s, NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.problem import (
+    BLOCK,
+    DROP,
+    FIRST,
+    KEEP,
+    LOAD,
+    RECOMPUTE,
+    REDO,
+    STORE,
+    SWAP,
+    WAIT,
+    BlockRow,
+    Int8s,
+    Int32s,
+    NodeRow,
+    Problem,
+    StorageRow,
+    build_problem,
+)
 from tests.search.networks import transformer
 from tests.simulate.plans import longest_gap, plans, random_order, random_problem, reference_runs, replay, touches
 from tests.strategies import examples

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from magis.ir import Op, Ref, verify
 from magis.rewrite.normalize import functionalize
-from magis.simulate.grouping import split
+from magis.simulate.compile import split
 from tests.nets import NETS
 from tests.oracles import captured
 from tests.simulate.small_step import change_op, compiled, ids, step

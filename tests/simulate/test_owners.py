@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from magis.ir import Graph, Op, Value, digest
 from magis.results import ModuleBytes, collapsed, is_below
-from magis.simulate.owners import live
 from magis.simulate.replay import replay
-from magis.simulate.tables import changes, peak_of, table
+from magis.simulate.tables import changes, live, peak_of, table
 from tests.ir.loop_graphs import sound
 from tests.nets import NETS
 from tests.oracles import captured

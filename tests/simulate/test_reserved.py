@@ -15,9 +15,8 @@ from magis.rewrite.normalize import functionalize
 from magis.search.fronts import divided_front
 from magis.search.judge import Goal, Wanted
 from magis.search.levels import realize_level
-from magis.simulate.caching import CachingAllocator
+from magis.simulate.caching import CachingAllocator, reserved
 from magis.simulate.replay import replay
-from magis.simulate.reserved import reserved
 from tests.strategies import examples
 
 KIB, MIB = 2**10, 2**20

@@ -8,7 +8,7 @@ from torch import nn
 
 from magis.aten.optimizers import OptimizerSpec, torch_optimizer
 from magis.errors import UsageError
-from magis.strategies.halved import Masters
+from magis.strategies.common import Masters
 from magis.strategies.names import group_of, is_distributed, technique
 
 

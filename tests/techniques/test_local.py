@@ -10,10 +10,9 @@ import torch
 
 from magis.api import Workload
 from magis.backend.steps import EagerStep
-from magis.capture.fakes import fake_tensors
+from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.strategies.compiled import window_of_compiled
-from magis.strategies.local import Local, local
+from magis.strategies.local import Local, local, window_of_compiled
 from magis.strategies.parts import LISTED, family, is_local, ort_name
 from tests.api.nets import blocks
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from magis.aten.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.capture import Workload
 from magis.errors import UsageError
+from magis.models.batches import REAL, SEED, Style
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import BtlmConfig, btlm
-from magis.models.gpt_neo import GptNeoConfig, gpt_neo
+from magis.models.gpt import GptNeoConfig, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
-from magis.models.style import REAL, SEED, Style
 from magis.models.vit import VitConfig, vit
 from magis.predict import fake_world
 from magis.strategies import World, technique

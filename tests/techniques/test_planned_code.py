@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from magis.errors import UsageError
+from magis.models.batches import REAL
 from magis.models.mlp import MlpConfig, mlp
-from magis.models.style import REAL
 from magis.strategies.local import local
 from magis.strategies.parts import LISTED, PLANNED_CODE, PLANS, family, is_local
 from pytest_magis.strategies import Magis, by_name

@@ -29,8 +29,7 @@ import numpy as np
 from benchmarks.lib.planners.solver import Program
 from magis.search.judge import Goal
 from magis.simulate.evaluator import Evaluator, lower_bound
-from magis.simulate.events import DROP, FIRST
-from magis.simulate.problem import Bools, Int32s, Int64s, Problem
+from magis.simulate.problem import DROP, FIRST, Bools, Int32s, Int64s, Problem
 
 __all__ = ["POINTS", "Optimum", "Relaxation", "optimum"]
 

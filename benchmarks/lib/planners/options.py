@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.lib.planners.shares import MIB, Item, Layer, Row, TwoLevel, inner
 from benchmarks.lib.planners.solver import Program
-from magis.simulate.events import KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Int8s
+from magis.simulate.problem import KEEP, RECOMPUTE, SWAP, Int8s
 
 __all__ = ["ByOptions", "Option", "choose", "options"]
 

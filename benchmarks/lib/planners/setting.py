@@ -18,8 +18,7 @@ from magis.search.judge import Goal, Plan
 from magis.search.prices import levels_by_position
 from magis.simulate.compile import Compiled
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.events import DROP
-from magis.simulate.problem import Bools, Int8s, Int64s, Problem
+from magis.simulate.problem import DROP, Bools, Int8s, Int64s, Problem
 
 __all__ = ["Calibrated", "Origins", "Setting", "origins"]
 

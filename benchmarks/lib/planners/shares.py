@@ -11,8 +11,7 @@ import numpy.typing as npt
 from benchmarks.lib.planners.layers import layers
 from benchmarks.lib.planners.setting import Setting
 from benchmarks.lib.planners.solver import Program
-from magis.simulate.events import KEEP, RECOMPUTE, SWAP
-from magis.simulate.problem import Bools, Int8s, Int32s
+from magis.simulate.problem import KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s
 
 __all__ = ["MIB", "TIE", "Item", "Layer", "Row", "TwoLevel", "inner", "outer"]
 

@@ -10,19 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from magis.aten.splits import (
-    attention,
-    convolution,
-    indexing,
-    losses,
-    matmul,
-    norms,
-    opaque,
-    pointwise,
-    reductions,
-    views,
-)
-from magis.aten.splits.labels import Call, Labels, Rules, derive
+from magis.aten.splits import attention, convolution, indexing, norms, reductions, views
+from magis.aten.splits.labels import NEVER_SPLIT, RANDOM, Call, Labels, Rules, derive
 from magis.aten.splits.types import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
 from magis.ir.types import Op, Value
 
@@ -32,8 +21,8 @@ __all__ = [
 ]  # fmt: skip
 
 RULES: Rules = {
-    **opaque.RULES, **pointwise.RULES, **views.RULES, **matmul.RULES, **reductions.RULES, **norms.RULES,
-    **losses.RULES, **attention.RULES, **indexing.RULES, **convolution.RULES,
+    **NEVER_SPLIT, **reductions.POINTWISE, **views.RULES, **attention.PRODUCTS, **reductions.RULES, **norms.RULES,
+    **norms.LOSSES, **attention.RULES, **indexing.RULES, **convolution.RULES,
 }  # fmt: skip
 
 
@@ -84,7 +73,7 @@ def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
     if op.target.startswith("magis."):
         return "part of the plan, not of the computation"
     if op.random:
-        return opaque.RANDOM
+        return RANDOM
     if not has_rule(op.target):
         return f"no rule for {op.target}"
     call = Call(op, values)

@@ -24,9 +24,6 @@ from magis.aten.splits.labels import Around, Call, Dims, Labels, Places, Rule, n
 from magis.aten.splits.types import Path
 from magis.ir.types import Arg
 
-__all__ = ["RULES"]
-
-
 UNEVEN = "windows do not fall into equal stretches"
 
 

@@ -13,8 +13,6 @@ from magis.aten.splits.labels import Call, Dims, Labels, Rule, aligned, broadcas
 from magis.aten.splits.types import Path
 from magis.ir.types import Value
 
-__all__ = ["RULES"]
-
 ANYWHERE = "an index may name any element"
 
 

@@ -10,8 +10,6 @@ from typing import TypeAlias
 from magis.errors import MagisError
 from magis.ir.types import Arg, Op
 
-__all__ = ["COMBINATIONS", "Cut", "Halo", "How", "Overlap", "Path", "Split", "dimension", "part"]
-
 Path: TypeAlias = tuple[int, ...]
 """Where a literal or a tensor stands in a call: position in the arguments (of the keyword arguments: after the last
 positional one), then positions inside of nested tuples."""
@@ -110,3 +108,6 @@ def _changed(args: tuple[Arg, ...], path: Path, change: Callable[[int], int | No
     if new is None:
         raise MagisError(f"no integer that can be cut at {path} of the arguments {args!r}")
     return (*args[:head], new, *args[head + 1 :])
+
+
+# Operators that are never split, and why.

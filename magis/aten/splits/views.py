@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from magis.aten.splits.labels import Call, Labels, Rule, aligned, numbered, rows, wrapped
 from magis.aten.splits.types import Path
 
-__all__ = ["RULES", "groups", "rearranged"]
-
 MEMORY = "addresses memory, not dimensions"
 
 

@@ -19,20 +19,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from magis.aten.splits.pointwise import RULES, pointwise
+from magis.aten.splits.reductions import POINTWISE, pointwise
 from magis.ir import Arg, Op, Ref, Value
-
-__all__ = [
-    "ABSOLUTE",
-    "BRINGS_LITERALS",
-    "FORMS",
-    "Seen",
-    "is_elementwise",
-    "made_call",
-    "made_like",
-    "name_of",
-    "sizes_of_split",
-]
 
 ABSOLUTE = "aten.as_strided"
 """How the names of calls begin that address memory, not dimensions."""
@@ -55,7 +43,9 @@ class Seen:
 Form: TypeAlias = Callable[[Op, Values], Seen | None]
 
 _ELEMENTWISE = frozenset(
-    name for name, rule in RULES.items() if rule is pointwise and not name.endswith(("_like", "_copy", "copy", "fill"))
+    name
+    for name, rule in POINTWISE.items()
+    if rule is pointwise and not name.endswith(("_like", "_copy", "copy", "fill"))
 ) - {
     "zero", "lift", "lift_fresh", "detach", "alias", "clone", "polar", "complex", "angle", "real", "_conj", "_neg_view",
 }  # fmt: skip

@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from magis.ir import Graph
 from magis.rewrite.rules.draft import common_module
 from magis.rewrite.rules.matching import Bound, Index
-from magis.rewrite.rules.rule import Match, Rule, attempt, matches
-from magis.rewrite.rules.table import AGGREGATIONS, RULES, rule
-
-__all__ = ["TIDYING", "aggregated", "counted", "quickest"]
+from magis.rewrite.rules.table import AGGREGATIONS, RULES, Match, Rule, attempt, matches, rule
 
 TIDYING = tuple(
     rule(name) for name in ("t-of-t", "cat-of-split", "split-of-cat", "flatten-cat", "cat-of-t", "cat-of-t-rows")

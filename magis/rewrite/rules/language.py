@@ -19,8 +19,6 @@ from typing import TypeAlias
 
 from magis.errors import MagisError
 
-__all__ = ["Call", "Each", "Pattern", "Var", "calls", "is_family", "member", "parse_pattern"]
-
 
 @dataclass(frozen=True, slots=True)
 class Var:
@@ -122,3 +120,11 @@ def calls(pattern: Pattern) -> Iterator[Call]:
         yield pattern
         for arg in pattern.args:
             yield from calls(arg)
+
+
+# A rule: what it looks for, what it puts in its place, and where that is possible (paper, TASO rules).
+# The published implementation leaves these rules out. Here each is a row of ``table``: two patterns. Everything
+# else is common to all of them: a rule applies where its calls are functional and the graph that comes out is
+# legal, with the versions that the old calls met, one phase, and the innermost module that holds them all. A new
+# call stands where the first old one stood, or as soon after it as its inputs exist; what follows is moved no
+# further than that demands.

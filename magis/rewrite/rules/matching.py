@@ -14,8 +14,6 @@ from magis.rewrite.rules.forms import BRINGS_LITERALS, FORMS, Seen, sizes_of_spl
 from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family, member
 from magis.rewrite.rules.merged import is_weight
 
-__all__ = ["Bound", "Index", "occurrences"]
-
 
 @dataclass(frozen=True)
 class Bound:

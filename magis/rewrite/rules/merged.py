@@ -21,8 +21,6 @@ from math import prod
 from magis.ir import ITEM_SIZE, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.forms import ABSOLUTE
 
-__all__ = ["MERGED", "Window", "is_weight", "merge"]
-
 MERGED = "merged:"
 """How the name of a merged weight among the graph's inputs begins; the names of the parts follow, in order."""
 

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import rustworkx as rx
 
-from magis.analysis.hazards import dependency_graph
-from magis.analysis.windows import fills, row_major
+from magis.analysis.hazards import dependency_graph, fills, row_major
 from magis.aten.facts import is_view
 from magis.cost.shapes import Made, describe
 from magis.cost.signature import signature
@@ -18,8 +17,6 @@ from magis.errors import VerifyError
 from magis.ir import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
 from magis.rewrite.rules.draft import Draft, Refused, landed
 from magis.rewrite.rules.forms import ABSOLUTE, is_elementwise, name_of
-
-__all__ = ["replaced"]
 
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",

@@ -17,8 +17,6 @@ from magis.strategies.ort.operators import OPERATORS
 from magis.strategies.ort.trace import Traced
 from magis.strategies.ort.writer import ELEMENT, Fill, Writer, value_of
 
-__all__ = ["OPSET", "Exported", "Port", "export"]
-
 OPSET = 20
 """Of ONNX's operators: the first with GELU."""
 _IR_VERSION = 10

@@ -13,8 +13,6 @@ from magis.errors import UsageError
 from magis.strategies.ort.operators import Operator, in_float
 from magis.strategies.ort.writer import Made, Writer, value_of
 
-__all__ = ["LAYERS"]
-
 
 def _product(writer: Writer, node: Node) -> Made:
     dtype = value_of(node).dtype

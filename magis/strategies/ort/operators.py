@@ -16,8 +16,6 @@ from torch.fx import Node
 
 from magis.strategies.ort.writer import ELEMENT, Fill, Made, Writer, value_of
 
-__all__ = ["OPERATORS", "Operator", "in_float"]
-
 Operator = Callable[[Writer, Node], Made]
 """Writes the ONNX form of one FX node."""
 

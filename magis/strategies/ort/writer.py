@@ -15,8 +15,6 @@ from torch.fx import Node
 
 from magis.errors import UsageError
 
-__all__ = ["ELEMENT", "Fill", "Made", "Writer"]
-
 ELEMENT: Mapping[torch.dtype, int] = {
     torch.float32: onnx.TensorProto.FLOAT,
     torch.float64: onnx.TensorProto.DOUBLE,

@@ -9,15 +9,10 @@ from magis.strategies.parts import PLANS
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
-from pytest_magis.commands import accept_case
 from pytest_magis.explain import module_name
+from pytest_magis.findings import accept_case
 from pytest_magis.outcome import Outcome
-from pytest_magis.outputs.history import Commit
-from pytest_magis.outputs.html.curves import Line, curve
-from pytest_magis.outputs.html.marks import element, table, text
-from pytest_magis.outputs.html.run import Run
-
-__all__ = ["case_section", "lines_of"]
+from pytest_magis.outputs.html.curves import Commit, Line, Run, curve, element, table, text
 
 ROWS = 20
 """Of a table of modules; the others are summed up."""

@@ -2,14 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import Any
 
+from magis.errors import BaselineError
 from magis.results import Span
 from magis.units import format_bytes, format_milliseconds
-from pytest_magis.outputs.html.marks import text
+from pytest_magis.baseline_files import LARGEST_FILE, parse
+from pytest_magis.baselines import ModelBaseline
+from pytest_magis.options import Settings
+from pytest_magis.outcome import Outcome
 
-__all__ = ["curve", "curve_data"]
+INVISIBLE = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
+"""Control characters, which HTML does not allow in any form."""
+
+
+def text(words: object) -> str:
+    """Plain text, quotes included."""
+    return escape(str(words).translate(INVISIBLE), quote=True)
+
+
+def element(name: str, inner: str, **attributes: object) -> str:
+    """An element around HTML that is made already; a trailing "_" of an attribute's name is left out."""
+    given = "".join(f' {key.rstrip("_").replace("_", "-")}="{text(value)}"' for key, value in attributes.items())
+    return f"<{name}{given}>{inner}</{name}>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int], **attributes: object) -> str:
+    """A table of cells that are HTML; columns in ``left`` hold words, the others numbers."""
+    return element("table", "".join(_table(head, rows, left)), **attributes)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> Iterator[str]:
+    kinds = ["w" if column in left else "n" for column in range(len(head))]
+    cells = "".join(element("th", text(cell), class_=kind, scope="col") for cell, kind in zip(head, kinds, strict=True))
+    yield f"<thead><tr>{cells}</tr></thead><tbody>"
+    for row in rows:
+        yield f"<tr>{''.join(element('td', cell, class_=kind) for cell, kind in zip(row, kinds, strict=True))}</tr>"
+    yield "</tbody>"
+
+
+def embedded(data: object) -> str:
+    """JSON for a <script> element: no character of it can end that element or begin a comment."""
+    plain = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for mark in "<>&\u2028\u2029":
+        plain = plain.replace(mark, f"\\u{ord(mark):04x}")
+    return plain
+
 
 WIDTH, HEIGHT = 900, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 12, 14, 30
@@ -85,3 +130,77 @@ def _said(span: Span) -> str:
     module = f" of {span.module}" if span.module else ""
     again = ", recomputed" if span.again else ""
     return f"{span.op}{module} ({span.phase}{again}){f' {span.line}' if span.line else ''}"
+
+
+# What a report is made from.
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run at its end."""
+
+    outcomes: tuple[Outcome, ...]
+    planned: int
+    """Cases that were chosen; fewer outcomes: the run ended early."""
+    settings: Settings
+    interrupted: bool
+    fronts: tuple[tuple[str, Path], ...]
+    """Model and picture of each front that this run wrote."""
+    baselines: Mapping[Path, ModelBaseline | None]
+    """As they were when the run began."""
+
+
+# What a baseline file held before, by the log of its git repository; nothing where there is none.
+
+MOST = 20
+"""Commits that are looked at."""
+SECONDS = 5.0
+"""For one call of git: a slow disk must not hold up a run."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that changed the file, and what it left there."""
+
+    name: str
+    date: str
+    subject: str
+    baseline: ModelBaseline
+
+
+def history(path: Path) -> tuple[Commit, ...]:
+    """The last commits that changed a baseline file, newest first; those that left no readable one are left out.
+
+    Never raises: without git, repository or commits there is no history.
+    """
+    return tuple(_commits(path))
+
+
+def _commits(path: Path) -> Iterator[Commit]:
+    log = _git(path.parent, "log", f"--max-count={MOST}", "--format=%h%x1f%cs%x1f%s", "--", path.name)
+    for line in (log or "").splitlines():
+        name, date, subject = [*line.split("\x1f", 2), "", ""][:3]
+        text = _git(path.parent, "show", f"{name}:./{path.name}")
+        if text is None or len(text) > LARGEST_FILE:
+            continue
+        try:
+            yield Commit(name, date, subject, parse(text, path))
+        except BaselineError:
+            continue
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """What git says; None where it cannot."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "--no-pager", "-C", str(directory), *arguments],
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None

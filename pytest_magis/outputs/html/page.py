@@ -10,17 +10,11 @@ from typing import Any
 
 from magis import __version__
 from pytest_magis.baseline_files import baseline_path
-from pytest_magis.commands import accept_all
+from pytest_magis.findings import PERMISSIONS, accept_all
 from pytest_magis.outcome import Outcome
-from pytest_magis.outputs.history import Commit, history
 from pytest_magis.outputs.html.cases import case_section, lines_of
-from pytest_magis.outputs.html.curves import curve_data
-from pytest_magis.outputs.html.marks import element, embedded, table, text
-from pytest_magis.outputs.html.run import Run
+from pytest_magis.outputs.html.curves import Commit, Run, curve_data, element, embedded, history, table, text
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
-from pytest_magis.verdict import PERMISSIONS
-
-__all__ = ["html_text"]
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Nothing is fetched, whatever a name in the report may hold."""
