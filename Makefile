@@ -15,7 +15,7 @@ GPU_PYTHON ?= 3.12
 
 # Not under coverage: interrupts that may strike while the tracer holds its own lock.
 UNTRACED := \
-            --deselect tests/backend/test_turns.py::test_an_interrupt_at_any_moment_leaves_no_thread_behind
+            --deselect tests/runtime/test_turns.py::test_an_interrupt_at_any_moment_leaves_no_thread_behind
 COMPILED := tests/simulate tests/schedule tests/search/test_cut.py
 
 VENV := .venv

@@ -33,14 +33,14 @@ before_torch()
 from cells import Limit  # noqa: E402
 
 import magis  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
 from magis.models import SEED_NAMES, resolve  # noqa: E402
-from magis.paper.search import STATES, published  # noqa: E402
+from magis.paper.coordinated_search import STATES, published  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case  # noqa: E402
-from magis.search.front import BODY, BRIEF, FULL, Effort  # noqa: E402
-from magis.search.fronts import HASTY, Efforts, divided_front, whole_front  # noqa: E402
-from magis.search.judge import Goal, Wanted  # noqa: E402
+from magis.search.budgeted_evaluator import Goal, Wanted  # noqa: E402
+from magis.search.fission_pareto import HASTY, Efforts, divided_front, whole_front  # noqa: E402
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort  # noqa: E402
 
 Plans = list[tuple[int, int]]
 """Peaks in bytes and latencies in nanoseconds."""

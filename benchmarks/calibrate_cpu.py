@@ -21,13 +21,13 @@ from itertools import cycle
 
 import torch
 
-from magis.aten.call import outputs, resolve, to_torch
-from magis.backend.isolated import make_tensors, scalar_names
 from magis.cost.devices import find_device
 from magis.cost.flops import work
-from magis.cost.prices import roofline_ns
+from magis.cost.operator_latency import roofline_ns
 from magis.cost.signature import parse
-from magis.ir.types import Op, Value
+from magis.graph.nodes import Op, Value
+from magis.ops.call import outputs, resolve, to_torch
+from magis.runtime.isolated_scratch import make_tensors, scalar_names
 
 ROTATED_BYTES = 64 << 20
 

@@ -5,15 +5,15 @@
         [--output FILE]
 
 A row per model, device and limit. Under a latency limit the figure is the peak as a share of eager's, under a memory
-limit the latency overhead to eager; everything is simulated. *published*: magis.paper.search with that many states
-(the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of keep,
-recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both plan
-the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts. *front*:
-the best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would find.
-*linear*: the optimum of a linear program of keep, swap and recompute for the step in program order without fission: a
-guide to what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this peak; under
-memory limits the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in
-the model's first row, those of other planners mostly, too.
+limit the latency overhead to eager; everything is simulated. *published*: magis.paper.coordinated_search with that many
+states (the paper simulates about a thousand a minute for three minutes). *two-lev.*: torchtitan's two-level program of
+keep, recompute and offload; *sac*: PyTorch's automatic selective checkpointing (``benchmarks.lib.planners``). Both plan
+the whole step in program order; each may try dozens of budgets, and its best plan by our evaluator counts. *front*: the
+best point of magis.pareto's front, all limits from one search. *plan*: what a case of the gate would find. *linear*:
+the optimum of a linear program of keep, swap and recompute for the step in program order without fission: a guide to
+what fractions of decisions would reach, no certified bound. *bound*: no plan gets below this peak; under memory limits
+the distance of the limit to it. Seconds are this machine's, capture left out; those of the front are in the model's
+first row, those of other planners mostly, too.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from benchmarks.lib.planners.optimum import Relaxation  # noqa: E402
 from benchmarks.lib.planners.selective import selective  # noqa: E402
 from benchmarks.lib.planners.setting import Calibrated, Setting, origins  # noqa: E402
 from benchmarks.lib.planners.two_level import two_level  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.fronts import front_of  # noqa: E402
-from magis.api.planning import plan  # noqa: E402
-from magis.api.plans import Scratch, searched  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
 from magis.models import PRESETS, resolve  # noqa: E402
-from magis.paper.search import STATES, published  # noqa: E402
+from magis.paper.coordinated_search import STATES, published  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.fronts import front_of  # noqa: E402
+from magis.planner.planning import plan  # noqa: E402
+from magis.planner.plans import Scratch, searched  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case, ParetoFront  # noqa: E402
-from magis.rewrite.normalize import untangle  # noqa: E402
-from magis.search.judge import Goal  # noqa: E402
-from magis.simulate.compile import compile_problem  # noqa: E402
+from magis.rewrite.functionalize import untangle  # noqa: E402
+from magis.search.budgeted_evaluator import Goal  # noqa: E402
+from magis.simulate.compiled_problem import compile_problem  # noqa: E402
 
 HEAD = (
     f"{'model':14} {'device':12} {'limit':>9} {'paper':>7} {'publish.':>8} {'secs':>5} {'two-lev.':>8} {'sac':>7}"

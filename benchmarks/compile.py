@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.backend.measure import window_peak
-from magis.compile.backend import magis
-from magis.compile.options import Report
+from magis.frontends.compile.compile_options import Report
+from magis.frontends.compile.dynamo_backend import magis
 from magis.models import get
+from magis.runtime.measure import window_peak
 from magis.units import format_bytes
 
 NAMES = ("mlp", "resnet50", "bert", "gpt_neo", "hf-like")

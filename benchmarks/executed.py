@@ -4,8 +4,8 @@
 
 A row per model: points of the front (all networks, real and seed, unless named); for how many measured tensor bytes and
 peak are the plan's to the byte; for how many numbers are eager's, bit by bit, or, with fission, as close to the exact
-ones as eager's (``magis.api.numbers``); the largest difference in bytes; seconds, those of the search first. Whatever
-is not as it should be stands below its row.
+ones as eager's (``magis.cases.comparison``); the largest difference in bytes; seconds, those of the search first.
+Whatever is not as it should be stands below its row.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from magis.quiet import before_torch
 before_torch()
 
 import magis  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.fronts import realized_front  # noqa: E402
-from magis.api.numbers import CLOSE, SAME, compare_by_kind  # noqa: E402
-from magis.api.plans import Plan  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
-from magis.backend.measure import collector_spared  # noqa: E402
+from magis.cases.comparison import CLOSE, SAME, compare_by_kind  # noqa: E402
 from magis.models import GATE_NAMES, SEED_NAMES, resolve  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.fronts import realized_front  # noqa: E402
+from magis.planner.plans import Plan  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case, Memory  # noqa: E402
+from magis.runtime.measure import collector_spared  # noqa: E402
 
 HEAD = (
     f"{'model':14} {'points':>6} {'fission':>7} {'bytes equal':>12} {'bit by bit':>11} {'rounding':>9} {'worst B':>8}"

@@ -27,10 +27,10 @@ before_torch()
 from cells import Limit  # noqa: E402
 
 import magis  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.planning import Plan, plan  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
 from magis.models import GATE_NAMES, SEED_NAMES, resolve  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.planning import Plan, plan  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case  # noqa: E402
 
 WARMING = "seed-unet"

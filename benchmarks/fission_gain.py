@@ -19,15 +19,15 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.numbers import compare_by_kind, once_in_turns  # noqa: E402
-from magis.api.planning import Plan, plan, plan_whole  # noqa: E402
-from magis.api.plans import Scratch  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
-from magis.backend.timing import Patience, in_turns, ratio_interval  # noqa: E402
+from magis.cases.comparison import compare_by_kind, once_in_turns  # noqa: E402
 from magis.models import resolve  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.planning import Plan, plan, plan_whole  # noqa: E402
+from magis.planner.plans import Scratch  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case  # noqa: E402
-from magis.search.judge import Goal  # noqa: E402
+from magis.runtime.timing import Patience, in_turns, ratio_interval  # noqa: E402
+from magis.search.budgeted_evaluator import Goal  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,17 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from magis.api.bench import Bench
-from magis.api.subject import Subject
+from magis.fission.candidates import connected
 from magis.fission.expand import expand
-from magis.fission.grow import connected
+from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
 from magis.fission.region import Region
-from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
-from magis.ir import Graph
+from magis.graph import Graph
+from magis.planner.bench import Bench
+from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.judge import Goal
-from magis.search.levels import UNLIMITED, level, realize_level, solve
-from magis.simulate.replay import replay
+from magis.search.budgeted_evaluator import Goal
+from magis.search.loop_nest import UNLIMITED, level, realize_level, solve
+from magis.simulate.simulator import replay
 from magis.units import format_bytes
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 320, 90, 46, 52

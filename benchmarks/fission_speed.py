@@ -13,14 +13,14 @@ import time
 
 import numpy as np
 
-from magis.api.bench import Bench
+from magis.fission.candidates import connected
 from magis.fission.expand import expand
-from magis.fission.grow import connected
+from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
 from magis.fission.region import Region
-from magis.fission.suffix import batch_axis, batch_inputs, places, suffix
+from magis.planner.bench import Bench
 from magis.results import Case
-from magis.search.levels import Level, level
-from magis.simulate.compile import compile_problem
+from magis.search.loop_nest import Level, level
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, RECOMPUTE, Int8s, Problem
 

@@ -33,18 +33,18 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from torch import Tensor, nn  # noqa: E402
 
-from magis.api.source import Source  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
 from magis.errors import VerifyError  # noqa: E402
+from magis.fission.candidates import most_parts, regions_around  # noqa: E402
 from magis.fission.expand import expand as expand_region  # noqa: E402
-from magis.fission.grow import most_parts, regions_around  # noqa: E402
 from magis.fission.region import Region  # noqa: E402
-from magis.ir import Graph, verify  # noqa: E402
-from magis.models.batches import OptimizerSpec, Workload  # noqa: E402
-from magis.paper.incremental import full_order, rescheduled, survivors  # noqa: E402
+from magis.graph import Graph, verify  # noqa: E402
+from magis.models.building import OptimizerSpec, Workload  # noqa: E402
+from magis.paper.incremental_schedule import full_order, rescheduled, survivors  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
+from magis.planner.workload_source import Source  # noqa: E402
 from magis.rewrite.realize import realize  # noqa: E402
 from magis.rewrite.rules.matching import Index  # noqa: E402
-from magis.rewrite.rules.table import (  # noqa: E402
+from magis.rewrite.rules.rule_table import (  # noqa: E402
     RULES,
     Match,
     attempt,
@@ -52,7 +52,7 @@ from magis.rewrite.rules.table import (  # noqa: E402
 from magis.schedule.stretches import MOST  # noqa: E402
 from magis.search.moves import hot  # noqa: E402
 from magis.simulate.arrays import make_step  # noqa: E402
-from magis.simulate.compile import Compiled, compile_problem  # noqa: E402
+from magis.simulate.compiled_problem import Compiled, compile_problem  # noqa: E402
 from magis.simulate.evaluator import Evaluator, check_order, expand  # noqa: E402
 from magis.simulate.problem import FIRST, KEEP, RECOMPUTE, REDO, Int32s, Int64s, Problem  # noqa: E402  # noqa: E402
 

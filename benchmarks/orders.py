@@ -27,8 +27,8 @@ before_torch()
 from incremental import DEVICE, network  # noqa: E402
 
 import magis  # noqa: E402
-from magis.search.front import FULL  # noqa: E402
-from magis.search.fronts import whole_front  # noqa: E402
+from magis.search.fission_pareto import whole_front  # noqa: E402
+from magis.search.pareto_sweep import FULL  # noqa: E402
 
 LATENCIES = (1.0, 1.05, 1.1)
 

@@ -28,7 +28,7 @@ before_torch()
 import torch  # noqa: E402
 
 import magis  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
 from magis.results import Case, CaseResult  # noqa: E402
 
 DEVICE = "sim:rtx3090"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from magis.api import Bench
-from magis.api.pricing import Profiles
-from magis.api.profiling import record_profile
+from magis.frontends.profiling import record_profile
 from magis.models import resolve
+from magis.planner.device_profiles import Profiles
 from magis.results import Case, CaseResult, StepFigures
 
 

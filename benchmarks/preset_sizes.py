@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from magis.models import registry
-from magis.models.batches import OptimizerSpec, Workload
+from magis.models.building import OptimizerSpec, Workload
 
 RANDOM = ("bernoulli", "native_dropout", "rand", "normal", "uniform")
 

@@ -7,9 +7,9 @@ Under a latency limit the figure is the peak as a share of eager's, under a memo
 of the best plan judged so far; everything is simulated. *ours*: a hasty look at the whole step and at one piece of it,
 then the front of the whole step, then that with fission; it serves all limits. *no fission*: the front of the whole
 step alone; *no mixing*: plans of a front are not mixed. *published*:
-``magis.paper.search``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this machine's
-(processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture; the table
-stands beside it in FILE.txt.
+``magis.paper.coordinated_search``; *one level*: its F-Tree with one level of heat instead of four. Seconds are this
+machine's (processor seconds, since it may be busy), on one thread; capture is left out of both. FILE.svg is a picture;
+the table stands beside it in FILE.txt.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ before_torch()
 from cells import Limit  # noqa: E402
 
 import magis  # noqa: E402
-from magis.api.bench import Bench  # noqa: E402
-from magis.api.subject import Subject  # noqa: E402
 from magis.models import resolve  # noqa: E402
-from magis.paper.search import LEVELS, STATES, published  # noqa: E402
-from magis.report.front import across, framed, label  # noqa: E402
+from magis.paper.coordinated_search import LEVELS, STATES, published  # noqa: E402
+from magis.planner.bench import Bench  # noqa: E402
+from magis.planner.subject import Subject  # noqa: E402
+from magis.report.front_picture import across, framed, label  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.rewrite.rules.greedy import quickest  # noqa: E402
-from magis.search.front import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
-from magis.search.fronts import HASTY, Efforts, places_front, sketch, whole_front, work_of  # noqa: E402
-from magis.search.judge import Goal, Wanted  # noqa: E402
+from magis.search.budgeted_evaluator import Goal, Wanted  # noqa: E402
+from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of  # noqa: E402
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort, Watch  # noqa: E402
 
 PAPER_SECONDS = 180.0
 """What the paper gives its search."""

@@ -73,7 +73,7 @@ def head() -> str:
 
 def rows(model: str, size: int, techniques: str) -> list[dict[str, Any]]:
     """What all ranks together found, a row for each technique. RuntimeError with their output where one fails."""
-    from magis.strategies.names import DISTRIBUTED, technique
+    from magis.strategies.distributed_names import DISTRIBUTED, technique
 
     names = [n for n in DISTRIBUTED if size % technique(n).group == 0] if techniques == "all" else techniques.split(",")
     reports = [json.loads(text.splitlines()[-1]) for text in started(model, size, names)]
@@ -130,17 +130,17 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     import torch
     import torch.distributed as dist
 
-    from magis.aten.optimizers import torch_optimizer
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
-    from magis.models.batches import REAL
     from magis.models.bert import BertConfig, bert
+    from magis.models.building import REAL
     from magis.models.gpt import GptNeoConfig, gpt_neo
+    from magis.ops.optimizers import torch_optimizer
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
-    from magis.strategies.base import Technique
-    from magis.strategies.common import without_dropout
-    from magis.strategies.names import technique
+    from magis.strategies.distributed import without_dropout
+    from magis.strategies.distributed_names import technique
+    from magis.strategies.technique import Technique
     from magis.strategies.zero import Zero
 
     torch.set_num_threads(1)

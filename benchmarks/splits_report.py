@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from torch._subclasses import FakeTensorMode
 
-from magis.aten.optimizers import OPTIMIZER_KINDS, OptimizerSpec
-from magis.aten.splits import splits, why_opaque
 from magis.capture import capture
-from magis.ir import Graph
+from magis.graph import Graph
 from magis.models import PRESETS, get, resolve
+from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec
+from magis.ops.splits import splits, why_opaque
 
 
 @dataclass(frozen=True)

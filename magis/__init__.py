@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from magis.api import Bench, OptimizerSpec, Workload, fit, pareto, run_case
-    from magis.checkpointing.choose import checkpoint_policy
-    from magis.checkpointing.policy import RegionPolicies
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
-    from magis.training.step import OptimizedStep, optimize
+    from magis.frontends.checkpointing.choose import checkpoint_policy
+    from magis.frontends.checkpointing.policy import RegionPolicies
+    from magis.frontends.optimize import OptimizedStep, optimize
 
 __version__ = "0.1.0"
 
@@ -44,15 +44,15 @@ _EXPORTS = {
     "Bench": "magis.api",
     "CaptureError": "magis.errors",
     "MagisError": "magis.errors",
-    "OptimizedStep": "magis.training.step",
+    "OptimizedStep": "magis.frontends.optimize",
     "OptimizerSpec": "magis.api",
-    "RegionPolicies": "magis.checkpointing.policy",
+    "RegionPolicies": "magis.frontends.checkpointing.policy",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
-    "checkpoint_policy": "magis.checkpointing.choose",
+    "checkpoint_policy": "magis.frontends.checkpointing.choose",
     "fit": "magis.api",
-    "optimize": "magis.training.step",
+    "optimize": "magis.frontends.optimize",
     "pareto": "magis.api",
     "run_case": "magis.api",
 }

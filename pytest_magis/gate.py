@@ -14,7 +14,7 @@ import pytest
 from magis.errors import MagisError, UsageError
 from magis.report import Cell, check_writable
 from magis.results import Case, CaseResult
-from pytest_magis import builtin
+from pytest_magis import default_hooks as builtin
 from pytest_magis.baseline_files import baseline_path, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
@@ -22,8 +22,8 @@ from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.benchmark import write_benchmarks
 from pytest_magis.outputs.github import markdown, write_markdown
 from pytest_magis.outputs.html import Run, write_report
-from pytest_magis.outputs.results import trace_name, write_results
-from pytest_magis.plan import (
+from pytest_magis.outputs.output_files import trace_name, write_results
+from pytest_magis.run_plan import (
     FRONT,
     PREFIX,
     PlannedCase,

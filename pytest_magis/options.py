@@ -17,7 +17,7 @@ import pytest
 
 from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
-from magis.strategies.parts import SEARCHES
+from magis.strategies.strategy_names import SEARCHES
 from pytest_magis.findings import PERMISSIONS, Tolerances
 from pytest_magis.flags import (
     BY_NAME,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_magis import flags, hookspecs
-from pytest_magis.dormant import Dormant
+from pytest_magis.lazy_activation import Dormant
 
 if TYPE_CHECKING:
     from pytest_magis.live.fixture import Magis
@@ -32,7 +32,7 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
-    from pytest_magis.attached import take_place
+    from pytest_magis.torchrun import take_place
 
     return take_place(config)
 

@@ -11,17 +11,17 @@ import pytest
 
 from magis.errors import MagisError
 from magis.quiet import before_torch
+from pytest_magis.collection import Suite
 from pytest_magis.gate import Gate, prepare
+from pytest_magis.live.gated_tests import subject_of
 from pytest_magis.live.marked import let_go
-from pytest_magis.live.names import subject_of
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import PROPERTY
 from pytest_magis.outputs.benchmark import readable
 from pytest_magis.outputs.github import error_lines
 from pytest_magis.outputs.terminal import summary
-from pytest_magis.plan import PREFIX
-from pytest_magis.precheck import check_factories
-from pytest_magis.suite import Suite
+from pytest_magis.preflight import check_factories
+from pytest_magis.run_plan import PREFIX
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter

@@ -1,7 +1,7 @@
 """The verdict on a case: pure functions from a result, its baseline and the tolerances to findings.
 
 What is compared where: tensor bytes on every machine; peaks (tensors + workspace) and latencies
-(`pytest_magis.latencies`) only where the baseline has a measurement of the same device identity. Some findings no
+(`pytest_magis.latency_verdict`) only where the baseline has a measurement of the same device identity. Some findings no
 baseline can accept: numbers that differ from eager, a simulator that is off, a peak above the limit that the search
 claims to meet.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
-from magis.strategies.parts import ORIGINAL, PLANS
+from magis.strategies.strategy_names import ORIGINAL, PLANS
 from magis.units import format_bytes
 from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, latency
 from pytest_magis.explain import Table, why_more
@@ -31,7 +31,7 @@ from pytest_magis.findings import (
     joined,
     percent,
 )
-from pytest_magis.latencies import lacks_latencies, latency_notes, latency_parts
+from pytest_magis.latency_verdict import lacks_latencies, latency_notes, latency_parts
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 

@@ -18,24 +18,24 @@ LAYERS = (
     ("pytest_magis",),
     ("magis.__main__",),
     ("magis.cli",),
-    ("magis.checkpointing", "magis.compile"),
-    ("magis.training",),
     ("magis.testing",),
     ("magis.api",),
+    ("magis.frontends",),
+    ("magis.cases",),
+    ("magis.planner",),
     ("magis.ranks",),
     ("magis.predict",),
     ("magis.strategies",),
     ("magis.models", "magis.report"),
     ("magis.paper",),
     ("magis.search",),
-    ("magis.capture", "magis.backend"),
+    ("magis.capture", "magis.runtime"),
     ("magis.fission", "magis.rewrite"),
     ("magis.schedule",),
     ("magis.simulate",),
     ("magis.cost",),
-    ("magis.analysis",),
-    ("magis.aten",),
-    ("magis.ir",),
+    ("magis.ops",),
+    ("magis.graph",),
     ("magis.results",),
     ("magis.dtypes", "magis.quiet", "magis.units"),
     ("magis.errors",),
@@ -44,8 +44,8 @@ FACADE = "magis"  # loads its exports on first use: bound by no layer, and its t
 PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
-    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.names"}
-    | {"magis.quiet", "magis.ranks", "magis.report", "magis.results", "magis.strategies.parts", "magis.units"}
+    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.model_names"}
+    | {"magis.quiet", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names", "magis.units"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis.aten.optimizers import OptimizerSpec
+from magis.ops.optimizers import OptimizerSpec
 
 Loss = Callable[..., Tensor]
 SGD = OptimizerSpec("sgd", lr=0.1)

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magis.aten.call import call
-from magis.aten.optimizers import scalars
-from magis.backend.isolated import measure_workspaces
-from magis.backend.measure import tensor_peak, window_peak
-from magis.backend.steps import EagerStep, GraphStep, Step
-from magis.backend.streams import Host
 from magis.capture import Captured, capture
 from magis.cost.signature import signature
-from magis.ir import Graph, Op, Value, every_op
+from magis.graph import Graph, Op, Value, every_op
+from magis.ops.call import call
+from magis.ops.optimizers import scalars
 from magis.rewrite.realize import GENERATOR_BYTES
-from magis.simulate.compile import redo_form
+from magis.runtime.isolated_scratch import measure_workspaces
+from magis.runtime.measure import tensor_peak, window_peak
+from magis.runtime.steps import EagerStep, GraphStep, Step
+from magis.runtime.swap_streams import Host
+from magis.simulate.compiled_problem import redo_form
 from tests.nets import Built
 
 

@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from magis.analysis.hazards import dependency_graph
-from magis.ir import BITS, GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.graph import BITS, GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.graph.hazards import dependency_graph
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.nets import FORWARD, Block, Net
 

@@ -43,16 +43,16 @@ _PLANS = (
     "tests/rewrite/test_plans.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {
-    "magis/simulate/replay.py": ("tests/simulate/test_replay.py",),
-    "magis/simulate/compile.py": _PLANS,
+    "magis/simulate/simulator.py": ("tests/simulate/test_replay.py",),
+    "magis/simulate/compiled_problem.py": _PLANS,
     "magis/simulate/problem.py": _EVALUATOR,
     "magis/simulate/arrays.py": _EVALUATOR,
     "magis/simulate/kernel.py": _EVALUATOR,
     "magis/simulate/evaluator.py": _EVALUATOR,
-    "magis/analysis/liveness.py": ("tests/analysis/test_liveness.py", "tests/simulate/test_replay.py"),
-    "magis/analysis/hazards.py": ("tests/analysis/test_hazards.py", "tests/analysis/test_windows.py"),
-    "magis/ir/verify.py": ("tests/ir/test_verify.py",),
-    "magis/ir/loops.py": ("tests/ir/test_loops.py",),
+    "magis/graph/liveness.py": ("tests/graph/test_liveness.py", "tests/simulate/test_replay.py"),
+    "magis/graph/hazards.py": ("tests/graph/test_hazards.py", "tests/graph/test_windows.py"),
+    "magis/graph/verify.py": ("tests/graph/test_verify.py",),
+    "magis/graph/loop_rules.py": ("tests/graph/test_loops.py",),
     "pytest_magis/verdict.py": tuple(f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_properties")),
 }
 """Mutated file -> the quick tests that should notice."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from magis.backend.measure import quiet_profiler
-from magis.backend.steps import Step, whole_step
-from magis.report.files import check_writable, write_bytes_atomically
+from magis.report.atomic_files import check_writable, write_bytes_atomically
+from magis.runtime.measure import quiet_profiler
+from magis.runtime.steps import Step, whole_step
 
 __all__ = ["chrome_trace", "write_trace"]
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from magis.capture import Workload
 from magis.cost.devices import find_device
-from magis.models.batches import WRITTEN_OUT
 from magis.models.bert import BertConfig, bert
+from magis.models.building import WRITTEN_OUT
 from magis.models.gpt import GptConfig, gpt
-from magis.predict.pace import predict_step
+from magis.predict.step_time import predict_step
 from magis.results import RankMemory, Term
-from magis.strategies.base import Technique
-from magis.strategies.names import group_of, technique
+from magis.strategies.distributed_names import group_of, technique
+from magis.strategies.technique import Technique
 from magis.strategies.zero import Zero
 from magis.units import GIB, MIB
 

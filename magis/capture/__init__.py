@@ -1,7 +1,7 @@
 """From a module to a graph."""
 
-from magis.aten.optimizers import OptimizerSpec
-from magis.capture.step import Captured, capture
+from magis.capture.captured import Captured, capture
 from magis.capture.workload import Workload
+from magis.ops.optimizers import OptimizerSpec
 
 __all__ = ["Captured", "OptimizerSpec", "Workload", "capture"]

@@ -29,13 +29,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from magis.aten.call import as_mixed
-from magis.aten.facts import CONTIGUOUS_RESULT
-from magis.aten.generators import GET_STATE
-from magis.aten.layouts import as_packed, element_wise, known_results, masked, row_by_row, unfaked
-from magis.capture.listening import Follower, Heard
+from magis.capture.eager_run import Follower, Heard
 from magis.capture.schemas import COMPARISONS, FREE_DRAWS, ITEM, OVERWRITING, READS, looks_of, written_by
 from magis.capture.workload import no_reports
+from magis.ops.call import as_mixed
+from magis.ops.facts import CONTIGUOUS_RESULT
+from magis.ops.fake_results import as_packed, element_wise, known_results, masked, row_by_row, unfaked
+from magis.ops.generators import GET_STATE
 
 KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from magis.aten.call import from_torch
-from magis.aten.expect import EXPECT
-from magis.aten.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
-from magis.aten.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
-from magis.aten.layouts import bits_of, masked
-from magis.aten.products import kinds, takes_number, unwatched
-from magis.capture.numbers import Numbers
+from magis.capture.number_lifetimes import Numbers
 from magis.capture.places import Places
 from magis.capture.schemas import READS, Own, check_dense, draws, tensors_in, window
 from magis.errors import CaptureError
-from magis.ir import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
+from magis.ops.branches import EXPECT
+from magis.ops.call import from_torch
+from magis.ops.eager_only import kinds, takes_number, unwatched
+from magis.ops.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
+from magis.ops.fake_results import bits_of, masked
+from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
 
 _ADDED_UP = ("aten.add.Tensor", "aten.add_.Tensor")
 _LIST_BYTES = 4096

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-from magis.aten.generators import same_generator
-from magis.aten.layouts import bits_of
 from magis.errors import CaptureError
+from magis.ops.fake_results import bits_of
+from magis.ops.generators import same_generator
 
 COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
 ITEM = torch.ops.aten._local_scalar_dense.default

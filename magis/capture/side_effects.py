@@ -25,18 +25,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.generators import HostGenerators, generators_kept, held_generators, own_kept
 from magis.capture.autocast import autocast as casting
-from magis.capture.caches import caches_kept, counting_loads, holder_of, runs_later
-from magis.capture.checks import clear_errors
+from magis.capture.captured import is_readable
+from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, hollow, hollow_like
-from magis.capture.listening import Heard
 from magis.capture.places import Places
+from magis.capture.python_state import caches_kept, counting_loads, holder_of, runs_later
+from magis.capture.refusals import clear_errors
 from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
 from magis.capture.stand_ins import stand_ins
-from magis.capture.step import is_readable
 from magis.capture.workload import Workload
 from magis.errors import CaptureError
+from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -47,7 +47,7 @@ _ALWAYS = frozenset(
     | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
     | {"_forward_hooks_always_called", "_is_full_backward_hook"}
 )
-_BELOW = ("magis.capture", "magis.aten", "torch._", "torch.fx", "torch.utils._")
+_BELOW = ("magis.capture", "magis.ops", "torch._", "torch.fx", "torch.utils._")
 """Code below the forward's own: it runs operators, or watches them."""
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from magis.aten.optimizers import OptimizerSpec
+from magis.ops.optimizers import OptimizerSpec
 
 # Builds modules on fake tensors with the code that builds them on real ones.
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magis.cost.store import target_of
+from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
-from magis.models.names import resolve
+from magis.models.model_names import resolve
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
-from magis.report.merged import case_name, merge_results
+from magis.report.merge_results import case_name, merge_results
 from magis.units import format_bytes, format_milliseconds, parse_bytes
 
 if TYPE_CHECKING:
-    from magis.api.profiling import Recording
+    from magis.frontends.profiling import Recording
 if TYPE_CHECKING:
     from magis.api import Fit
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from magis.aten.facts import is_view
 from magis.cost.families import Family, family, name_of
-from magis.ir.types import ITEM_SIZE, Arg, Op, Ref, Value
+from magis.graph.nodes import ITEM_SIZE, Arg, Op, Ref, Value
+from magis.ops.facts import is_view
 
 # Operators on lists of tensors (``_foreach_*``, ``_fused_*``): how many kernels a GPU runs for one call.
 # A kernel gets the addresses of as many tensors as fit into its arguments, in pieces of 65,536 elements with a

@@ -1,7 +1,7 @@
 """Between measured sizes: the time of an operator that a profile does not know, from its measured kin.
 
 Kin are calls of one operator that differ in sizes alone: the same data types, orders of strides and literals that are
-no sizes. A roofline (`magis.cost.prices`) says how sizes change the time, the profile by how much this kernel
+no sizes. A roofline (`magis.cost.operator_latency`) says how sizes change the time, the profile by how much this kernel
 misses it:
 
     time = roofline * r        r: measured / roofline, drawn straight between the nearest kin on either side
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from magis.ir.types import Arg, Const, Op, Ref, Value
+from magis.graph.nodes import Arg, Const, Op, Ref, Value
 
 LEAST = 3
 """Kin that it takes: one can be left out and asked for, between or beside two others."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses import FakeTensorMode
 
-from magis.aten.call import call
-from magis.aten.facts import least_bytes
-from magis.aten.layouts import as_made, bits_of, with_bits
 from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
-from magis.ir import ITEM_SIZE, Op, Value
+from magis.graph import ITEM_SIZE, Op, Value
+from magis.ops.call import call
+from magis.ops.facts import least_bytes
+from magis.ops.fake_results import as_made, bits_of, with_bits
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import re
 from collections.abc import Mapping
 
 from magis.errors import MagisError
-from magis.ir.text import complex_text
-from magis.ir.types import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from magis.graph.nodes import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from magis.graph.text import complex_text
 
 _TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}(?P<bits>(?:~\w+)*)")
 _CONST = re.compile(r"(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)")

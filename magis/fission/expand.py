@@ -14,13 +14,13 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from magis.analysis.hazards import dependency_graph, is_dense, is_pure_view
-from magis.aten.splits import Cut, Halo, Overlap, part
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
 from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
-from magis.ir import Arg, Graph, Loop, Op, Ref, Storage, Value
-from magis.ir.loops import JOIN, LOOP, PART, REDUCE
+from magis.graph import Arg, Graph, Loop, Op, Ref, Storage, Value
+from magis.graph.hazards import dependency_graph, is_dense, is_pure_view
+from magis.graph.loop_rules import JOIN, LOOP, PART, REDUCE
+from magis.ops.splits import Cut, Halo, Overlap, part
 
 
 def expand(graph: Graph, region: Region, *, in_place: bool = False) -> Graph:

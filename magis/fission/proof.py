@@ -3,7 +3,7 @@
     for each part:  p = magis.part(x, 0);  q = relu(p @ w);  magis.join(y, q, 0)      ->      y = relu(x @ w)
 
 The body is read at the size of a part. ``magis.part`` says how its stretch relates to the whole tensor; for each
-further operator a call at the size of the whole is sought whose labels (``magis.aten.splits``) say that this one is a
+further operator a call at the size of the whole is sought whose labels (``magis.ops.splits``) say that this one is a
 part of it (one that takes rows of other parts pads nothing where the whole does); joins and reductions must fit what
 that says of their parts. What can be read in several ways (a part [1, 4] of [2, 4] or of [1, 8]) is first read as
 tensors of the original step look, where that is given. Neither the region that a loop was made of nor the code that
@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from itertools import islice, product
 from typing import TypeAlias
 
-from magis.aten.splits import Halo, Overlap
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.fission.wholes import Fact, Looks, Way, looks_of, part_shape, sized, value_of, ways
-from magis.ir import Arg, Graph, Loop, Op, Ref, Value
-from magis.ir.loops import JOIN, REDUCE, rows_around
+from magis.fission.global_calls import Fact, Looks, Way, looks_of, part_shape, sized, value_of, ways
+from magis.graph import Arg, Graph, Loop, Op, Ref, Value
+from magis.graph.loop_rules import JOIN, REDUCE, rows_around
+from magis.ops.splits import Halo, Overlap
 
 Likely: TypeAlias = frozenset[tuple[tuple[int, ...], str]]
 """Shapes and data types of tensors in the original step."""

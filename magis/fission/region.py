@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import rustworkx as rx
 
-from magis.analysis.hazards import dependency_graph, fills, is_dense, is_pure_view
-from magis.aten.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
-from magis.ir import Graph, Op
+from magis.graph import Graph, Op
+from magis.graph.hazards import dependency_graph, fills, is_dense, is_pure_view
+from magis.ops.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from magis.models.names import GATE_NAMES, SEED_NAMES, UnknownModelError, all_names, resolve
+from magis.models.model_names import GATE_NAMES, SEED_NAMES, UnknownModelError, all_names, resolve
 from magis.models.registry import PRESETS, ModelSpec, from_factory, from_function, get
 
 if TYPE_CHECKING:
-    from magis.aten.optimizers import OptimizerSpec
     from magis.capture.workload import Workload
+    from magis.ops.optimizers import OptimizerSpec
 
 __all__ = [
     "GATE_NAMES",
@@ -37,4 +37,4 @@ def __getattr__(name: str) -> object:
     """Load the two types that need torch on first use; AttributeError for any other name."""
     if name not in ("OptimizerSpec", "Workload"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("magis.models.batches"), name)
+    return getattr(import_module("magis.capture"), name)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from magis.models.batches import Style
+from magis.models.building import Style
 
 
 class SelfAttention(nn.Module):

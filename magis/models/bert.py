@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention
-from magis.models.batches import (
+from magis.models.building import (
     SizeError,
     Style,
     check_divides,

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.models.attention import SelfAttention, alibi_slopes, causal_mask
-from magis.models.batches import Style, check_divides, check_sizes, init_transformer, seeded, token_loss, tokens
+from magis.models.building import Style, check_divides, check_sizes, init_transformer, seeded, token_loss, tokens
 
 
 @dataclass(frozen=True)

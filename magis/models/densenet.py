@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.batches import Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
+from magis.models.building import Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 DENSENETS = {
     # layers of the four dense blocks

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from magis.aten.optimizers import OptimizerSpec
 from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention, causal_mask
-from magis.models.batches import (
+from magis.models.building import (
     SizeError,
     Style,
     check_divides,
@@ -22,6 +21,7 @@ from magis.models.batches import (
     token_loss,
     tokens,
 )
+from magis.ops.optimizers import OptimizerSpec
 
 _GELUS = {"tanh": "tanh", "erf": "none"}
 """GPT-2's own approximation, and the exact function that other implementations take; torch's names for them."""

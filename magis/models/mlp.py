@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.batches import Style, check_sizes, image_loss, labels, seeded
+from magis.models.building import Style, check_sizes, image_loss, labels, seeded
 
 
 @dataclass(frozen=True)

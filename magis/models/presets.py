@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from magis.capture.workload import Workload
-from magis.models.batches import REAL, SEED, Style
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import BtlmConfig, btlm
+from magis.models.building import REAL, SEED, Style
 from magis.models.densenet import DENSENETS, DenseNetConfig, densenet
 from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
 from magis.models.mlp import MlpConfig, mlp

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from magis.errors import MagisError, UsageError
-from magis.models.names import check_name, is_factory, resolve
+from magis.models.model_names import check_name, is_factory, resolve
 
 if TYPE_CHECKING:
     from magis.capture.workload import Workload
@@ -114,7 +114,7 @@ def from_function(name: str, function: Callable[[], object], optimizer: object =
     """
 
     def build(seed: int) -> Workload:
-        from magis.models.batches import seeded
+        from magis.models.building import seeded
         from magis.models.custom import as_workload
 
         with seeded(seed):
@@ -138,7 +138,7 @@ def _build_factory(
     preset: str,  # noqa: ARG001
     seed: int,
 ) -> Workload:
-    from magis.models.batches import seeded
+    from magis.models.building import seeded
     from magis.models.custom import as_workload
 
     with seeded(seed):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.batches import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
+from magis.models.building import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 RESNETS = {
     # blocks of the four stages, expansion of a block's output (1: basic block, 4: bottleneck), widening

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture.workload import Workload
-from magis.models.batches import (
+from magis.models.building import (
     Style,
     check_divides,
     check_sizes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.batches import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
+from magis.models.building import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
 
 VGGS = {
     # convolutions of the five stages

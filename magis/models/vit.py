@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention
-from magis.models.batches import Style, check_divides, check_sizes, image_loss, images, init_transformer, labels, seeded
+from magis.models.building import (
+    Style,
+    check_divides,
+    check_sizes,
+    image_loss,
+    images,
+    init_transformer,
+    labels,
+    seeded,
+)
 
 VIT_SIZES = {
     # layers, width, feed-forward width, heads, patch pixels

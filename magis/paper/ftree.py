@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from magis.aten.splits import Split
-from magis.fission.grow import most_parts
+from magis.fission.candidates import most_parts
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph
-from magis.paper.dominators import Component, Dominators, components, depends_on_inputs, dominators, scores
+from magis.graph import Graph
+from magis.ops.splits import Split
+from magis.paper.dgraph import Component, Dominators, components, depends_on_inputs, dominators, scores
 
 LEVELS = 4
 """Of heat (paper: L = 4 is best)."""

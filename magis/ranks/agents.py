@@ -1,8 +1,8 @@
 """Processes of one job that lend their ranks to the one with rank 0.
 
-Every process starts its own keeper (magis/ranks/keeper.py), so that a crash of a rank harms none of them. Rank 0 keeps
-a store, through which commands and events travel as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When rank 0
-is gone, so is its store, which ends the others.
+Every process starts its own keeper (magis/ranks/fork_server.py), so that a crash of a rank harms none of them. Rank 0
+keeps a store, through which commands and events travel as numbered messages: "to/<rank>/<n>", "from/<rank>/<n>". When
+rank 0 is gone, so is its store, which ends the others.
 """
 
 from __future__ import annotations

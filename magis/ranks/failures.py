@@ -14,7 +14,7 @@ _OF_A_PEER = ("connection", "broken pipe", "peer", "remote process", "nccl", "so
 """In what ranks say when another one is gone."""
 _WAITING = ("torch/distributed/", "torch/nn/parallel/distributed.py", "torch/autograd/graph.py")
 """Where ranks are that wait for others: in a collective, or in a backward pass that has some."""
-_WATCHER = "magis/predict/ledger.py"
+_WATCHER = "magis/predict/live_storage.py"
 """Stands between an operator and whoever called it."""
 _OWN = str(Path(__file__).resolve().parent)
 

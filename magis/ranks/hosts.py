@@ -23,7 +23,7 @@ _OF_OTHER_JOBS = ("TORCHELASTIC_", "PYTEST_", "COV_CORE_")
 
 
 class Host(Protocol):
-    """Takes commands for ranks and gives their events (magis/ranks/keeper.py says which)."""
+    """Takes commands for ranks and gives their events (magis/ranks/fork_server.py says which)."""
 
     def send(self, message: Mapping[str, object]) -> None:
         """Pass a command on. Does not wait for its effect."""
@@ -49,7 +49,7 @@ class LocalHost:
         self._lines = Lines()
         # a session of its own: Ctrl-C reaches this process, which then ends the ranks
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "magis.ranks.keeper", str(os.getpid())],
+            [sys.executable, "-P", "-m", "magis.ranks.fork_server", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -11,7 +11,7 @@ from typing import Any
 
 from magis.errors import MagisError
 from magis.results import Memory, Term
-from magis.strategies.names import check_world, technique
+from magis.strategies.distributed_names import check_world, technique
 
 
 class RankError(MagisError):

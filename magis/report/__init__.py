@@ -3,9 +3,9 @@
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
 
-from magis.report.files import check_writable, write_text_atomically
-from magis.report.front import front_svg, front_text
-from magis.report.table import (
+from magis.report.atomic_files import check_writable, write_text_atomically
+from magis.report.front_picture import front_svg, front_text
+from magis.report.results_table import (
     COLUMNS,
     OWN_COLUMNS,
     SEED_COLUMNS,
@@ -17,7 +17,7 @@ from magis.report.table import (
     to_plain,
     write_csv,
 )
-from magis.report.trace import thinned, thinned_timelines, trace_text
+from magis.report.time_line import thinned, thinned_timelines, trace_text
 
 __all__ = [
     "COLUMNS",

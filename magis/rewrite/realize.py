@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from magis.analysis.hazards import is_pure_view
-from magis.aten.generators import STATE_BYTES
 from magis.errors import VerifyError
-from magis.ir import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
-from magis.simulate.compile import Compiled, Group, redo_form, reusable, take_over_form
+from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
+from magis.graph.hazards import is_pure_view
+from magis.ops.generators import STATE_BYTES
+from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable, take_over_form
 from magis.simulate.problem import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 
 GENERATOR_BYTES = STATE_BYTES["cpu"]

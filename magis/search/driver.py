@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import UsageError, VerifyError
-from magis.search.best_first import anneal, best_first
-from magis.search.judge import DEFAULT_BUDGET, Goal, Judge, Over, Plan, SearchOver, never
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Judge, Over, Plan, SearchOver, never
+from magis.search.local_search import anneal, best_first
 from magis.search.moves import climb, reordered
-from magis.search.propose import Proposer, distinct
+from magis.search.proposals import Proposer, distinct
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 

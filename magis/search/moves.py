@@ -14,7 +14,7 @@ import numpy as np
 
 from magis.schedule.stretches import wide_orders
 from magis.schedule.window import window_orders
-from magis.search.judge import Goal, Judge, Plan
+from magis.search.budgeted_evaluator import Goal, Judge, Plan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s, Problem
 

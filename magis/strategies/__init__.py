@@ -1,6 +1,6 @@
 """The ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
 
-The names load on first use: `magis.strategies.names` tells a technique by its name without importing torch.
+The names load on first use: `magis.strategies.distributed_names` tells a technique by its name without importing torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.strategies.base import RankStep, Technique, World, batch_size, share_of_batch
-    from magis.strategies.names import DISTRIBUTED, check_world, technique
+    from magis.strategies.distributed_names import DISTRIBUTED, check_world, technique
+    from magis.strategies.technique import RankStep, Technique, World, batch_size, share_of_batch
 
 __all__ = [
     "DISTRIBUTED",
@@ -24,10 +24,11 @@ __all__ = [
 ]
 
 _NAMES = ("DISTRIBUTED", "check_world", "technique")
+_BY_NAME, _TYPES = "magis.strategies.distributed_names", "magis.strategies.technique"
 
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{'names' if name in _NAMES else 'base'}"), name)
+    return getattr(import_module(_BY_NAME if name in _NAMES else _TYPES), name)

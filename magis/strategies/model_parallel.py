@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.strategies.base import World, batch_size, share_of_batch
-from magis.strategies.common import (
+from magis.strategies.distributed import (
     LossScaler,
     PlainStep,
     average_gradients,
@@ -40,7 +39,8 @@ from magis.strategies.common import (
     quiet,
     trained,
 )
-from magis.strategies.cuts import Cut, cut_of, keep_stage, stage_blocks
+from magis.strategies.pipeline_stages import Cut, cut_of, keep_stage, stage_blocks
+from magis.strategies.technique import World, batch_size, share_of_batch
 from magis.strategies.tensor_parallel import share_blocks
 
 

@@ -16,7 +16,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.attention import FeedForward, SelfAttention
 from magis.models.btlm import BtlmLayer
-from magis.strategies.common import quiet
+from magis.strategies.distributed import quiet
 
 _FIRST = {FeedForward: ("up",), BtlmLayer: ("up", "gate")}
 

@@ -8,6 +8,6 @@ run_optimization(G, "name", mem_limit_ratio=0.8, dump_file=open("results.csv", "
 """
 
 from magis.testing import nn
-from magis.testing.run import TrainingGraph, run_optimization, setup_training_graph
+from magis.testing.seed_api import TrainingGraph, run_optimization, setup_training_graph
 
 __all__ = ["TrainingGraph", "nn", "run_optimization", "setup_training_graph"]

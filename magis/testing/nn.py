@@ -14,11 +14,11 @@ from functools import partial
 from typing import TypeVar
 
 from magis.capture.workload import Workload
-from magis.models.batches import SEED, Style, choose
 from magis.models.bert import BERT_SIZES, BertConfig
 from magis.models.bert import bert as make_bert
 from magis.models.btlm import BtlmConfig
 from magis.models.btlm import btlm as make_btlm
+from magis.models.building import SEED, Style, choose
 from magis.models.densenet import DENSENETS, DenseNetConfig
 from magis.models.densenet import densenet as make_densenet
 from magis.models.gpt import GptConfig, GptNeoConfig

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from magis.errors import MagisError, UsageError
-from pytest_magis.judged import Live, judged, lines_of
-from pytest_magis.live.asked import Asked, awake, cases, check_device, read_asked, red
-from pytest_magis.live.names import MARK, PARAM, claimed, label_of, name_of, node_id
-from pytest_magis.measure import forget, recipe
+from pytest_magis.harness import forget, recipe
+from pytest_magis.judged_case import Live, judged, lines_of
+from pytest_magis.live.gated_tests import MARK, PARAM, claimed, label_of, name_of, node_id
+from pytest_magis.live.test_options import Asked, awake, cases, check_device, read_asked, red
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import leave
 

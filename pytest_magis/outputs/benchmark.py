@@ -18,7 +18,7 @@ from typing import Any
 from magis.report import write_text_atomically
 from magis.results import CaseResult
 from pytest_magis.outcome import PROPERTY, Outcome
-from pytest_magis.plan import PREFIX
+from pytest_magis.run_plan import PREFIX
 
 # A case in the properties of a JUnit file: one for every figure, beside the whole outcome as JSON.
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from magis.api import Bench, run_case
-from magis.api import subject as subjects
-from magis.api.source import COLD, STEPS, running_seconds, step_seconds, too_slow
-from magis.api.subject import Subject
+from magis.planner import subject as subjects
+from magis.planner.subject import Subject
+from magis.planner.workload_source import COLD, STEPS, running_seconds, step_seconds, too_slow
 from magis.results import Case
 from magis.testing import nn, run_optimization, setup_training_graph
 
@@ -100,7 +100,7 @@ def crawling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return "it crawls"
 
     monkeypatch.setattr(subjects, "too_slow", found)
-    monkeypatch.setattr("magis.api.plans.measure_workspaces", partial(pytest.fail, "an operator was run"))
+    monkeypatch.setattr("magis.planner.plans.measure_workspaces", partial(pytest.fail, "an operator was run"))
     monkeypatch.setattr(Subject, "eager", partial(pytest.fail, "the step was run"))
     return allowed
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from magis.api import planning
-from magis.api.bench import Bench
-from magis.api.cases import run_case
-from magis.api.planning import Plan, plan
-from magis.api.subject import Subject
-from magis.ir import verify
+from magis.cases.run_case import run_case
+from magis.graph import verify
+from magis.planner import planning
+from magis.planner.bench import Bench
+from magis.planner.planning import Plan, plan
+from magis.planner.subject import Subject
 from magis.results import Case
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 
 BLOCKS = "tests.api.nets:blocks"
 PROJECTED = "tests.api.nets:projected"

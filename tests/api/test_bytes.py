@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils.checkpoint import checkpoint
 
-from magis.api.alone import Replayed
-from magis.api.bench import Bench
-from magis.api.numbers import compare
-from magis.api.subject import Subject
 from magis.capture import OptimizerSpec, Workload
+from magis.cases.case_rows import Replayed
+from magis.cases.comparison import compare
+from magis.planner.bench import Bench
+from magis.planner.subject import Subject
 from magis.results import Case, Memory
 
 Made = tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor]]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from magis.api import Bench, check_device, default_device, run_case
-from magis.api.numbers import compare
+from magis.cases.comparison import compare
 from magis.errors import CaptureError, UsageError
 from magis.results import Case, CaseResult
 
@@ -124,7 +124,7 @@ def test_simulated_devices_swap_and_run_nothing() -> None:
 
 
 def test_a_step_that_does_not_fit_is_simulated_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magis.api.subject.free_device_memory", lambda _device: 1000)
+    monkeypatch.setattr("magis.planner.subject.free_device_memory", lambda _device: 1000)
     result = run_case(case())
     assert "not run: it needs about" in result.note
     assert not result.original.is_measured

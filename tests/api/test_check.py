@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from magis.api import Bench, check_case
-from magis.api.subject import Subject
 from magis.errors import CaptureError, MagisError, UsageError
+from magis.planner.subject import Subject
 from magis.results import Case
 
 NETS = "tests.plugin.own_nets"
@@ -70,7 +70,7 @@ def test_what_only_the_real_kernels_refuse_is_found_where_steps_run(monkeypatch:
     with pytest.raises(CaptureError, match=NORM):
         check_case(case("mixed_norm"))
     check_case(case("mixed_norm", "sim:rtx3090"))
-    monkeypatch.setattr("magis.api.subject.free_device_memory", lambda _device: 1000)
+    monkeypatch.setattr("magis.planner.subject.free_device_memory", lambda _device: 1000)
     check_case(case("mixed_norm"))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from magis.api import Bench, run_case
-from magis.api.cases import CaseRun
-from magis.backend.measure import collector_spared
-from magis.fission.floor import lower_bound
+from magis.cases.run_case import CaseRun
+from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
-from magis.ir import Graph, verify
-from magis.ir.loops import rows_around
+from magis.graph import Graph, verify
+from magis.graph.loop_rules import rows_around
 from magis.results import Case, CaseResult
+from magis.runtime.measure import collector_spared
 
 BLOCKS = "tests.api.nets:blocks"
 NORM = "tests.api.nets:normed"

@@ -8,13 +8,13 @@ from functools import partial
 import pytest
 
 import magis
-from magis.api.bench import Bench
-from magis.api.fitting import Fit, _at_size, fit
-from magis.api.planning import plan
-from magis.api.source import Source
-from magis.api.subject import Subject
 from magis.errors import CaptureError, UsageError
+from magis.frontends.fitting import Fit, _at_size, fit
 from magis.models.registry import get
+from magis.planner.bench import Bench
+from magis.planner.planning import plan
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 from magis.results import Case
 
 STACK, NORMED, TOKENS = (f"tests.api.fit_nets:{name}" for name in ("stack", "normed", "tokens"))

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import magis
-from magis.api.bench import Bench
-from magis.api.fronts import realized_front
-from magis.api.numbers import compare_by_kind
+from magis.cases.comparison import compare_by_kind
 from magis.errors import UsageError
-from magis.ir import Graph, verify
+from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, SEED_NAMES
+from magis.planner.bench import Bench
+from magis.planner.fronts import realized_front
 from magis.results import Case
-from magis.rewrite.rules.merged import MERGED
+from magis.rewrite.rules.merged_weights import MERGED
 
 BLOCKS = "tests.api.nets:blocks"
 PROJECTED = "tests.api.nets:projected"

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from magis.api import planning
-from magis.api.bench import Bench
-from magis.api.cases import CaseRun, run_case
-from magis.api.kept_plans import KeptPlans
-from magis.api.plans import Plan, Scratch
-from magis.api.subject import Subject
-from magis.ir import digest, dump
+from magis.cases.run_case import CaseRun, run_case
+from magis.graph import digest, dump
 from magis.models import from_function
-from magis.report.kept import Kept
+from magis.planner import planning
+from magis.planner.bench import Bench
+from magis.planner.kept_plans import KeptPlans
+from magis.planner.plans import Plan, Scratch
+from magis.planner.subject import Subject
+from magis.report.text_store import Kept
 from magis.results import Case, CaseResult
-from magis.search.judge import Goal
+from magis.search.budgeted_evaluator import Goal
 
 BLOCKS = "tests.api.nets:blocks"
 CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=6)
@@ -76,7 +76,7 @@ def test_whatever_a_search_depends_on_is_in_the_key(
 
 def test_other_code_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_case(GPU, cache=Bench(kept=tmp_path))
-    monkeypatch.setattr("magis.report.kept.code_digest", lambda *_further: "other code")
+    monkeypatch.setattr("magis.report.text_store.code_digest", lambda *_further: "other code")
     run_case(GPU, cache=Bench(kept=tmp_path))
     assert len(list(tmp_path.iterdir())) == 2
 

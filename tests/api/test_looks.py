@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from magis.api import numbers as module
 from magis.api import run_case
-from magis.api.subject import Subject
-from magis.backend.steps import EagerStep
-from magis.backend.timing import ROUGHLY, Patience, Timing
+from magis.cases import comparison as module
+from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
+from magis.runtime.steps import EagerStep
+from magis.runtime.timing import ROUGHLY, Patience, Timing
 
 Timed = Callable[..., tuple[CaseResult, list[int], list[str]]]
 CASE = Case("tests.api.nets:blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300)

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from magis.api import OptimizerSpec, Workload
-from magis.api.numbers import compare_rounding
-from magis.api.source import Source
-from magis.api.subject import Subject
+from magis.cases.comparison import compare_rounding
+from magis.fission.candidates import connected
 from magis.fission.expand import expand
-from magis.fission.grow import connected
+from magis.fission.loss_suffix import batch_axis, batch_inputs
 from magis.fission.region import Region
-from magis.fission.suffix import batch_axis, batch_inputs
-from magis.ir import Graph, Op
-from magis.ir.loops import LOOP
+from magis.graph import Graph, Op
+from magis.graph.loop_rules import LOOP
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 
 
 def network(seed: int) -> Workload:

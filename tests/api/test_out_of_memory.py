@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from magis.api import Bench, check_case, run_case
-from magis.api.alone import attempt, too_large
-from magis.backend.steps import EagerStep, GraphStep
+from magis.cases.case_rows import attempt, too_large
 from magis.report import row_from_result
 from magis.results import Case, CaseResult
+from magis.runtime.steps import EagerStep, GraphStep
 from magis.units import format_bytes
 from pytest_magis.baselines import ModelBaseline, stored_case, updated
 from pytest_magis.outcome import Outcome
@@ -146,7 +146,7 @@ def test_other_errors_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_for(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr("magis.api.subject.free_device_memory", lambda _device: free)
+    monkeypatch.setattr("magis.planner.subject.free_device_memory", lambda _device: free)
 
 
 def test_an_original_that_is_predicted_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_steps_that_do_not_fit_beside_each_other(monkeypatch: pytest.MonkeyPatch
     def compare(*_args: object) -> str:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr("magis.api.variants.compare_by_kind", compare)
+    monkeypatch.setattr("magis.cases.contenders.compare_by_kind", compare)
     result = run_case(case(BLOCKS))
     assert result.original.is_measured
     assert result.original.measured_ms is not None
@@ -218,5 +218,5 @@ def test_the_note_says_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None
     free_for(monkeypatch, 3 * 2**20)
     assert too_large(subject).endswith("iB of memory, 3.00 MiB are free")
     for held, said in ((2**30 - 1, False), (70 * 2**30, True)):
-        monkeypatch.setattr("magis.api.alone.others_memory", lambda _device, held=held: held)
+        monkeypatch.setattr("magis.cases.case_rows.others_memory", lambda _device, held=held: held)
         assert too_large(subject).endswith(", 70.00 GiB are held by other processes") == said

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from magis.api import Bench, Profiles, run_case
-from magis.api.pricing import UNPRICED, profile_file, recording_identity, refused
-from magis.backend.measure import device_identity
-from magis.backend.profiler import schema_of
-from magis.cost.store import Entry, Profile, ProfileError, save
+from magis.cost.profile_store import Entry, Profile, ProfileError, save
+from magis.planner.device_profiles import UNPRICED, profile_file, recording_identity, refused
 from magis.results import Case
+from magis.runtime.measure import device_identity
+from magis.runtime.profiler import schema_of
 
 H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0"}
 OTHER_CPU = {"device": "cpu", "instruction set": "AVX2", "threads": "4"}
@@ -138,7 +138,7 @@ def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) ->
     assert "profile" not in plain.identity
     bench = Bench()
     graph = bench.subject(case).captured.original.graph
-    from magis.cost.prices import signatures_of
+    from magis.cost.operator_latency import signatures_of
 
     entries = {key: Entry(7_000, 0, 0, 9) for key in signatures_of(graph)}
     path = tmp_path / "h200.json"
@@ -156,7 +156,7 @@ def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) ->
 def test_on_a_cpu_a_profile_predicts_and_plans_stay_as_they_are(tmp_path: Path) -> None:
     case = Case("mlp", "magis", "cpu", "small", memory_ratio=0.8, timing_rounds=1)
     plain = run_case(case)
-    from magis.api.signatures import signatures_of_model
+    from magis.frontends.signatures import signatures_of_model
 
     keys = signatures_of_model(Bench().subject(case))
     path = tmp_path / "cpu.json"

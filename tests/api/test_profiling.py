@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from magis.api import Bench, profiling, record_profile
-from magis.api.planning import plan
-from magis.api.signatures import signatures_of_model
-from magis.backend import profiler
-from magis.backend.measure import device_identity
-from magis.backend.profiler import Effort
-from magis.cost.prices import signatures_of
-from magis.cost.store import Entry, Profile, ProfileError, load, save
+from magis.api import Bench, record_profile
+from magis.cost.operator_latency import signatures_of
+from magis.cost.profile_store import Entry, Profile, ProfileError, load, save
 from magis.errors import UsageError
+from magis.frontends import profiling
+from magis.frontends.signatures import signatures_of_model
+from magis.planner.planning import plan
 from magis.results import Case
+from magis.runtime import profiler
+from magis.runtime.measure import device_identity
+from magis.runtime.profiler import Effort
 from magis.units import MIB
 
 QUICK = Effort(batch_bytes=256 * MIB, rounds=5)
@@ -40,7 +41,7 @@ def test_every_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("magis.api.profiling.record", refuse)
+    monkeypatch.setattr("magis.frontends.profiling.record", refuse)
     assert recorded(path) == found
     assert load(path) == first
 
@@ -56,7 +57,7 @@ def test_a_recording_that_is_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest
             raise KeyboardInterrupt
         return real(batch, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("magis.api.profiling.record", cut_off)
+    monkeypatch.setattr("magis.frontends.profiling.record", cut_off)
     with pytest.raises(KeyboardInterrupt):
         recorded(path, effort=small)
     known = load(path)
@@ -81,7 +82,7 @@ def test_two_recordings_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest
         save(Profile(known.device, {**known.entries, key: Entry(7, 0, 0, 9)}, known.schemas), path)
         return real(batch, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("magis.api.profiling.record", meanwhile)
+    monkeypatch.setattr("magis.frontends.profiling.record", meanwhile)
     recorded(path, effort=Effort(batch_bytes=2 * MIB, rounds=5))
     assert len(others) > 1
     assert set(others) <= set(load(path).entries)

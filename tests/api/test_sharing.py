@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 import magis
-from magis.api.bench import Bench
-from magis.api.sharing import Sharing
-from magis.api.subject import Subject
 from magis.errors import UsageError, VerifyError
+from magis.planner.bench import Bench
+from magis.planner.shared_searches import Sharing
+from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.fronts import Findings, FissionFront, Share, Work, divided_front, findings
-from magis.search.judge import Goal, Over, Wanted, never
+from magis.search.budgeted_evaluator import Goal, Over, Wanted, never
+from magis.search.fission_pareto import Findings, FissionFront, Share, Work, divided_front, findings
 
 PROJECTED = "tests.api.nets:projected"
 WANTED = Wanted(Goal(memory_limit=0), 0)
@@ -131,7 +131,7 @@ def test_a_worker_ends_with_the_process_that_asked(tmp_path: Path) -> None:
     program.write_text(
         """
 import multiprocessing, os, signal
-from magis.api.sharing import _prepared
+from magis.planner.shared_searches import _prepared
 
 if __name__ == "__main__":
     worker = multiprocessing.get_context("spawn").Pool(1, initializer=_prepared)

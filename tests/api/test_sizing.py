@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.api.fitting import extent, largest, resized
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
+from magis.frontends.fitting import extent, largest, resized
 
 
 @given(st.integers(0, 200), st.integers(1, 300), st.integers(1, 250))

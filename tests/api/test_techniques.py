@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from magis.api import Bench, run_case
-from magis.api.ranked import OFF_BY, _distinct
-from magis.api.source import median
+from magis.cases.rank_cases import OFF_BY, _distinct
 from magis.errors import UsageError
+from magis.planner.workload_source import median
 from magis.results import Case
-from magis.strategies.names import technique
+from magis.strategies.distributed_names import technique
 from tests.ranks import techniques as on_ranks
 
 BLOCKS = "tests.api.nets:blocks"

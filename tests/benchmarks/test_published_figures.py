@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.lib.published_figures import ASSUMED, ROWS, Prediction, predicted, reported_rank
 from magis.results import Memory, RankMemory, Term
-from magis.strategies.names import group_of, is_distributed
+from magis.strategies.distributed_names import group_of, is_distributed
 from magis.units import GIB, MIB
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from magis.aten.optimizers import OPTIMIZER_KINDS, OptimizerSpec
 from magis.capture import Captured, capture
-from magis.ir import GENERATOR, Graph, Op, Scalar
+from magis.graph import GENERATOR, Graph, Op, Scalar
 from magis.models.registry import get
+from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec
 from tests.nets import ADAMW, FORWARD, NETS, SGD, Block, Net, labels, rows
 from tests.oracles import captured, eager_step, graph_step, same
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.ir import verify
-from magis.simulate.replay import replay
-from magis.strategies.local import checkpointed, selectively_checkpointed
+from magis.graph import verify
+from magis.simulate.simulator import replay
+from magis.strategies.single_device import checkpointed, selectively_checkpointed
 from tests.nets import ADAMW, Built, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history, measured, workspaces
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from magis.capture import capture
 from magis.capture.autocast import device_forms
-from magis.ir import Graph, verify
+from magis.graph import Graph, verify
 from tests.nets import NETS, Attention, Block, Net, rows
 
 EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"

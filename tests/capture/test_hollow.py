@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from magis.api.conformance import first_difference
 from magis.capture import Captured, OptimizerSpec, capture
+from magis.capture.captured import record_eager
 from magis.capture.hollow import hollow, is_hollow
-from magis.capture.step import record_eager
 from magis.errors import CaptureError
+from magis.planner.conformance import first_difference
 
 SGD = OptimizerSpec("sgd")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.api.conformance import first_difference
 from magis.capture import Captured, OptimizerSpec, capture
-from magis.capture.checks import BranchError
-from magis.capture.step import record_eager
+from magis.capture.captured import record_eager
+from magis.capture.refusals import BranchError
+from magis.planner.conformance import first_difference
 
 RULE = OptimizerSpec("gradients")
 

@@ -7,8 +7,8 @@ import functools
 import pytest
 
 from magis.capture import Captured
-from magis.ir import Graph, verify
-from magis.simulate.replay import replay
+from magis.graph import Graph, verify
+from magis.simulate.simulator import replay
 from tests.nets import NETS, Built
 from tests.oracles import captured, differences, eager_step, graph_step, history, interpret, measured, same, workspaces
 from tests.strategies import adversarial_orders, reordered

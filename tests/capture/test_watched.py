@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.products import Unwatched, unwatched
-from magis.backend.measure import tensor_peak, window_peak
+from magis.ops.eager_only import Unwatched, unwatched
+from magis.runtime.measure import tensor_peak, window_peak
 
 Scenario = Callable[[Tensor, Tensor], Tensor]
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
-from magis.backend.measure import window_peak
-from magis.checkpointing.choose import blocks_of
-from magis.checkpointing.policy import Region
+from magis.frontends.checkpointing.choose import blocks_of
+from magis.frontends.checkpointing.policy import Region
 from magis.rewrite.realize import GENERATOR_BYTES
+from magis.runtime.measure import window_peak
 
 
 class Block(nn.Module):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from magis.backend.measure import device_identity
 from magis.cli.main import UNFINISHED, USAGE_ERROR, main
-from magis.cost.store import Profile, load, save
+from magis.cost.profile_store import Profile, load, save
+from magis.runtime.measure import device_identity
 
 
 def test_profile_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from magis.backend.measure import window_peak
-from magis.compile.backend import magis
-from magis.compile.options import Report
+from magis.frontends.compile.compile_options import Report
+from magis.frontends.compile.dynamo_backend import magis
+from magis.runtime.measure import window_peak
 
 BUDGET = 60
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.compile.backend import MOST_SHAPES, Specialized, magis
-from magis.compile.options import DEFAULT_RATIO, as_options
 from magis.errors import UsageError
+from magis.frontends.compile.compile_options import DEFAULT_RATIO, as_options
+from magis.frontends.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 
 # torch's own, of dynamo on arguments that are no leaves

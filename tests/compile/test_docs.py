@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from magis.compile.backend import magis
+from magis.frontends.compile.dynamo_backend import magis
 from tests.compile.nets import fresh_dynamo
 
 

@@ -16,12 +16,12 @@ from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F  # noqa: N812
 
-from magis.compile.backend import magis
-from magis.compile.joint import capture_joint
-from magis.compile.options import Report, as_options
-from magis.compile.plan import plan_joint
-from magis.compile.saved import Partitioner, kept_nodes, needed_nodes
 from magis.errors import UsageError
+from magis.frontends.compile.compile_options import Report, as_options
+from magis.frontends.compile.dynamo_backend import magis
+from magis.frontends.compile.inductor_partitioner import Partitioner, kept_nodes, needed_nodes
+from magis.frontends.compile.joint_graph import capture_joint
+from magis.frontends.compile.joint_plan import plan_joint
 from tests.compile.nets import chain, fresh_dynamo
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

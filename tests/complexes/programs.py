@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from magis.aten.optimizers import OptimizerSpec
+from magis.ops.optimizers import OptimizerSpec
 from tests.nets import OPTIMIZERS, Block, Net
 
 SHAPE = (4, 6, 6)

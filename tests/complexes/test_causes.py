@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis.analysis.hazards import fills
-from magis.aten.layouts import bits_of
-from magis.aten.splits import splits
-from magis.backend.codegen import compile_step
-from magis.backend.isolated import make_tensors
-from magis.backend.reference import closeness, gradient_values
 from magis.cost.shapes import describe
 from magis.cost.signature import parse as parse_call
 from magis.cost.signature import signature
 from magis.errors import CaptureError, VerifyError
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, Op, Ref, Storage, Value, dump, parse, verify
-from magis.rewrite.normalize import functionalize
-from magis.rewrite.rules.merged import merge
-from magis.rewrite.rules.table import matches, rule
-from magis.simulate.compile import reusable
+from magis.graph import Graph, Op, Ref, Storage, Value, dump, parse, verify
+from magis.graph.hazards import fills
+from magis.ops.fake_results import bits_of
+from magis.ops.splits import splits
+from magis.rewrite.functionalize import functionalize
+from magis.rewrite.rules.merged_weights import merge
+from magis.rewrite.rules.rule_table import matches, rule
+from magis.runtime.codegen import compile_step
+from magis.runtime.double_precision import closeness, gradient_values
+from magis.runtime.isolated_scratch import make_tensors
+from magis.simulate.compiled_problem import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history
 

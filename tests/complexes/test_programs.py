@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from magis.analysis.hazards import dependency_graph
-from magis.rewrite.normalize import untangle
+from magis.graph.hazards import dependency_graph
+from magis.rewrite.functionalize import untangle
 from tests.complexes.programs import programs
 from tests.fission.cutout import in_float64
 from tests.fission.draws import Fission, expanded, position_of_loop, regions

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.call import from_torch, outputs
-from magis.ir.types import Arg, Op, Ref, Value
+from magis.graph.nodes import Arg, Op, Ref, Value
+from magis.ops.call import from_torch, outputs
 
 
 class Recording(TorchDispatchMode):

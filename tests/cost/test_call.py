@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magis.aten.call import CallError, call, constant, from_torch, outputs, resolve, to_torch
-from magis.ir.types import Arg, Const, Op, Ref, Scalar
+from magis.graph.nodes import Arg, Const, Op, Ref, Scalar
+from magis.ops.call import CallError, call, constant, from_torch, outputs, resolve, to_torch
 
 
 def test_resolves_overloads() -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils.flop_counter import FlopCounterMode
 
-from magis.aten.facts import VIEWS
 from magis.cost.families import FAMILIES, family, name_of
 from magis.cost.flops import Work, work
-from magis.ir.types import Op, Ref, Value
+from magis.graph.nodes import Op, Ref, Value
+from magis.ops.facts import VIEWS
 from tests.cost.recording import record
 from tests.strategies import examples
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import find_device
 from magis.cost.interpolate import LEAST, REACH, Curve, kin
-from magis.cost.model import RooflineCosts, shares
-from magis.cost.prices import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
+from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
+from magis.cost.profile_store import Entry, Profile
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
-from magis.cost.store import Entry, Profile
-from magis.ir import Graph, Loop, replace_refs
+from magis.graph import Graph, Loop, replace_refs
 
 GPU = find_device("sim:h200")
 

@@ -6,8 +6,8 @@ import pytest
 
 from magis.cost.devices import find_device
 from magis.cost.flops import CHUNK, MOST_BLOCKS, counts
-from magis.cost.prices import roofline_ns
-from magis.ir.types import Op, Ref, Value
+from magis.cost.operator_latency import roofline_ns
+from magis.graph.nodes import Op, Ref, Value
 
 
 def on(target: str, sizes: list[int], lists: int, *numbers: float) -> tuple[Op, dict[int, Value]]:

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magis.cost.cost_model import CostModel, RooflineCosts, device_model
 from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device, gpu_name
 from magis.cost.flops import work
-from magis.cost.model import CostModel, RooflineCosts, device_model
-from magis.cost.prices import ESTIMATED, MEASURED, Price, roofline_ns
+from magis.cost.operator_latency import ESTIMATED, MEASURED, Price, roofline_ns
+from magis.cost.profile_store import Entry, Profile
 from magis.cost.signature import signature
-from magis.cost.store import Entry, Profile
-from magis.ir.types import Arg, Op, Ref, Value
+from magis.graph.nodes import Arg, Op, Ref, Value
 
 DEVICES = [find_device(name) for name in device_names()]
 GPUS = [device for device in DEVICES if device.name != "cpu"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cost.signature import SignatureError, parse, signature
-from magis.ir.types import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from magis.graph.nodes import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
 
 SIZES = st.integers(0, 300)
 

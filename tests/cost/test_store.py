@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.store import SCHEMA, Entry, Profile, ProfileError, load, matched, merge, save
+from magis.cost.profile_store import SCHEMA, Entry, Profile, ProfileError, load, matched, merge, save
 
 DEVICE = {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"}
 entries = st.dictionaries(

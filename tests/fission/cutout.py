@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from magis.aten.layouts import with_bits
-from magis.backend.codegen import compile_step
-from magis.backend.measure import tensor_peak, window_peak
-from magis.backend.reference import wide
-from magis.ir import ITEM_SIZE, Graph, Op, Value, every_op
-from magis.ir.loops import REDUCE
-from magis.simulate.replay import replay
-from tests.aten.cutting import POSITIVE, Case, _largest_index, in_double, name_of
+from magis.graph import ITEM_SIZE, Graph, Op, Value, every_op
+from magis.graph.loop_rules import REDUCE
+from magis.ops.fake_results import with_bits
+from magis.runtime.codegen import compile_step
+from magis.runtime.double_precision import wide
+from magis.runtime.measure import tensor_peak, window_peak
+from magis.simulate.simulator import replay
+from tests.ops.cutting import POSITIVE, Case, _largest_index, in_double, name_of
 from tests.oracles import workspaces
 
 WIDENED = {**dict.fromkeys(("float32", "bfloat16", "float16"), "float64"), "complex64": "complex128"}

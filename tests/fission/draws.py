@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 import rustworkx as rx
 
-from magis.analysis.hazards import dependency_graph
 from magis.errors import VerifyError
+from magis.fission.candidates import connected, grow, most_parts
 from magis.fission.expand import expand
-from magis.fission.grow import connected, grow, most_parts
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, Loop
+from magis.graph import Graph, Loop
+from magis.graph.hazards import dependency_graph
 from magis.models import resolve
-from magis.rewrite.normalize import untangle
-from tests.aten.test_networks import SGD, graphs
+from magis.rewrite.functionalize import untangle
 from tests.fission.cutout import in_float64, leaving, stand_alone
+from tests.ops.test_networks import SGD, graphs
 
 NETWORKS = resolve(["all", "seed"])
 LONGEST = (4, 12, 40, 120)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import rustworkx as rx
 
-from magis.aten.splits import Split, splits
-from magis.fission.grow import grow, most_parts
+from magis.fission.candidates import grow, most_parts
 from magis.fission.region import Region
-from magis.ir import Graph
+from magis.graph import Graph
+from magis.ops.splits import Split, splits
 
 Dag = rx.PyDiGraph[int, None]
 Mistake = Callable[[Graph, Dag, Region, random.Random], Region | None]

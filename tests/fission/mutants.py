@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from magis.aten.splits import COMBINATIONS
-from magis.ir import Arg, Graph, Loop, Op, Ref, Value, replace_refs
-from magis.ir.loops import JOIN, PART, REDUCE, rows_around
+from magis.graph import Arg, Graph, Loop, Op, Ref, Value, replace_refs
+from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
+from magis.ops.splits import COMBINATIONS
 
 Change = Callable[[Graph, random.Random], Graph | None]
 

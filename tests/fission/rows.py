@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from magis.aten.splits import splits
 from magis.fission.expand import expand
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region
-from magis.ir import Graph, dump, parse, verify
-from magis.ir.loops import taken_over
+from magis.graph import Graph, dump, parse, verify
+from magis.graph.loop_rules import taken_over
+from magis.ops.splits import splits
 from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
 
 SQUARE = "float64 [4, 4] {4, 1} +0"

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.api.bench import Bench
-from magis.aten.splits import splits, why_not
-from magis.fission.suffix import blocked
-from magis.ir import Graph, parse
+from magis.fission.loss_suffix import blocked
+from magis.graph import Graph, parse
+from magis.ops.splits import splits, why_not
+from magis.planner.bench import Bench
 from magis.results import Case
-from magis.rewrite.normalize import functionalize, untangle
+from magis.rewrite.functionalize import functionalize, untangle
 from tests.nets import NETS, Block, Net, labels, mlp, rows
 from tests.oracles import captured
 

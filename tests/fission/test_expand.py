@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from magis.aten.splits import Split, splits
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, dump, parse, verify
+from magis.graph import Graph, dump, parse, verify
+from magis.ops.splits import Split, splits
 from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
 
 

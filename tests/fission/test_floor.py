@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 import pytest
 
-from magis.api.bench import Bench
-from magis.api.dividing import divide
-from magis.fission.floor import Floor, Needed, floor, lower_bound
-from magis.ir import Graph, Op, Value, parse, verify
+from magis.fission.lower_bound import Floor, Needed, floor, lower_bound
+from magis.graph import Graph, Op, Value, parse, verify
+from magis.planner.bench import Bench
+from magis.planner.fission_plan import divide
 from magis.results import Case
-from magis.search.fronts import divided_front
-from magis.search.judge import Goal, Wanted
-from magis.simulate.compile import compile_problem
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import divided_front
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.golden.golden import check_golden
 
 BUDGET = 300

@@ -8,20 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from magis.analysis.hazards import dependency_graph
-from magis.aten.splits import Halo, How, Overlap, Split, splits
-from magis.backend.codegen import generate
 from magis.errors import VerifyError
+from magis.fission.candidates import connected, grow, regions_around
 from magis.fission.expand import expand
-from magis.fission.floor import lower_bound
-from magis.fission.grow import connected, grow, regions_around
+from magis.fission.loss_suffix import axes, places, suffix
+from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.fission.suffix import axes, places, suffix
-from magis.ir import Graph, Loop, Op, Ref, Value, dump, parse, verify
-from magis.ir.loops import JOIN, PART
-from magis.rewrite.normalize import functionalize, untangle
-from magis.simulate.replay import replay
+from magis.graph import Graph, Loop, Op, Ref, Value, dump, parse, verify
+from magis.graph.hazards import dependency_graph
+from magis.graph.loop_rules import JOIN, PART
+from magis.ops.splits import Halo, How, Overlap, Split, splits
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.runtime.codegen import generate
+from magis.simulate.simulator import replay
 from tests.fission.cutout import differences, draw, in_float64, loops, measured, outcome, simulated
 from tests.fission.draws import Fission, expanded, position_of_loop, regions
 from tests.fission.halo_nets import NETS

@@ -12,8 +12,8 @@ from magis.errors import VerifyError
 from magis.fission.expand import expand, reparted
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, Op, Ref, dump, verify
-from magis.ir.loops import taken_over
+from magis.graph import Graph, Op, Ref, dump, verify
+from magis.graph.loop_rules import taken_over
 from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
 from tests.fission.draws import NETWORKS, Fission, footprint, normal, position_of_loop, regions
 from tests.fission.rows import HEAD, MADE, PRODUCT, SQUARE, SUMMED, in_place, rows, step, victims

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.analysis.hazards import dependency_graph
-from magis.api.bench import Bench
-from magis.fission.grow import connected, most_parts
-from magis.fission.suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
-from magis.ir import Graph
+from magis.fission.candidates import connected, most_parts
+from magis.fission.loss_suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
+from magis.graph import Graph
+from magis.graph.hazards import dependency_graph
+from magis.planner.bench import Bench
 from magis.results import Case
-from magis.rewrite.normalize import functionalize, untangle
-from magis.search.fronts import numbers_of_parts
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.search.fission_pareto import numbers_of_parts
 from tests.nets import ADAMW, FORWARD, Net, rows
 from tests.oracles import captured
 

@@ -9,14 +9,14 @@ import pytest
 
 from magis.errors import VerifyError
 from magis.fission.proof import loop_proof_problems, verify_fission
-from magis.ir import Graph, Op, Ref, parse, verify
-from magis.ir.loops import REDUCTIONS
-from tests.backend import loop_graphs
-from tests.backend.test_loops import learner
+from magis.graph import Graph, Op, Ref, parse, verify
+from magis.graph.loop_rules import REDUCTIONS
 from tests.fission.cutout import differences, draw, outcome
 from tests.fission.draws import NETWORKS, drawn, nested
 from tests.fission.mutants import mutants
-from tests.ir.loop_graphs import op, sound, within
+from tests.graph.loop_graphs import op, sound, within
+from tests.runtime import loop_graphs
+from tests.runtime.test_loops import learner
 
 MIB = 1 << 20
 ALWAYS = ("join_along_another", "join_reduced", "reduce_otherwise", "stretch_of_another_dimension", "other_rows")

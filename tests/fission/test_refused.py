@@ -10,7 +10,7 @@ import pytest
 from magis.errors import VerifyError
 from magis.fission.expand import expand
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph
+from magis.graph import Graph
 from tests.fission.draws import NETWORKS, normal, regions
 from tests.fission.mistakes import MISTAKES
 

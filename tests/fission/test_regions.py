@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from magis.fission.proof import verify_fission
-from magis.ir import verify
+from magis.graph import verify
 from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
 from tests.fission.draws import NETWORKS, Fission, drawn, nested
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from magis.ir import Graph, Op, Value, dump, verify
-from magis.rewrite.normalize import functionalize
+from magis.graph import Graph, Op, Value, dump, verify
+from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
-from magis.simulate.compile import compile_problem
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 from tests.simulate.plans import adversarial_order, random_order
 from tests.strategies import random_flags

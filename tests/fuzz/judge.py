@@ -21,8 +21,8 @@ from torch import Tensor
 
 import magis
 from magis.capture.batch import as_batch
+from magis.frontends.planned import subject_now
 from magis.results import Case
-from magis.training.planned import subject_now
 from tests.fuzz.adversary import write_adversarial_plan
 from tests.fuzz.script import Script, namespace
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from magis.ir import Graph, dump
+from magis.graph import Graph, dump
 
 HERE = Path(__file__).resolve().parent
 SWITCH = "MAGIS_UPDATE_GOLDEN"

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from magis.errors import MagisError, UsageError
-from magis.models.names import GATE_NAMES, REAL_NAMES, SEED_NAMES, UnknownModelError, all_names, is_factory, resolve
+from magis.models.model_names import (
+    GATE_NAMES,
+    REAL_NAMES,
+    SEED_NAMES,
+    UnknownModelError,
+    all_names,
+    is_factory,
+    resolve,
+)
 
 
 def test_groups() -> None:

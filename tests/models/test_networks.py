@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.models import GATE_NAMES, SEED_NAMES, Workload, all_names, get
 from magis.models.attention import SelfAttention, alibi_slopes, causal_mask
-from magis.models.batches import REAL, SEED
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import Btlm, BtlmConfig
+from magis.models.building import REAL, SEED
 from magis.models.gpt import GptNeo, GptNeoConfig
 from magis.models.vit import VIT_SIZES, VitConfig, vit
 

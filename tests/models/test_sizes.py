@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from magis.models.batches import SizeError
 from magis.models.bert import BertConfig
+from magis.models.building import SizeError
 from magis.models.gpt import GptNeoConfig
 from magis.models.resnet import ResNetConfig
 

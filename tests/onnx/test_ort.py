@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from magis.api import Bench, run_case
-from magis.aten.optimizers import OptimizerSpec
-from magis.backend.steps import EagerStep
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
+from magis.models.building import REAL
 from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
 from magis.models.resnet import ResNetConfig, resnet
 from magis.models.unet import UNetConfig, unet
 from magis.models.vit import VitConfig, vit
+from magis.ops.optimizers import OptimizerSpec
 from magis.results import Case
-from magis.strategies.common import has_dropout
-from magis.strategies.ort.step import check_installed, export_step, make_ort_step, ort_memory, ort_predicted
+from magis.runtime.steps import EagerStep
+from magis.strategies.distributed import has_dropout
+from magis.strategies.ort.ort_step import check_installed, export_step, make_ort_step, ort_memory, ort_predicted
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
@@ -200,7 +200,7 @@ def test_what_has_no_onnx_form_is_refused_with_the_operator() -> None:
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("magis.strategies.ort.step.find_spec", lambda name: None)
+    monkeypatch.setattr("magis.strategies.ort.ort_step.find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         check_installed()
     assert str(caught.value) == (
@@ -210,7 +210,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch: pytest.Mon
 
 def test_a_step_says_nothing_on_any_stream() -> None:
     program = (
-        "from magis.models import get; from magis.strategies.ort.step import export_step, make_ort_step;"
+        "from magis.models import get; from magis.strategies.ort.ort_step import export_step, make_ort_step;"
         "work = get('mlp').build('small', 0); make_ort_step(work, export_step(work)).run()"
     )
     command = [sys.executable, "-W", "error", "-c", program]
@@ -225,7 +225,7 @@ def test_a_step_is_exported_once_for_all_cases_that_run_it(monkeypatch: pytest.M
         made.append((precision, inference, has_dropout(work.module)))
         return export_step(work, precision=precision, inference=inference)
 
-    monkeypatch.setattr("magis.strategies.ort.step.export_step", counted)
+    monkeypatch.setattr("magis.strategies.ort.ort_step.export_step", counted)
     bench = Bench()
     for strategy in ("ort", "ort-unoptimized", "amp+ort", "ort-inference"):
         run_case(Case("tests.ranks.techniques:small_net", strategy, "cpu", "small"), cache=bench, rough=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from magis.aten.splits import Split
-from magis.paper.dominators import Vertex, components, depends_on_inputs, dominators, flow, heat, scores, vertices_of
+from magis.ops.splits import Split
+from magis.paper.dgraph import Vertex, components, depends_on_inputs, dominators, flow, heat, scores, vertices_of
 from tests.paper.trees import axes, learner, random_graph, reached, score, sound, strictly_dominated
 
 SEEDS = range(60)

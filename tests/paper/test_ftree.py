@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from magis.analysis.liveness import lifetimes
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.ir import Graph, every_op, verify
-from magis.paper.dominators import scores
-from magis.paper.frames import Refusal, apply
+from magis.graph import Graph, every_op, verify
+from magis.graph.liveness import lifetimes
+from magis.paper.dgraph import scores
 from magis.paper.ftree import (
     Analysis,
     FTree,
@@ -30,7 +29,8 @@ from magis.paper.ftree import (
     mutations,
     problems,
 )
-from magis.simulate.replay import replay
+from magis.paper.nested_loops import Refusal, apply
+from magis.simulate.simulator import replay
 from tests.fission.cutout import differences, draw, leaving, loops, measured, outcome, simulated, stand_alone
 from tests.fission.draws import NETWORKS, normal
 from tests.golden.golden import check_golden

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from magis.aten.optimizers import scalars
-from magis.backend.codegen import compile_step
-from magis.cost.model import RooflineCosts, device_model
+from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import UsageError
 from magis.fission.proof import verify_fission
-from magis.ir import Graph, verify
-from magis.paper.frames import Frame, apply, flags_of, frame, judge, look, realized
+from magis.graph import Graph, verify
+from magis.ops.optimizers import scalars
+from magis.paper.coordinated_search import Published, published
 from magis.paper.ftree import Analysis, FTree, mutations
-from magis.paper.search import Published, published
-from magis.rewrite.normalize import functionalize, untangle
-from magis.search.judge import Goal
+from magis.paper.nested_loops import Frame, apply, flags_of, frame, judge, look, realized
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.runtime.codegen import compile_step
+from magis.search.budgeted_evaluator import Goal
 from magis.simulate.evaluator import check_order
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.fission.cutout import Outcome, differences, draw, in_float64, tensors_of
 from tests.nets import Net, rows
 from tests.oracles import captured

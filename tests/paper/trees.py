@@ -6,9 +6,9 @@ import math
 import random
 from collections.abc import Collection, Iterable, Mapping
 
-from magis.aten.splits import splits
-from magis.ir import Arg, Graph, Op, Ref, Storage, Value, parse, verify
-from magis.paper.dominators import Vertex, vertices_of
+from magis.graph import Arg, Graph, Op, Ref, Storage, Value, parse, verify
+from magis.ops.splits import splits
+from magis.paper.dgraph import Vertex, vertices_of
 
 HEAD = "magis graph 1"
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
 from benchmarks.lib.planners.optimum import Relaxation, optimum
-from magis.search.judge import Goal, Judge
-from magis.search.prices import CutModel, slide_prices
+from magis.search.budgeted_evaluator import Goal, Judge
+from magis.search.lagrangian_min_cut import CutModel, slide_prices
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.planners.modular import NETWORKS, setting

@@ -14,7 +14,7 @@ from benchmarks.lib.planners.modules import modules
 from benchmarks.lib.planners.selective import selective, selective_plan
 from benchmarks.lib.planners.setting import Calibrated, Setting, origins
 from benchmarks.lib.planners.two_level import two_level, two_level_plan
-from magis.search.judge import Goal, Plan
+from magis.search.budgeted_evaluator import Goal, Plan
 from magis.simulate.evaluator import evaluate, lower_bound
 from tests.planners.modular import NETWORKS, setting, with_modules
 from tests.search.subjects import step

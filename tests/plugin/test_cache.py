@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_magis.measure import _cache
+from pytest_magis.harness import _cache
 
 NETS = """
 from own_nets import nn, workload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pytest_magis.live.asked import Asked
+from pytest_magis.live.test_options import Asked
 
 
 def test_the_guide_works(gate, repository):

@@ -25,7 +25,7 @@ MACHINES = {
 CONFTEST = """
 def pytest_sessionstart():
     from magis.api import cases
-    from magis.backend import timing
+    from magis.runtime import timing
 
     cases.TIMING_ROUNDS = cases.ROUNDS_WHOLE = 1
     cases.WARM_UP = 0

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from magis.cost.store import Entry, Profile, save
+from magis.cost.profile_store import Entry, Profile, save
 
 H200 = {"device": "cuda", "gpu": "NVIDIA H200", "torch": "2.11.0", "cuda": "13.0"}
 MM = "aten.mm.default(float32[64,64]{64,1}, float32[64,64]{64,1})"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_magis.measure import run_with_magis
+from pytest_magis.harness import run_with_magis
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from pytest_magis.outputs.html.curves import MOST, history
+from pytest_magis.outputs.html.page_parts import MOST, history
 from tests.plugin.pages import Page, in_browser
 
 EVIL = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"

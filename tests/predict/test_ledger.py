@@ -15,13 +15,13 @@ from torch import Tensor
 
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
+from magis.models.building import REAL
 from magis.models.gpt import GptNeoConfig, gpt_neo
 from magis.predict import Ledger, fake_world, predict_rank
 from magis.results import RankMemory
 from magis.strategies import technique
-from magis.strategies.common import of_kind
+from magis.strategies.distributed import of_kind
 
 
 def parameters(memory: RankMemory, *names: str) -> int:

@@ -11,14 +11,14 @@ from torch import nn
 
 from magis.api import OptimizerSpec, Workload, capture
 from magis.capture.workload import fake_tensors
+from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
-from magis.cost.model import RooflineCosts
-from magis.cost.prices import Prices
+from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
 from magis.predict import fake_world
-from magis.predict.pace import Links, Pace, predict_step
-from magis.strategies.base import RankStep, World
-from magis.strategies.names import technique
+from magis.predict.step_time import Links, Pace, predict_step
+from magis.strategies.distributed_names import technique
+from magis.strategies.technique import RankStep, World
 
 V100 = find_device("sim:v100")
 LINKS = Links(1e9, message_ns=100, hidden=0.5)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from magis.api import Workload
-from magis.models.batches import REAL
 from magis.models.bert import BertConfig, bert
-from magis.predict.rank import fake_rank, rank_peak, warm_steps_of
-from magis.strategies.base import World
-from magis.strategies.names import DISTRIBUTED, technique
+from magis.models.building import REAL
+from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of
+from magis.strategies.distributed_names import DISTRIBUTED, technique
+from magis.strategies.technique import World
 
 NAMES = (*DISTRIBUTED, *(f"amp+{name}" for name in DISTRIBUTED), "half+ddp", "half+tp", "half+pp")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.aten.splits import has_rule
 from magis.capture.schemas import draws
+from magis.ops.splits import has_rule
 from tests.randomness.nets import DRAWS, WIDTH
 
 

@@ -16,11 +16,11 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, UsageError, optimize
-from magis.api.conformance import check_conforms
-from magis.aten.generators import GET_STATE, SEED, SET_STATE, as_seed, held_generators
 from magis.capture import OptimizerSpec, capture
-from magis.capture.step import record_eager
-from magis.ir import Graph, dump, parse, verify
+from magis.capture.captured import record_eager
+from magis.graph import Graph, dump, parse, verify
+from magis.ops.generators import GET_STATE, SEED, SET_STATE, as_seed, held_generators
+from magis.planner.conformance import check_conforms
 from magis.results import Case
 from tests.randomness.nets import DRAWS, NETS, WIDTH, Drawing, OwnGenerators, block, rows
 from tests.training.loops import assert_same
@@ -300,8 +300,8 @@ def test_the_gate_sees_eagers_numbers_and_bytes(name: str) -> None:
 @pytest.mark.parametrize("draw", ["dropout"])
 def test_a_plan_that_draws_otherwise_is_told(draw: str) -> None:
     """The comparison looks at where the generator stands after the step, not only at what the step computes."""
-    from magis.api.numbers import compare
-    from magis.backend.steps import EagerStep, GraphStep
+    from magis.cases.comparison import compare
+    from magis.runtime.steps import EagerStep, GraphStep
 
     torch.manual_seed(0)
     module = Drawing(DRAWS[draw])

@@ -15,7 +15,7 @@ import torch
 from magis.errors import MagisError, UsageError
 from magis.models import registry
 from magis.ranks import RankError, RankJob, RankPool, mean_losses, slowest_ms
-from magis.strategies.common import make_optimizer, trained, without_dropout
+from magis.strategies.distributed import make_optimizer, trained, without_dropout
 from tests.ranks.processes import SIGN, alive, gone_within
 
 HERE = "tests.ranks.techniques"
@@ -175,7 +175,7 @@ def test_ctrl_c_in_a_job_ends_its_ranks(pool: RankPool, sign: Path) -> None:
 def test_a_keeper_that_is_killed_ends_the_job(pool: RankPool, sign: Path) -> None:
     pool.run(job())
     before = set(pool.pids)
-    keepers = [pid for pid, line in alive(sign).items() if "magis.ranks.keeper" in line and pid not in before]
+    keepers = [pid for pid, line in alive(sign).items() if "magis.ranks.fork_server" in line and pid not in before]
     assert len(keepers) == 1
     os.kill(keepers[0], signal.SIGKILL)
     with pytest.raises(MagisError, match=r"the process that keeps the ranks was killed by SIGKILL"):

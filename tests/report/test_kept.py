@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from magis.errors import MagisError
-from magis.report.kept import ABANDONED_S, Bounds, Kept
+from magis.report.text_store import ABANDONED_S, Bounds, Kept
 
 TEXT = "figures\n" + "".join(f"line {number}\n" for number in range(2000))
 
@@ -169,7 +169,7 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(kept: Kept, monkeypatch: 
 WRITER = """
 import sys
 from pathlib import Path
-from magis.report.kept import Bounds, Kept
+from magis.report.text_store import Bounds, Kept
 kept = Kept(Path(sys.argv[1]), Bounds(entries=4))
 text = "figures\\n" + "".join(f"line {number}\\n" for number in range(2000))
 print("ready", flush=True)

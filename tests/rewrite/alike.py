@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from magis.analysis.hazards import dependency_graph
-from magis.ir import Graph, Op, dump, replace_refs
+from magis.graph import Graph, Op, dump, replace_refs
+from magis.graph.hazards import dependency_graph
 from tests.strategies import topological
 
 

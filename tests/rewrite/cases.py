@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from magis.ir import Graph, verify
+from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
-from magis.models.batches import Style, Workload
 from magis.models.bert import BertConfig, bert
+from magis.models.building import Style, Workload
 from magis.models.resnet import ResNetConfig, resnet
-from magis.rewrite.normalize import functionalize
+from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
-from magis.simulate.compile import Compiled, compile_problem
+from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import Events, Int8s, Int32s
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.nets import NETS, Built
 from tests.oracles import Costs, captured, differences, eager_step, graph_step, history, observed, workspaces
 from tests.simulate.plans import adversarial_order, random_order

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from magis.ir import Graph, Op, Ref, replace_refs
-from magis.rewrite.normalize import functionalize
+from magis.graph import Graph, Op, Ref, replace_refs
+from magis.rewrite.functionalize import functionalize
 from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family
-from magis.rewrite.rules.table import Rule
+from magis.rewrite.rules.rule_table import Rule
 from tests.nets import FORWARD, Block, Built
 from tests.oracles import captured
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from torch import Tensor, nn
 
-from magis.ir import Graph, parse, verify
-from magis.rewrite.normalize import functionalize
+from magis.graph import Graph, parse, verify
+from magis.rewrite.functionalize import functionalize
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import FORWARD, NETS, Block, Net, rows
 from tests.oracles import captured, differences, graph_step, history, interpret, same

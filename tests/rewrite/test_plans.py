@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from magis.simulate.compile import compile_problem
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import BLOCK, REDO, SWAP
 from tests.nets import FORWARD, NETS, Block, Net, rows

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from magis.errors import VerifyError
-from magis.ir import Graph, Op, Ref, Storage, Value, parse, verify
+from magis.graph import Graph, Op, Ref, Storage, Value, parse, verify
 from magis.rewrite.realize import realize
-from magis.simulate.compile import Compiled, compile_problem
+from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.problem import BLOCK, DROP, KEEP, RECOMPUTE, REDO, SWAP, WAIT, Events
 from tests.golden.golden import before_and_after, check_golden

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.ir import Graph, verify
-from magis.rewrite.normalize import functionalize, untangle
+from magis.graph import Graph, verify
+from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.greedy import TIDYING, aggregated, quickest
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.table import AGGREGATIONS, Match, attempt
+from magis.rewrite.rules.rule_table import AGGREGATIONS, Match, attempt
 from tests.nets import ADAMW, Net, rows
 from tests.oracles import captured
 

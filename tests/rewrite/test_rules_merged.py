@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.aten.optimizers import OptimizerSpec
-from magis.backend.steps import GraphStep
 from magis.errors import MagisError
-from magis.ir import Graph, Op, Ref, Storage, Value, verify
-from magis.rewrite.normalize import functionalize
+from magis.graph import Graph, Op, Ref, Storage, Value, verify
+from magis.ops.optimizers import OptimizerSpec
+from magis.rewrite.functionalize import functionalize
 from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.merged import MERGED, merge
-from magis.rewrite.rules.table import apply, matches, rule
-from magis.simulate.replay import replay
+from magis.rewrite.rules.merged_weights import MERGED, merge
+from magis.rewrite.rules.rule_table import apply, matches, rule
+from magis.runtime.steps import GraphStep
+from magis.simulate.simulator import replay
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, FORWARD, OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, graph_step, history, measured, observed, workspaces

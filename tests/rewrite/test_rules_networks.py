@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from magis.api.bench import Bench
-from magis.api.numbers import _differences
-from magis.ir import Graph, verify
+from magis.cases.comparison import _differences
+from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
-from magis.models.batches import Style, Workload
 from magis.models.bert import bert
+from magis.models.building import Style, Workload
 from magis.models.resnet import resnet
+from magis.planner.bench import Bench
 from magis.results import Case
-from magis.rewrite.normalize import functionalize, untangle
+from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.table import RULES, Match, attempt
-from magis.simulate.replay import replay
+from magis.rewrite.rules.rule_table import RULES, Match, attempt
+from magis.simulate.simulator import replay
 from tests.nets import Built
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces
 from tests.rewrite.cases import TINY_BERT, TINY_RESNET

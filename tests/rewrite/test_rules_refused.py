@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from magis.errors import MagisError
+from magis.fission.candidates import connected
 from magis.fission.expand import expand
-from magis.fission.grow import connected
+from magis.fission.loss_suffix import axes, suffix
+from magis.fission.loss_suffix import places as places_of
 from magis.fission.region import Region
-from magis.fission.suffix import axes, suffix
-from magis.fission.suffix import places as places_of
-from magis.ir import Graph, Op, Ref, Storage, verify
-from magis.rewrite.normalize import functionalize, untangle
+from magis.graph import Graph, Op, Ref, Storage, verify
+from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.greedy import aggregated, counted
 from magis.rewrite.rules.language import parse_pattern
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.table import RULES, apply, matches, rule
+from magis.rewrite.rules.rule_table import RULES, apply, matches, rule
 from tests.nets import ADAMW, FORWARD, Block, Net, rows
 from tests.oracles import captured
 from tests.rewrite.patterns import graph_of, own, program

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.ir import Graph, verify
-from magis.models.batches import Style, Workload
+from magis.graph import Graph, verify
 from magis.models.bert import bert
-from magis.rewrite.normalize import functionalize, untangle
+from magis.models.building import Style, Workload
+from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.table import RULES, Match, attempt
-from magis.simulate.replay import replay
+from magis.rewrite.rules.rule_table import RULES, Match, attempt
+from magis.simulate.simulator import replay
 from tests.nets import ADAMW, SGD, Built, Net, rows
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces
 from tests.rewrite.cases import TINY_BERT, batches

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from magis.analysis.hazards import dependency_graph
-from magis.backend.codegen import compile_step
-from magis.ir import Graph, dump, parse, verify
-from magis.rewrite.normalize import functionalize, untangle
+from magis.graph import Graph, dump, parse, verify
+from magis.graph.hazards import dependency_graph
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.runtime.codegen import compile_step
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, NETS, SGD, Block, Built, Net, labels, mlp, rows
 from tests.oracles import captured, differences, graph_step, history, same

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from magis.cost.cost_model import CostModel, RooflineCosts
 from magis.cost.devices import find_device
-from magis.cost.model import CostModel, RooflineCosts
-from magis.ir import Graph
+from magis.graph import Graph
 from magis.models import get
-from magis.rewrite.normalize import functionalize, untangle
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.search.budgeted_evaluator import Goal
 from magis.search.driver import SearchResult, search
-from magis.search.judge import Goal
-from magis.simulate.compile import Compiled, compile_problem
+from magis.simulate.compiled_problem import Compiled, compile_problem
 from tests.api.nets import blocks
 from tests.nets import Built, Net, labels, mlp, rows
 from tests.oracles import captured

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.search.judge import Goal, Judge
-from magis.search.prices import CutModel, checkpoints, follow_prices, levels_by_position, min_cut
+from magis.search.budgeted_evaluator import Goal, Judge
+from magis.search.lagrangian_min_cut import CutModel, checkpoints, follow_prices, levels_by_position, min_cut
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import resnet, transformer

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from magis.api.dividing import Divided, divide, replan, to_the_end
-from magis.fission.floor import lower_bound
+from magis.fission.loss_suffix import pieces
+from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
-from magis.fission.suffix import pieces
-from magis.ir import Graph, dump, verify
-from magis.search.fronts import FissionFront, Work, divided_front, numbers_of_parts, sketch
-from magis.search.judge import Goal, Wanted
-from magis.search.levels import fastest_ns, realize_level, repeats
-from magis.simulate.replay import replay
+from magis.graph import Graph, dump, verify
+from magis.planner.fission_plan import Divided, divide, replan, to_the_end
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import FissionFront, Work, divided_front, numbers_of_parts, sketch
+from magis.search.loop_nest import fastest_ns, realize_level, repeats
+from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
 
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from magis.errors import MagisError
-from magis.fission.floor import lower_bound
+from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
-from magis.ir import verify
-from magis.search.front import BRIEF, FULL, Effort, Front, pareto, spread, sweep
-from magis.search.fronts import Cut, Point, divided_front, place_front, whole_front
-from magis.search.judge import Goal, Judge, Plan, Wanted
-from magis.search.levels import level, realize_level
+from magis.graph import verify
+from magis.search.budgeted_evaluator import Goal, Judge, Plan, Wanted
+from magis.search.fission_pareto import Cut, Point, divided_front, place_front, whole_front
+from magis.search.loop_nest import level, realize_level
 from magis.search.moves import alternatives
+from magis.search.pareto_sweep import BRIEF, FULL, Effort, Front, pareto, spread, sweep
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, NodeRow, Problem, StorageRow, build_problem
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
 
 NAMES = ("perceptron", "blocks", "seed-unet")

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.api.dividing import divide
 from magis.errors import UsageError
 from magis.fission.proof import verify_fission
-from magis.ir import verify
+from magis.graph import verify
+from magis.planner.fission_plan import divide
+from magis.search.budgeted_evaluator import Goal, Judge, SearchOver, Wanted
 from magis.search.driver import SearchResult, search
-from magis.search.front import BRIEF, sweep
-from magis.search.fronts import divided_front, whole_front
-from magis.search.judge import Goal, Judge, SearchOver, Wanted
-from magis.search.levels import level, realize_level, solve
-from magis.search.relief import relieve
+from magis.search.fission_pareto import divided_front, whole_front
+from magis.search.loop_nest import level, realize_level, solve
+from magis.search.pareto_sweep import BRIEF, sweep
+from magis.search.split_at_peak import relieve
 from magis.simulate.evaluator import check_order, evaluate
 from magis.simulate.problem import DROP, KEEP
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
 from tests.strategies import examples, is_soak
 

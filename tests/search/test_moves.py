@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from magis.search.judge import Goal, Judge, Plan, SearchOver
+from magis.search.budgeted_evaluator import Goal, Judge, Plan, SearchOver
 from magis.search.moves import alternatives, climb, giving_back, hot, relink, saving
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.search.networks import resnet, transformer

@@ -7,24 +7,24 @@ from dataclasses import replace
 
 import pytest
 
-from magis.api.dividing import Divided, divide
-from magis.aten.optimizers import OptimizerSpec
-from magis.aten.splits import RULES
-from magis.aten.splits.labels import Around, Call, Labels, Places, Rule
 from magis.capture import capture
 from magis.capture.workload import fake_tensors
-from magis.cost.model import device_model
+from magis.cost.cost_model import device_model
+from magis.fission.loss_suffix import axes
 from magis.fission.proof import verify_fission
-from magis.fission.suffix import axes
-from magis.ir import verify
-from magis.ir.loops import JOIN, PART, rows_around
-from magis.rewrite.normalize import functionalize, untangle
+from magis.graph import verify
+from magis.graph.loop_rules import JOIN, PART, rows_around
+from magis.ops.optimizers import OptimizerSpec
+from magis.ops.splits import RULES
+from magis.ops.splits.labels import Around, Call, Labels, Places, Rule
+from magis.planner.fission_plan import Divided, divide
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.search.budgeted_evaluator import Goal, Wanted
 from magis.search.driver import search
-from magis.search.fronts import divided_front
-from magis.search.judge import Goal, Wanted
-from magis.search.levels import realize_level
-from magis.simulate.compile import compile_problem
-from magis.simulate.replay import replay
+from magis.search.fission_pareto import divided_front
+from magis.search.loop_nest import realize_level
+from magis.simulate.compiled_problem import compile_problem
+from magis.simulate.simulator import replay
 from tests.fission.halo_nets import large_convnext, large_super_resolution, squared
 from tests.search.subjects import Step
 

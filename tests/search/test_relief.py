@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from magis.fission.proof import verify_fission
-from magis.ir import Graph, dump, verify
+from magis.graph import Graph, dump, verify
 from magis.rewrite.realize import realize
-from magis.search import relief
+from magis.search import split_at_peak as relief
+from magis.search.budgeted_evaluator import Goal, Wanted
 from magis.search.driver import SearchResult, search
-from magis.search.judge import Goal, Wanted
-from magis.search.relief import Relieved, in_order, relieve
-from magis.simulate.compile import compile_problem
+from magis.search.split_at_peak import Relieved, in_order, relieve
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.replay import replay
+from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from magis.errors import UsageError
-from magis.ir import parse, verify
+from magis.graph import parse, verify
 from magis.results import CaseResult
 from magis.testing import nn, run_optimization, setup_training_graph
-from magis.testing.run import TrainingGraph
+from magis.testing.seed_api import TrainingGraph
 
 
 def as_judged(result: CaseResult) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from magis.ir import Graph, Op, Value, parse, verify
-from magis.simulate.compile import Compiled, compile_problem
+from magis.graph import Graph, Op, Value, parse, verify
+from magis.simulate.compiled_problem import Compiled, compile_problem
 
 STEP = """magis graph 1
 storage 0 generator 0

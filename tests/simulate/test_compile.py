@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from magis.ir import Graph, Op, Ref, Value, verify
-from magis.rewrite.normalize import functionalize
-from magis.simulate.compile import GENERATOR_NS, compile_problem, redo_form, reusable
+from magis.graph import Graph, Op, Ref, Value, verify
+from magis.rewrite.functionalize import functionalize
+from magis.simulate.compiled_problem import GENERATOR_NS, compile_problem, redo_form, reusable
 from magis.simulate.evaluator import check_order, evaluate
 from tests.nets import NETS
 from tests.oracles import Costs, captured

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from magis.ir import Op, Ref, verify
-from magis.rewrite.normalize import functionalize
-from magis.simulate.compile import split
+from magis.graph import Op, Ref, verify
+from magis.rewrite.functionalize import functionalize
+from magis.simulate.compiled_problem import split
 from tests.nets import NETS
 from tests.oracles import captured
 from tests.simulate.small_step import change_op, compiled, ids, step

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.ir import Graph, Op, Value, digest
+from magis.graph import Graph, Op, Value, digest
 from magis.results import ModuleBytes, collapsed, is_below
-from magis.simulate.replay import replay
-from magis.simulate.tables import changes, live, peak_of, table
-from tests.ir.loop_graphs import sound
+from magis.simulate.peak_breakdown import changes, live, peak_of, table
+from magis.simulate.simulator import replay
+from tests.graph.loop_graphs import sound
 from tests.nets import NETS
 from tests.oracles import captured
 

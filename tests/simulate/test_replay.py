@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.ir import Graph, Op, Ref, Storage, Value
-from magis.simulate.replay import replay, rounded
+from magis.graph import Graph, Op, Ref, Storage, Value
+from magis.simulate.simulator import replay, rounded
 from tests.strategies import schedules
 
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.api.bench import Bench
-from magis.api.cases import run_case
+from magis.cases.run_case import run_case
+from magis.planner.bench import Bench
 from magis.results import Case
-from magis.rewrite.normalize import functionalize
-from magis.search.fronts import divided_front
-from magis.search.judge import Goal, Wanted
-from magis.search.levels import realize_level
-from magis.simulate.caching import CachingAllocator, reserved
-from magis.simulate.replay import replay
+from magis.rewrite.functionalize import functionalize
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import divided_front
+from magis.search.loop_nest import realize_level
+from magis.simulate.cuda_caching_allocator import CachingAllocator, reserved
+from magis.simulate.simulator import replay
 from tests.strategies import examples
 
 KIB, MIB = 2**10, 2**20

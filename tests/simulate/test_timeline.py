@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from magis.api import run_case
 from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
-from magis.simulate.replay import replay, timeline
-from tests.ir.loop_graphs import sound
+from magis.simulate.simulator import replay, timeline
+from tests.graph.loop_graphs import sound
 
 
 @pytest.fixture(scope="module")

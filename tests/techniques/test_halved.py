@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from magis.aten.optimizers import OptimizerSpec, torch_optimizer
 from magis.errors import UsageError
-from magis.strategies.common import Masters
-from magis.strategies.names import group_of, is_distributed, technique
+from magis.ops.optimizers import OptimizerSpec, torch_optimizer
+from magis.strategies.distributed import Masters
+from magis.strategies.distributed_names import group_of, is_distributed, technique
 
 
 def test_masters_move_as_float32_weights_would_and_the_weights_are_their_copies() -> None:

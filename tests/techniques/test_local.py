@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from magis.api import Workload
-from magis.backend.steps import EagerStep
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.strategies.local import Local, local, window_of_compiled
-from magis.strategies.parts import LISTED, family, is_local, ort_name
+from magis.runtime.steps import EagerStep
+from magis.strategies.single_device import Local, local, window_of_compiled
+from magis.strategies.strategy_names import LISTED, family, is_local, ort_name
 from tests.api.nets import blocks
 
 

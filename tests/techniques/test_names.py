@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from magis.errors import UsageError
-from magis.strategies.names import DISTRIBUTED, check_world, is_distributed, technique
+from magis.strategies.distributed_names import DISTRIBUTED, check_world, is_distributed, technique
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_world_holds_whole_groups() -> None:
 def test_names_are_told_without_torch() -> None:
     code = (
         "import sys; from magis.strategies import DISTRIBUTED, check_world; "
-        "from magis.strategies.names import is_distributed; assert is_distributed('zero1'); "
+        "from magis.strategies.distributed_names import is_distributed; assert is_distributed('zero1'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from magis.aten.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.batches import REAL, SEED, Style
 from magis.models.bert import BertConfig, bert
 from magis.models.btlm import BtlmConfig, btlm
+from magis.models.building import REAL, SEED, Style
 from magis.models.gpt import GptNeoConfig, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
 from magis.models.vit import VitConfig, vit
+from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, technique
-from magis.strategies.common import LossScaler, _buckets, average_gradients, without_dropout
-from magis.strategies.cuts import cut_of, keep_stage, stage_blocks
-from magis.strategies.flat import Flat
+from magis.strategies.distributed import LossScaler, _buckets, average_gradients, without_dropout
+from magis.strategies.flat_parameter import Flat
+from magis.strategies.pipeline_stages import cut_of, keep_stage, stage_blocks
 from magis.strategies.zero import Zero, _owners
 
 

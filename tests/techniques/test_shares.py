@@ -8,7 +8,7 @@ from torch import nn
 
 from magis.api import OptimizerSpec, Workload
 from magis.errors import UsageError
-from magis.strategies.base import loss_of_shares
+from magis.strategies.technique import loss_of_shares
 
 
 def work(*between: nn.Module) -> Workload:

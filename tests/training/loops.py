@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from magis import optimize
-from magis.training.step import OptimizedStep
+from magis.frontends.optimize import OptimizedStep
 
 BUDGET = 150
 """Plans per search: enough for small networks, and quick."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from magis import optimize
-from magis.backend.measure import window_peak
 from magis.errors import UsageError
+from magis.runtime.measure import window_peak
 from tests.training.loops import BUDGET, Loops, batch, loss_of, net
 
 

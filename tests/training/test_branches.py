@@ -14,11 +14,11 @@ from torch.optim import SGD, AdamW
 
 from magis import Bench, CaptureError, optimize, run_case
 from magis.api import check_case
-from magis.aten.expect import EXPECT, ExpectationError, undone
-from magis.backend.steps import GraphStep
 from magis.capture.batch import as_batch
 from magis.models import from_function
+from magis.ops.branches import EXPECT, ExpectationError, undone
 from magis.results import Case
+from magis.runtime.steps import GraphStep
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 
 

@@ -184,7 +184,7 @@ def test_a_module_that_goes_back_and_forth_is_searched_once_in_each_state(monkey
     for module in (loops.module, loops.twin):
         module.eval()
     loops.agree(1)
-    monkeypatch.delattr("magis.training.planned.plan")
+    monkeypatch.delattr("magis.frontends.planned.plan")
     for training in (True, False, True):
         for module in (loops.module, loops.twin):
             module.train(training)

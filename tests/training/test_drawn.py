@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from magis.aten.generators import seed_all
+from magis.ops.generators import seed_all
 from tests.training.loops import Loops, assert_same, batch, net
 
 

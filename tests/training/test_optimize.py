@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from magis import CaptureError, UsageError, optimize
-from magis.backend.measure import window_peak
-from magis.training.step import KEPT
+from magis.frontends.optimize import KEPT
+from magis.runtime.measure import window_peak
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -24,7 +24,7 @@ def test_a_saved_plan_is_taken_up_without_a_search(tmp_path: Path, monkeypatch: 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr("magis.training.planned.plan", refuse)
+    monkeypatch.setattr("magis.frontends.planned.plan", refuse)
     module = net()
     twin = copy.deepcopy(module)
     step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, plan=path)

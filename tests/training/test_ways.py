@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from torch.optim import SGD, Adam, AdamW
 
-from magis.capture.rule import why_apart
+from magis.capture.optimizer_rule import why_apart
 from tests.training.loops import Loops, net
 
 KINDS = {

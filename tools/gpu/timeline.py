@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.lib.chrome_trace import write_trace
 from magis.api import Bench
-from magis.api.planning import plan
+from magis.planner.planning import plan
 from magis.results import Case
 
 RATIOS = (0.6, 0.5, 0.4)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.lib.planners.solver import Program
-from magis.search.judge import Goal
+from magis.search.budgeted_evaluator import Goal
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, FIRST, Bools, Int32s, Int64s, Problem
 

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.lib.planners.modules import Group, Module, modules
 from benchmarks.lib.planners.setting import Calibrated, Setting
 from benchmarks.lib.planners.solver import Program
-from magis.search.judge import Goal, Plan
+from magis.search.budgeted_evaluator import Goal, Plan
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int8s
 
 __all__ = ["checkpointed", "discards", "selective", "selective_plan", "stored"]

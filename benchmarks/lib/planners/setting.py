@@ -14,9 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
-from magis.search.judge import Goal, Plan
-from magis.search.prices import levels_by_position
-from magis.simulate.compile import Compiled
+from magis.search.budgeted_evaluator import Goal, Plan
+from magis.search.lagrangian_min_cut import levels_by_position
+from magis.simulate.compiled_problem import Compiled
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, Bools, Int8s, Int64s, Problem
 

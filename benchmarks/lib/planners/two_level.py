@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from benchmarks.lib.planners.options import ByOptions
 from benchmarks.lib.planners.setting import Calibrated, Setting
 from benchmarks.lib.planners.shares import TIE, TwoLevel
-from magis.search.judge import Goal, Plan
+from magis.search.budgeted_evaluator import Goal, Plan
 from magis.simulate.problem import Int8s
 
 __all__ = ["two_level", "two_level_plan"]

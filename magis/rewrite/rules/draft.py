@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from magis.cost.shapes import Made, describe
 from magis.errors import VerifyError
-from magis.ir import Arg, Graph, Op, Ref, Storage, Value
-from magis.rewrite.rules.forms import BRINGS_LITERALS, made_call, made_like
+from magis.graph import Arg, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.language import Call, Each, Pattern, Var, calls
 from magis.rewrite.rules.matching import Bound
-from magis.rewrite.rules.merged import Window, is_weight, merge
+from magis.rewrite.rules.merged_weights import Window, is_weight, merge
+from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_like
 
 
 class Refused(Exception):  # noqa: N818  (no error: the answer "not here")

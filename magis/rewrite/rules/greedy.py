@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from magis.ir import Graph
+from magis.graph import Graph
 from magis.rewrite.rules.draft import common_module
 from magis.rewrite.rules.matching import Bound, Index
-from magis.rewrite.rules.table import AGGREGATIONS, RULES, Match, Rule, attempt, matches, rule
+from magis.rewrite.rules.rule_table import AGGREGATIONS, RULES, Match, Rule, attempt, matches, rule
 
 TIDYING = tuple(
     rule(name) for name in ("t-of-t", "cat-of-split", "split-of-cat", "flatten-cat", "cat-of-t", "cat-of-t-rows")

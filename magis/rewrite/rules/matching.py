@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from magis.ir import Graph, Op
-from magis.rewrite.rules.forms import BRINGS_LITERALS, FORMS, Seen, sizes_of_split
+from magis.graph import Graph, Op
 from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family, member
-from magis.rewrite.rules.merged import is_weight
+from magis.rewrite.rules.merged_weights import is_weight
+from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, FORMS, Seen, sizes_of_split
 
 
 @dataclass(frozen=True)

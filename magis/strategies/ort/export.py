@@ -12,9 +12,9 @@ from onnx import helper
 from torch import fx
 
 from magis.errors import UsageError
+from magis.strategies.ort.functional_trace import Traced
 from magis.strategies.ort.layers import LAYERS
-from magis.strategies.ort.operators import OPERATORS
-from magis.strategies.ort.trace import Traced
+from magis.strategies.ort.onnx_operators import OPERATORS
 from magis.strategies.ort.writer import ELEMENT, Fill, Writer, value_of
 
 OPSET = 20

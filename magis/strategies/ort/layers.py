@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from magis.errors import UsageError
-from magis.strategies.ort.operators import Operator, in_float
+from magis.strategies.ort.onnx_operators import Operator, in_float
 from magis.strategies.ort.writer import Made, Writer, value_of
 
 

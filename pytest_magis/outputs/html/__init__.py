@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from magis.report import write_text_atomically
-from pytest_magis.outputs.html.curves import Run
 from pytest_magis.outputs.html.page import html_text
+from pytest_magis.outputs.html.page_parts import Run
 
 __all__ = ["Run", "html_text", "write_report"]
 

@@ -12,8 +12,8 @@ from magis import __version__
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.findings import PERMISSIONS, accept_all
 from pytest_magis.outcome import Outcome
-from pytest_magis.outputs.html.cases import case_section, lines_of
-from pytest_magis.outputs.html.curves import Commit, Run, curve_data, element, embedded, history, table, text
+from pytest_magis.outputs.html.case_section import case_section, lines_of
+from pytest_magis.outputs.html.page_parts import Commit, Run, curve_data, element, embedded, history, table, text
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -1,1 +1,0 @@
-"""Facts derived from a graph: liveness, hazards."""

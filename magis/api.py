@@ -1,0 +1,33 @@
+"""The public functions of magis: capture, plan, run and measure; the one place that wires the layers together."""
+
+from magis.capture import Captured, OptimizerSpec, Workload, capture
+from magis.cases.check import check_case
+from magis.cases.run_case import run_case
+from magis.frontends.fitting import Fit, FitPoint, fit
+from magis.frontends.profiling import record_profile
+from magis.planner.bench import Bench, available_devices, check_device, check_profile, default_device
+from magis.planner.device_profiles import FOLDER as PROFILES
+from magis.planner.device_profiles import Profiles, profile_file
+from magis.planner.fronts import pareto
+
+__all__ = [
+    "PROFILES",
+    "Bench",
+    "Captured",
+    "Fit",
+    "FitPoint",
+    "OptimizerSpec",
+    "Profiles",
+    "Workload",
+    "available_devices",
+    "capture",
+    "check_case",
+    "check_device",
+    "check_profile",
+    "default_device",
+    "fit",
+    "pareto",
+    "profile_file",
+    "record_profile",
+    "run_case",
+]

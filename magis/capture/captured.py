@@ -1,0 +1,409 @@
+"""Captures a training step (or an inference) of any module as one graph.
+
+The step runs once on hollow CPU tensors (`hollow.py`): nothing is computed and nothing allocated, whatever the sizes.
+Device forms (a fused dropout, an attention kernel) are substituted by ``device_table`` while tracing; devices are
+replaced when the step is realized. `record_eager` runs the same step for real, to compare the two.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from magis.capture.autocast import as_on_cuda, device_forms
+from magis.capture.autocast import autocast as casting
+from magis.capture.eager_run import Heard, Listener
+from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
+from magis.capture.optimizer_rule import Apart
+from magis.capture.python_state import (
+    CACHED,
+    CACHES,
+    attributes_kept,
+    cached_memory,
+    caches_kept,
+    changed,
+    tensors_left,
+)
+from magis.capture.recorder import Recorder
+from magis.capture.refusals import (
+    INFERENCE,
+    check_batch,
+    check_buffers,
+    check_contents,
+    check_loss,
+    check_products,
+    check_shapes,
+    check_tensors,
+    clear_errors,
+    shapes,
+)
+from magis.capture.stand_ins import StandIns, stand_ins
+from magis.errors import CaptureError
+from magis.graph import Graph
+from magis.ops import optimizers
+from magis.ops.averages import averages_named
+from magis.ops.eager_only import products_as_eager
+from magis.ops.generator_state import states_recorded
+from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
+from magis.ops.held_tensors import find
+from magis.ops.optimizer_forms import Weight, by_lists, update
+
+LISTS = 16
+"""A planned step that updates weights by lists has about so many; each costs as many launches as a single weight."""
+READABLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured step.
+
+    ``graph`` is in program order with eager's in-place operators. ``deaths`` maps a storage to the number of
+    operators after which eager frees it (missing: it lives to the end), so that the graph in program order
+    reproduces eager's memory byte for byte. ``numbers`` are the lives (first and last position) and bytes of Python
+    numbers that eager keeps for the backward as small CPU tensors, outside of the graph. ``parameters`` are the names
+    of the trained parameters.
+    """
+
+    graph: Graph
+    deaths: Mapping[int, int]
+    numbers: tuple[tuple[int, int, int], ...]
+    parameters: tuple[str, ...]
+    dtype: str
+    rule: optimizers.OptimizerSpec
+    graded: tuple[str, ...] = ()
+    """Those of the trained parameters that have a gradient."""
+    left: tuple[str, ...] = ()
+    """Attributes of the module that its forward changed."""
+    drawn: bool = False
+    """Whether Python drew random numbers: the graph is that of one draw, another step may run another."""
+    after: HostGenerators | None = field(default=None, compare=False)
+    """Then Python's and numpy's generators as the step leaves them."""
+    contents: frozenset[str] = frozenset()
+    """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Tensors that caches of functions hold, by their names in the graph."""
+    results: tuple[str, ...] = ()
+    """Attributes of modules in which the forward leaves tensors that it made: further results, behind the loss."""
+    heard: Heard | None = field(default=None, compare=False)
+    """What eager's run of the step told that it was captured with, or what that run tells."""
+    listed: Captured | None = None
+    """Eager's own step, where that updates weights list by list (foreach, fused), which this one does weight by weight,
+    or by an optimizer behind it."""
+    behind: Apart | None = None
+    """What that optimizer does: this step stops at gradients."""
+
+    @property
+    def expects(self) -> bool:
+        """Whether branches on data are expected to go as they did when the step was captured."""
+        return self.heard is not None and self.heard.expects
+
+    @property
+    def original(self) -> Captured:
+        """The step as eager runs it."""
+        return self.listed or self
+
+
+def capture(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    *,
+    device: str = "cpu",
+    explicit_attention: bool = False,
+    autocast: str | None = None,
+    settled: bool = True,
+    heard: Heard | None = None,
+    results: bool = False,
+) -> Captured:
+    """Capture ``loss_fn(module(*inputs), *targets)``, its gradients and the update as a graph.
+
+    The tensors may be real, hollow or fake; they are not changed. ``device`` ("cpu" or "cuda") chooses the operators
+    that this device would run, ``autocast`` ("bfloat16" or "float16") the type that forward and loss are autocast to.
+    With ``settled`` False the module may replace buffers, as some do in their first step. ``heard`` is what
+    `record_eager` told of this step. With ``results`` the tensors that the forward leaves in attributes are results of
+    the graph, too. Raises CaptureError, naming module and line, for steps that are not one static
+    graph, BranchError where ``heard`` would help.
+    """
+    check_tensors(module, inputs, targets)
+    settings = (device, explicit_attention, autocast, settled, results)
+    mode = Hollow(heard=heard)
+    try:
+        return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
+    except CaptureError:
+        if not mode.drawn:
+            raise
+    return _captured(Hollow(draws=True, heard=heard), module, inputs, targets, loss_fn, rule, *settings)
+
+
+def _captured(
+    mode: Hollow,
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    device: str,
+    explicit_attention: bool,
+    autocast: str | None,
+    settled: bool,
+    results: bool,
+) -> Captured:
+    trained = _trained(module, rule)
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        hosts = stack.enter_context(generators_kept())
+        twins = partial(hollow_like, known=is_readable)
+        forget = stack.enter_context(caches_kept())
+        stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
+        own = held_generators(stand.module, loss_fn)
+        stack.enter_context(own_kept(own))
+        given = shapes(stand)
+        sentinels = optimizers.sentinels(rule).names
+        expects = mode.follower.expects
+        cached: dict[str, Tensor] = {}
+        made: dict[str, torch.Generator] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, cached), ChainMap(made, own), expects=expects)
+        stack.enter_context(clear_errors(recorder.places))
+        kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
+        if explicit_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+        stack.enter_context(device_forms(device))
+        if device == "cuda":  # with autocast of the module's own, too
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(products_as_eager())
+        with states_recorded(device, own, made), hollow(mode), averages_named(stand.module, sentinels) as averages:
+            attributes = partial(tensors_left, kept) if results else dict
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device, attributes)
+        check_shapes(given, stand)
+        check_batch(stand)
+        averages.check(found.graph)
+        if settled:
+            check_buffers(stand)
+        check_products(found.graph)
+        check_contents(found.graph, mode.read | cached.keys())
+        drawn = mode.drawn or hosts.moved()
+        return replace(
+            found,
+            contents=frozenset(mode.read),
+            left=(*changed(kept), *((CACHES,) if forget() else ())),
+            cached=cached,
+            drawn=drawn,
+            after=HostGenerators() if drawn else None,
+            heard=mode.follower.heard,
+        )
+
+
+def record_eager(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    *,
+    explicit_attention: bool = False,
+    autocast: str | None = None,
+    expects: bool = False,
+) -> Captured:
+    """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
+
+    The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
+    of the result is what a capture cannot know; with ``expects``, the truth values that Python reads are in the graph.
+    """
+    rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
+    trained = _trained(module, rule)
+    with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
+        own = held_generators(stand.module, loss_fn)
+        sentinels: dict[float, str] = {}
+        made: dict[str, torch.Generator] = {}
+        recorder = Recorder(sentinels, _finder(stand, loss_fn, {}), ChainMap(made, own), expects=expects)
+        listener = Listener(expects=expects)
+        with ExitStack() as stack:
+            stack.enter_context(own_kept(own))
+            stack.enter_context(clear_errors(recorder.places))
+            stack.enter_context(attributes_kept(stand.module, loss_fn))
+            if explicit_attention:
+                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            stack.enter_context(products_as_eager())
+            stack.enter_context(states_recorded("cpu", own, made))
+            stack.enter_context(averages_named(stand.module, sentinels))
+            stack.enter_context(listener)
+            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+        return replace(found, heard=listener.heard())
+
+
+def _finder(
+    stand: StandIns, loss_fn: Callable[..., Tensor] | None, cached: dict[str, Tensor]
+) -> Callable[[Tensor], str | None]:
+    """Names tensors by where the module or the loss function holds them; adds those of caches to `cached`."""
+    roots = {"module": stand.module, "loss": loss_fn}
+
+    def found(tensor: Tensor) -> str | None:
+        owner = stand.owner_of(tensor)
+        if owner is not None:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} that looks at the memory of {owner} is used past the module",
+                hint="make the view in the forward, or register it as a buffer",
+            )
+        name = find(roots, tensor)
+        if name is None and tensor.untyped_storage()._cdata in cached_memory():
+            name = f"{CACHED}{len(cached)}"
+            cached[name] = tensor.detach()
+        return name
+
+    return found
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    memory: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in memory:
+            memory[storage._cdata] = storage.clone()
+    return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
+
+
+def _recorded(
+    recorder: Recorder,
+    stand: StandIns,
+    loss_fn: Callable[..., Tensor] | None,
+    rule: optimizers.OptimizerSpec,
+    trained: tuple[str, ...],
+    autocast: str | None,
+    device: str,
+    attributes: Callable[[], Mapping[str, Tensor]] = dict,
+) -> Captured:
+    """Run the step on the stand-ins, and say what it did; `attributes` are tensors that the forward has left there."""
+    training = rule.kind != "none"
+    kinds = optimizers.state_names(rule)
+    leaves = [stand.parameters[name] for name in trained]
+    states = [{kind: optimizers.new_state(kind, leaf) for kind in kinds} for leaf in leaves]
+    numbers = optimizers.sentinels(rule).numbers
+    for name, tensor in stand.named().items():
+        kind = name.partition(":")[0]
+        recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
+    with recorder.places.watch(stand.module), recorder:
+        with torch.set_grad_enabled(training), casting(autocast):
+            result = _forward(stand, loss_fn)
+        grads: Sequence[Tensor | None] = ()
+        if training:
+            check_loss(result)
+            recorder.phase = "backward"
+            # Held to the end of the step, as ``.grad`` holds them in eager.
+            grads = _gradients(result, leaves)
+            recorder.phase = "update"
+            _register_states(recorder, trained, grads, states)
+        left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
+        returned = [*_flat(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
+
+        def found() -> Captured:
+            return Captured(
+                graph=recorder.graph(tuple(recorder.value_of(t) for t in returned)),
+                deaths=recorder.deaths,
+                numbers=recorder.numbers,
+                parameters=trained,
+                dtype=_main_dtype(stand.module),
+                rule=rule,
+                graded=tuple(name for name, grad in zip(trained, grads, strict=False) if grad is not None),
+                results=tuple(left),
+            )
+
+        listed, most = None, 0
+        weights = [Weight(*each) for each in zip(trained, leaves, grads, states, strict=True)]
+        with torch.no_grad():
+            if by_lists(rule, device):
+                with recorder.aside():
+                    update(rule, weights, numbers, device=device)
+                    listed = found()
+                weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
+            update(rule, weights, numbers, device=device, most_bytes=most)
+        return replace(found(), listed=listed)
+
+
+def _trained(module: nn.Module, rule: optimizers.OptimizerSpec) -> tuple[str, ...]:
+    training = rule.kind != "none"
+    trained = tuple(name for name, p in module.named_parameters() if training and p.requires_grad)
+    if training and not trained:
+        raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
+    return trained
+
+
+def is_readable(name: str, tensor: Tensor) -> bool:
+    """Whether Python may read numbers off a tensor: lengths, positions, masks; not what is trained or computed with."""
+    return (
+        not name.startswith("parameter:")
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.untyped_storage().nbytes() <= READABLE_BYTES
+    )
+
+
+def _register_states(
+    recorder: Recorder,
+    trained: Sequence[str],
+    grads: Sequence[Tensor | None],
+    states: Sequence[Mapping[str, Tensor]],
+) -> None:
+    """Optimizer state, of those parameters that have a gradient: torch's optimizers never make any for the others."""
+    for name, grad, state in zip(trained, grads, states, strict=True):
+        if grad is None:
+            continue
+        for kind, tensor in state.items():
+            recorder.register(tensor, "state", f"state:{kind}:{name}")
+
+
+def _soonest(recorder: Recorder, weights: Sequence[Weight]) -> list[Weight]:
+    """In the order in which their gradients are there; those without one, which groups may name, come last."""
+    graded = [(recorder.value_of(each.grad), each) for each in weights if each.grad is not None]
+    return [*(each for _, each in sorted(graded, key=lambda pair: pair[0])), *(w for w in weights if w.grad is None)]
+
+
+def _of_a_list(weights: Sequence[Weight], device: str) -> int:
+    """Bytes of weights that a planned step updates in one call: few, since their gradients wait for one another. One
+    weight at a time on a CPU, where a call on a list is a loop."""
+    return 0 if device == "cpu" else sum(each.param.nbytes for each in weights) // LISTS
+
+
+def _forward(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Any:
+    if loss_fn is None:
+        return stand.module(*stand.inputs)
+    return loss_fn(stand.module(*stand.inputs), *stand.targets)
+
+
+def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """``loss.backward()`` without the detour through function modes; the gradients, None where there is none.
+
+    That detour would switch ``device_forms`` off during the backward, in which checkpointing runs forwards again.
+    Gradients are accumulated as in eager, which copies those that are shared or laid out unlike their parameter.
+    """
+    root = torch.ones_like(loss, memory_format=torch.preserve_format)
+    _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    return [leaf.grad for leaf in leaves]
+
+
+def _flat(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, Mapping):
+        for part in item.values():
+            yield from _flat(part)
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _flat(part)
+
+
+def _main_dtype(module: nn.Module) -> str:
+    for parameter in module.parameters():
+        return str(parameter.dtype).removeprefix("torch.")
+    return "float32"

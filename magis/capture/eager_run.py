@@ -1,0 +1,110 @@
+"""What eager's own run of a step tells a capture that cannot know it: layouts of results, and ways that branches take.
+
+Torch's functions for fake tensors give some results other strides than kernels do, and a branch on data
+(`if torch.isfinite(x).all()`) has no answer where nothing is computed. So the step is run once on real tensors; a
+capture then follows what was heard. What it branches on becomes an expectation of the graph (`magis.ops.branches`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from magis.capture.schemas import READS
+
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a result."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Layouts of every operator's results, call by call, and the truth values that Python read, in order."""
+
+    layouts: Mapping[str, tuple[tuple[_Layout, ...], ...]]
+    truths: tuple[bool, ...]
+    expects: bool
+    """Whether a capture takes the truth values as expectations."""
+
+
+class Listener(TorchDispatchMode):
+    """Hears a step on real tensors."""
+
+    def __init__(self, *, expects: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._expects = expects
+        self._layouts: dict[str, list[tuple[_Layout, ...]]] = {}
+        self._truths: list[bool] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in READS:
+            self._truths += [out] if isinstance(out, bool) else []
+        elif func.namespace == "aten" and not func._schema.is_mutable:
+            made = tuple(_layout(item) for item in tree_iter(out) if isinstance(item, Tensor))
+            self._layouts.setdefault(str(func), []).append(made)
+        return out
+
+    def heard(self) -> Heard:
+        """Everything so far."""
+        layouts = {name: tuple(calls) for name, calls in self._layouts.items()}
+        return Heard(layouts, tuple(self._truths), self._expects)
+
+
+class Follower:
+    """Goes through what was heard, one operator after another."""
+
+    def __init__(self, heard: Heard | None) -> None:
+        self.heard = heard
+        self._calls: Counter[str] = Counter()
+        self._read = 0
+
+    @property
+    def expects(self) -> bool:
+        """Whether truth values that Python reads are expectations."""
+        return self.heard is not None and self.heard.expects
+
+    def rewind(self) -> None:
+        """From the first call on again."""
+        self._calls.clear()
+        self._read = 0
+
+    def truth(self) -> bool | None:
+        """The next truth value that Python reads; None where no expectation can be made of it."""
+        self._read += 1
+        if self.heard is None or not self.heard.expects or self._read > len(self.heard.truths):
+            return None
+        return self.heard.truths[self._read - 1]
+
+    def laid_out(self, func: Any, out: Any) -> Any:
+        """Fake results with eager's strides, where this call of the operator made such shapes."""
+        if self.heard is None:
+            return out
+        name = str(func)
+        calls = self.heard.layouts.get(name, ())
+        position = self._calls[name]
+        self._calls[name] += 1
+        made = [item for item in tree_iter(out) if isinstance(item, Tensor)]
+        if position >= len(calls) or [tuple(item.shape) for item in made] != [shape for shape, _ in calls[position]]:
+            return out
+        strides = {id(item): stride for item, (_, stride) in zip(made, calls[position], strict=True)}
+
+        def as_heard(item: Tensor) -> Tensor:
+            stride = strides[id(item)]
+            if item.layout is not torch.strided or item.stride() == stride:
+                return item
+            return torch.empty_strided(item.shape, stride, dtype=item.dtype, device=item.device)
+
+        return tree_map_only(Tensor, as_heard, out)
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout is torch.strided else ()

@@ -1,0 +1,315 @@
+"""Tensors that `functools.lru_cache` keeps: tables and embeddings of positions, made in a module's first step.
+
+What a capture leaves there would be taken for real by the next call, so it is forgotten. What real calls have left
+there is part of the step: its contents are those of the call's arguments, and stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import gc
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+from torch.utils._pytree import tree_iter
+
+from magis.capture.hollow import hollow, is_hollow, is_made
+from magis.capture.workload import Workload
+from magis.ops.generators import generators_kept, held_generators, own_kept
+
+CACHED = "cached:"
+"""Begins the names of such tensors in a graph."""
+CACHES = "the caches of functools"
+_KIND = type(functools.lru_cache(lambda: None))
+
+
+@contextmanager
+def caches_kept() -> Iterator[Callable[[], bool]]:
+    """Forget at the end, or when what is yielded is called, what the block leaves in caches without computing it."""
+    done: list[bool] = []
+
+    def forget() -> bool:
+        done.append(forget_made())
+        return done[-1]
+
+    try:
+        yield forget
+    finally:
+        if not done:
+            forget_made()
+
+
+def forget_made() -> bool:
+    """Empty the caches that hold tensors of a capture; whether there are some."""
+    found = False
+    for cache, tensors in _caches():
+        if any(map(is_made, tensors)):
+            cache.cache_clear()
+            found = True
+    return found
+
+
+def cached_memory() -> set[int]:
+    """Storages of all tensors in caches."""
+    return {tensor.untyped_storage()._cdata for _, tensors in _caches() for tensor in tensors}
+
+
+def _objects_of(kind: type) -> list[Any]:
+    """All that Python keeps track of, those included that collections are told to pass over."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    found = [item for item in gc.get_objects() if type(item) is kind]
+    if frozen:
+        gc.freeze()
+    return found
+
+
+def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
+    for cache in _objects_of(_KIND):
+        if not cache.cache_info().currsize:
+            continue
+        held = gc.get_referents(cache)
+        held += [value for item in held if type(item) is dict for value in item.values()]
+        tensors = [
+            part
+            for item in held
+            if isinstance(item, (Tensor, tuple, list))
+            for part in tree_iter(item)
+            if isinstance(part, Tensor) and part.layout is torch.strided
+        ]
+        if tensors:
+            yield cache, tensors
+
+
+# Copies of modules, with what `copy.deepcopy` refuses (results of their last forward) or loses (how weights lie).
+
+
+def deep_copy(module: nn.Module) -> nn.Module:
+    """`copy.deepcopy`, with plain tensors in place of those that autograd made: the `weight` of `weight_norm`, say.
+
+    Weights that lie in memory with gaps, or in memory of others, do so in the copy: kernels go by the strides.
+    """
+    made: dict[int, object] = {}
+    for part in module.modules():
+        for tensor in vars(part).values():
+            if isinstance(tensor, Tensor) and not tensor.is_leaf:
+                made[id(tensor)] = tensor.detach().clone()
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and type(parameter.data) is Tensor and parameter.layout == torch.strided:
+            # Of a parameter torch copies the elements, of any other tensor all the memory that it lies in.
+            twin = copy.deepcopy(parameter.detach(), made)
+            made[id(parameter)] = nn.Parameter(twin, parameter.requires_grad)
+    return copy.deepcopy(module, made)
+
+
+# Python attributes of a module while its forward runs on stand-ins: what it leaves there is taken away again.
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+"""Hooks are in an OrderedDict."""
+Kept = list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]]
+"""Path, part, its attributes, and copies of those that are containers."""
+
+
+@contextmanager
+def attributes_kept(*roots: object) -> Iterator[Kept]:
+    """Put every attribute of the modules among `roots` back at the end, and what lists and dictionaries held."""
+    kept = [
+        (path, part, dict(vars(part)), {name: _copied(value) for name, value in vars(part).items()})
+        for root in roots
+        if isinstance(root, nn.Module)
+        for path, part in root.named_modules()
+    ]
+    try:
+        yield kept
+    finally:
+        for _, part, before, contents in kept:
+            vars(part).clear()
+            vars(part).update(before)
+            for name, held in contents.items():
+                _refill(before[name], held)
+
+
+def changed(kept: Kept) -> tuple[str, ...]:
+    """Names of the attributes that are others by now, or hold others."""
+    return tuple(
+        f"{path}.{name}".lstrip(".")
+        for path, part, before, contents in kept
+        for name in sorted({*before, *vars(part)})
+        if before.get(name, kept) is not vars(part).get(name, kept) or not _same(before[name], contents[name])
+    )
+
+
+def tensors_left(kept: Kept) -> dict[str, Tensor]:
+    """Tensors that are attributes by now where other values were, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, part, before, _ in kept
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and value is not before.get(name)
+    }
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in _CONTAINERS else None
+
+
+def _same(value: Any, before: Any) -> bool:
+    if before is None:
+        return True
+    if isinstance(value, dict):
+        pairs = zip(value.items(), before.items(), strict=False)
+        return len(value) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in pairs)
+    return len(value) == len(before) and all(a is b for a, b in zip(value, before, strict=False))
+
+
+def _refill(value: Any, before: Any) -> None:
+    if before is None or _same(value, before):
+        return
+    value.clear()
+    if isinstance(value, (dict, set)):
+        value.update(before)
+    else:
+        value.extend(before)
+
+
+# Numbers that a forward only counts on: `self.calls += 1`, `self.seen += len(x)`, and nothing else that looks at
+# them.
+# Such a number decides nothing that the step computes. A planned step, in which no Python of the forward runs,
+# counts on as far as the forward does.
+
+_ADDS = ("+", "+=")
+_LATER = frozenset({torch.utils.checkpoint.__file__, torch.autograd.function.__file__, torch.autograd.graph.__file__})
+_TORCH = str(Path(torch.__file__).parent)
+_BACKWARD_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def counting_loads(code: types.CodeType) -> frozenset[int]:
+    """Offsets of the instructions that load an attribute for nothing but to store it again, with a number added."""
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    loads: dict[str, list[int]] = {}
+    stores: Counter[str] = Counter()
+    found: set[int] = set()
+    for at, one in enumerate(steps):
+        if one.opname == "LOAD_ATTR" and at and steps[at - 1].opname in ("COPY", "DUP_TOP"):
+            loads.setdefault(str(one.argval), []).append(one.offset)
+        elif one.opname == "STORE_ATTR" and at > 1:
+            if steps[at - 1].opname == "SWAP" and steps[at - 2].argrepr == "+=":
+                stores[str(one.argval)] += 1
+            elif _adds(steps, at):
+                found.add(steps[at - 4].offset)
+    for name, offsets in loads.items():
+        if stores[name] == len(offsets):  # each of these is the beginning of a `+=`
+            found.update(offsets)
+    return frozenset(found)
+
+
+def runs_later(codes: Iterable[types.CodeType], roots: Iterable[object]) -> bool:
+    """Whether code may run beside a forward's: in its backward (hooks, own gradients), or again (checkpoints)."""
+    hooked = any(
+        getattr(part, kind, None)
+        for root in roots
+        if isinstance(root, nn.Module)
+        for part in (*root.modules(), global_hooks)
+        for kind in _BACKWARD_HOOKS
+    )
+    return hooked or any(
+        code.co_filename in _LATER or (code.co_filename.startswith(_TORCH) and code.co_name.startswith("register_"))
+        for code in codes
+    )
+
+
+def _adds(steps: list[dis.Instruction], at: int) -> bool:
+    """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
+    if at < 5:
+        return False
+    holder, load, number, total, again = steps[at - 5 : at]
+    return (
+        load.opname == "LOAD_ATTR"
+        and load.argval == steps[at].argval
+        and number.opname in ("LOAD_CONST", "LOAD_SMALL_INT")
+        and total.argrepr in _ADDS
+        and again.opname.startswith("LOAD_FAST")
+        and (holder.opname, holder.argval) == (again.opname, again.argval)
+    )
+
+
+def holder_of(roots: Mapping[str, object], path: str) -> tuple[nn.Module, str] | None:
+    """The module that has the attribute of this path (`model._modules.norm.calls`), and its name; None without one."""
+    *way, name = path.split(".")
+    item: Any = roots
+    for part in way:
+        inside = item if isinstance(item, Mapping) else getattr(item, "__dict__", {})
+        if part not in inside:
+            return None
+        item = inside[part]
+    return (item, name) if isinstance(item, nn.Module) and name in vars(item) else None
+
+
+def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:
+    """Count on: add to each number, by its path, what one call of the forward adds."""
+    for path, step in counted:
+        found = holder_of(roots, path)
+        if found is not None:  # else somebody has taken it away, as they may: nothing looks at it
+            module, name = found
+            setattr(module, name, getattr(module, name) + step)
+
+
+# One forward ahead of the capture, for modules that make some of their state when they are first called.
+
+
+def settle(work: Workload) -> None:
+    """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
+
+    Buffers and generators of random numbers are left as they were; a generator that this call makes, as it begins.
+    """
+    tensors = [*work.module.parameters(), *work.module.buffers()]
+    kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
+    without_memory = any(map(is_hollow, tensors))
+    known = held_generators(work.module, work.loss_fn)
+    with (
+        generators_kept(),
+        own_kept(known),
+        caches_kept() if without_memory else nullcontext(),
+        hollow() if without_memory else nullcontext(),
+    ):
+        work.loss_fn(work.module(*work.inputs), *work.targets)
+        with torch.no_grad():
+            for buffer, contents in kept:
+                buffer.copy_(contents)
+    for name, generator in held_generators(work.module, work.loss_fn).items():
+        if name not in known:
+            generator.manual_seed(generator.initial_seed())
+
+
+def whole_numbers(work: Workload) -> list[tuple[nn.Module, str, str, int]]:
+    """Whole numbers that are attributes of module or loss: holder, name, name with the holder's path, value."""
+    return [
+        (part, name, f"{path}.{name}".lstrip("."), value)
+        for root in (work.module, work.loss_fn)
+        if isinstance(root, nn.Module)
+        for path, part in root.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int)
+    ]
+
+
+def put_back(before: Iterable[tuple[nn.Module, str, str, int]], names: Iterable[str]) -> None:
+    """Set those numbers that every forward changes (`names`) to what they were: a settling call does not count."""
+    changed = frozenset(names)
+    for part, name, path, value in before:
+        if path in changed:
+            vars(part)[name] = value

@@ -1,0 +1,161 @@
+"""What a captured step may not be, each in one line that says where."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from magis.capture.hollow import UnknownTruth
+from magis.capture.places import Places
+from magis.capture.schemas import ONLY_DENSE, layout_problem
+from magis.capture.stand_ins import StandIns
+from magis.errors import CaptureError, MagisError
+from magis.graph import Graph
+from magis.ops.call import CallError
+
+INFERENCE = "use optimizer kind 'none' for inference"
+EAGER_FIRST = "the step must run eagerly before it can be captured"
+PRODUCTS = frozenset(
+    f"aten.{name}.default"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
+)
+"""Operators whose kernels, on every device, refuse operands of different data types."""
+
+
+def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Raise for tensors that are not dense, or not on the CPU."""
+    named = [
+        *module.named_parameters(),
+        *module.named_buffers(),
+        *((f"input {i}", t) for i, t in enumerate(inputs)),
+        *((f"target {i}", t) for i, t in enumerate(targets)),
+    ]
+    for name, tensor in named:
+        problem = layout_problem(tensor)
+        if problem:
+            raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                f"{name} is on device {tensor.device}",
+                hint="pass the module and its batch on the CPU (module.cpu())",
+            )
+
+
+def check_buffers(stand: StandIns) -> None:
+    """Raise where the forward has put another tensor in a buffer's place."""
+    for name, buffer in stand.module.named_buffers():
+        if buffer is not stand.buffers.get(name):
+            raise CaptureError(
+                f"the forward replaces buffer {name!r}: the next step would not see that",
+                hint="update it in place, with copy_ say",
+            )
+
+
+def shapes(stand: StandIns) -> Mapping[str, tuple[torch.Size, tuple[int, ...]]]:
+    """Shape and strides of every tensor that the step is given."""
+    return {name: (tensor.shape, tensor.stride()) for name, tensor in stand.named().items()}
+
+
+def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand: StandIns) -> None:
+    """Raise where the step has given one of its tensors another shape: the next one would start from that."""
+    for name, (shape, strides) in shapes(stand).items():
+        if (shape, strides) != before[name]:
+            raise CaptureError(
+                f"the step changes the shape of {name} from {list(before[name][0])} to {list(shape)} in place",
+                hint="use a view of it: unsqueeze instead of unsqueeze_, say",
+            )
+
+
+def check_batch(stand: StandIns) -> None:
+    """Raise where the step writes what has a gradient into its batch, which eager leaves as a part of its graph."""
+    given = {name: tensor for name, tensor in stand.named().items() if name.startswith(("input:", "target:"))}
+    for name, tensor in given.items():
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"the step writes what depends on trained parameters into {name}, in place",
+                hint="write to a clone of it",
+            )
+
+
+def check_products(graph: Graph) -> None:
+    """Raise for operands of different data types, which kernels refuse and torch's functions for fakes do not."""
+    for op in graph.ops:
+        if op.target not in PRODUCTS:
+            continue
+        dtypes = sorted({graph.values[value].dtype for value in op.inputs()})
+        if len(dtypes) > 1:
+            raise CaptureError(
+                f"mixed data types: {op.target} in module {op.module or '(root)'!r} is given {' and '.join(dtypes)}",
+                hint=EAGER_FIRST,
+            )
+
+
+def check_contents(graph: Graph, read: Collection[str]) -> None:
+    """Raise where Python reads numbers off a tensor that the step changes: the next step would read others."""
+    written = {storage for op in graph.ops for storage, _ in op.writes}
+    for value in graph.inputs:
+        name, storage = graph.values[value].name, graph.values[value].storage
+        if name in read and storage in written:
+            raise CaptureError(
+                f"the step reads numbers off {name}, which it changes: they would be others in the next step",
+                hint="compute with the tensor instead",
+            )
+
+
+def check_loss(loss: Any) -> None:
+    """Raise for a loss that is not one number which depends on what is trained."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        raise CaptureError(
+            f"the loss is not a single number but of {what}", hint="pass a loss_fn that returns a scalar"
+        )
+    if loss.is_complex():
+        raise CaptureError("the loss is a complex number", hint="return its real part or its absolute value")
+    if not loss.requires_grad:
+        raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
+
+
+class BranchError(CaptureError):
+    """A step branches on data that a capture does not know, and that eager's run of it would tell."""
+
+
+@contextmanager
+def clear_errors(places: Places) -> Iterator[None]:
+    """Errors of the step as one line that says where."""
+    try:
+        yield
+    except CallError as error:
+        raise CaptureError(f"{error} ({_place(places, error)})") from error
+    except MagisError:
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        kind = BranchError if isinstance(error, UnknownTruth) else CaptureError
+        raise kind(
+            f"the step depends on the data of a tensor ({error.func}) {_place(places, error)}",
+            hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
+        ) from error
+    except Exception as error:
+        raise CaptureError(
+            f"{type(error).__name__} {_place(places, error)}: {error}",
+            hint=EAGER_FIRST,
+        ) from error
+
+
+def _place(places: Places, error: BaseException) -> str:
+    """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
+    here = Path(__file__).parent
+    own = (Path(torch.__file__).parent, here, here.parent / "aten")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in own)
+    ]
+    line = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"in module {places.module_of(error) or '(root)'!r}{line}"

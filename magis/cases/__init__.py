@@ -1,0 +1,1 @@
+"""One case of the gate: captured, planned, run, compared with eager, and told in figures."""

@@ -1,0 +1,167 @@
+"""Steps that do not fit: what is said of them, and the optimized one by itself where only the original does not."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from magis.capture import Captured
+from magis.graph import Graph
+from magis.planner.subject import ROUNDS_ALONE, Subject
+from magis.planner.workload_source import median
+from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
+from magis.runtime.exhausted import is_out_of_memory
+from magis.runtime.first_difference import Parting, first_parting
+from magis.runtime.measure import device_identity, others_memory
+from magis.runtime.steps import Step, whole_step
+from magis.runtime.timing import alone
+from magis.simulate.peak_breakdown import peak_of
+from magis.simulate.simulator import MemoryProfile, replay, timeline
+from magis.strategies.technique import samples_of
+from magis.units import GIB, format_bytes
+
+# What a case tells besides its figures: whose the bytes at the peak are, what the plan does, and its time lines.
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """A step as the simulator replays it: a captured one by eager's lifetimes, a graph of ours by its own."""
+
+    subject: Subject
+    graph: Graph
+    captured: Captured | None = None
+
+    @property
+    def _deaths(self) -> Mapping[int, int] | None:
+        return None if self.captured is None else self.captured.deaths
+
+    def _profile(self) -> MemoryProfile:
+        if self.captured is not None:
+            return self.subject.simulate(self.captured)
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        return replay(self.graph, costs.workspace, rounding=costs.rounding)
+
+    def parting(self, run: Callable[[], object]) -> Parting | None:
+        """Where the measured bytes of the step, which `run` runs, part from the simulated ones."""
+        return first_parting(run, self.graph, self._profile())
+
+    def at_peak(self) -> Peak:
+        """What makes the peak of tensors that is reported for the step."""
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        profile = self._profile()
+        return peak_of(self.graph, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Its calls, at the prices of the latency that is reported for it."""
+        costs = self.subject.costs(self.subject.workspaces(self.graph))
+        return timeline(self.graph, self.subject.predicting, costs.workspace, self._profile(), rounding=costs.rounding)
+
+
+NOT_RUN = "not run"
+NOT_COMPARED = "not run: the original does not fit"
+NOT_BOTH = "not run: original and optimized step do not fit together"
+NOTABLE_BYTES = GIB
+"""Of a GPU in others' hands: CUDA itself takes about half of that in every process."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What is known of an optimized step that ran without the original."""
+
+    memory: Memory
+    times_ms: tuple[float, ...]
+
+
+def attempt(run: Callable[[], T]) -> T | None:
+    """What ``run`` returns; None if it runs out of memory, all of which is given back."""
+    try:
+        return run()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # the error is gone by now, and with it the frames that held the step's tensors
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return None
+
+
+def fits_alone(subject: Subject, peak_bytes: int) -> bool:
+    """Whether a step with this peak is run where nothing else of the case is but a copy of the module."""
+    if subject.simulated_only or subject.too_slow:
+        return False
+    return peak_bytes + subject.captured.graph.persistent_bytes() <= subject.free_bytes
+
+
+def run_alone(subject: Subject, make: Callable[[], Step]) -> Alone | None:
+    """Measure and time a step; None if it runs out of memory."""
+
+    def run() -> Alone:
+        step = make()
+        once = whole_step(step)
+        for _ in range(2):  # the first one makes the optimizer's state
+            once()
+        return Alone(subject.measure(step), alone(once, ROUNDS_ALONE, subject.torch_device))
+
+    return attempt(run)
+
+
+def too_large(subject: Subject) -> str:
+    """That the original needs more than is free, with bytes."""
+    return f"it needs about {format_bytes(subject.predicted_bytes)} of memory, {_free(subject)}"
+
+
+def ran_out(subject: Subject) -> str:
+    """That it ran out of memory although it should fit, with bytes."""
+    return f"it ran out of memory: its simulated peak is {format_bytes(subject.original.peak_bytes)}, {_free(subject)}"
+
+
+def _free(subject: Subject) -> str:
+    others = others_memory(subject.source.device)
+    held = f", {format_bytes(others)} are held by other processes" if others >= NOTABLE_BYTES else ""
+    return f"{format_bytes(subject.free_bytes)} are free{held}"
+
+
+# What the rows of strategies have in common that are no captured steps of ours: the original, and the frame.
+
+
+def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
+    """Eager on one rank, which takes the whole batch; not measured where it runs out of memory."""
+    captured = subject.captured.original
+    memory = attempt(lambda: subject.original_measured) if measured else None
+    return StepFigures(
+        subject.original,
+        subject.latency_ns(captured.graph) / 1e6,
+        memory,
+        *median(None if memory is None else subject.original_times_ms),
+        subject.reserved_bytes(captured.graph, captured.deaths),
+        Replayed(subject, captured.graph, captured).at_peak(),
+    )
+
+
+def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
+    """The result of a case without a limit, whose numbers nobody has compared yet."""
+    return CaseResult(
+        case=case,
+        dtype=subject.source.dtype,
+        identity=device_identity(case.device),
+        original=original,
+        optimized=optimized,
+        ratio=None,
+        weight_bytes=subject.weight_bytes,
+        persistent_bytes=subject.captured.graph.persistent_bytes(),
+        memory_limit_bytes=None,
+        latency_limit_ms=None,
+        device_memory_bytes=subject.roofline.memory_bytes,
+        lower_bound_bytes=0,
+        numbers=NOT_RUN,
+        graph_digest=subject.digest,
+        provenance=subject.provenance(subject.captured.original.graph),
+        samples=samples_of(subject.traced),
+        conformance=subject.conformance,
+    )

@@ -1,0 +1,273 @@
+"""Whether the optimized step computes eager's numbers: bit by bit, or with rounding as good as its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from magis.capture.with_optimizer import before_update, without_state
+from magis.graph import Graph
+from magis.ops.generators import generator_of
+from magis.planner.subject import Subject
+from magis.results import RatioInterval
+from magis.runtime.double_precision import (
+    closeness,
+    exact,
+    furthest,
+    gradient_values,
+    off_by,
+    same,
+    wide,
+    with_gradients,
+)
+from magis.runtime.steps import EagerStep, Step, whole_step
+from magis.runtime.time_slices import Step as TurningStep
+from magis.runtime.time_slices import Turn
+from magis.runtime.timing import ROUGHLY, Patience, Timing, agreed, in_turns, interleave, is_too_busy, ratio_interval
+
+S = TypeVar("S", bound=Step)
+
+STEPS_COMPARED = 3
+SAME, CLOSE = "bit-identical", "within tolerance"
+BUFFER_SLACK = 1e-5
+"""Share of a buffer's largest element by which it may differ from eager's: statistics of activations."""
+
+
+def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
+    """What ``compare_rounding`` says of a step with loops (``graph``), and ``compare`` of any other one."""
+    if graph is not None and any(op.body is not None for op in graph.ops):
+        return compare_rounding(subject, graph, seed)
+    return compare(eager, step, seed)
+
+
+def compare(eager: Step, step: Step, seed: int) -> str:
+    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
+    for index in range(STEPS_COMPARED):
+        returned, drawn = [], []
+        for each in (eager, step):
+            _seed(each, seed + index)
+            each.prepare()
+            each.run()
+            returned.append(each.results())
+            drawn.append(_states(each))
+        if len(returned[0]) != len(returned[1]):
+            return f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
+        for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
+            if not same(ours, theirs):
+                what = "loss" if position == 0 else f"result {position}"
+                return f"differs: {what} of step {index + 1}, by up to {furthest(ours, theirs):.3g}"
+        for said in _moved(*drawn):
+            return f"differs: {said} {index + 1}"
+    expected, found = eager.module.state_dict(), step.module.state_dict()
+    for name, tensor in expected.items():
+        if not same(found[name], tensor):
+            return f"differs: {name} after {STEPS_COMPARED} steps"
+    kept = step.state()
+    for name, tensor in eager.state().items():
+        if not same(kept[name], tensor):
+            return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
+    return SAME
+
+
+def _seed(step: Step, seed: int) -> None:
+    """The same random numbers to come for every step, of generators of its own, too."""
+    torch.manual_seed(seed)
+    for number, generator in enumerate(step.generators.values(), 1):
+        generator.manual_seed(seed + number)
+
+
+def _states(step: Step) -> dict[str, Tensor]:
+    """Where the generators stand, by what they are called in a sentence."""
+    device = next((tensor.device for tensor in step.module.parameters()), "cpu")
+    own = {f"generator {name!r}": generator.get_state() for name, generator in step.generators.items()}
+    return {"the generator": generator_of(device).get_state(), **own}
+
+
+def _moved(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator[str]:
+    """The generators that a step leaves elsewhere than eager's does."""
+    yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
+
+
+def compare_losses(eager: Step, step: Step, seed: int) -> float:
+    """By which share of eager's loss the step's is off at most, in three steps from the same weights and generator."""
+    worst = 0.0
+    for index in range(STEPS_COMPARED):
+        losses = []
+        for each in (eager, step):
+            _seed(each, seed + index)
+            each.prepare()
+            losses.append(float(each.run()))
+        worst = max(worst, off_by(losses[1], losses[0]))
+    return worst
+
+
+def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
+    """For a step that sums in another order than eager: "within tolerance" or "differs: <what>".
+
+    Loss and gradients are as close to those in float64 as eager's own are. Weights and optimizer state afterwards are,
+    bit by bit, what torch's optimizer makes of these gradients; running statistics are eager's but for rounding.
+    """
+    return next(_differences(subject, graph, seed), CLOSE)
+
+
+def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
+    before, names = with_gradients(graph)
+    alone = _ran(subject.stopped(before_update(before)), seed)
+    ours, left = alone.results(), _states(alone)
+    eager = subject.eager(stops=True)
+    _ran(eager, seed)
+    drawn = _states(eager)
+    gradients = eager.gradients()
+    yield from _captured_otherwise(subject, eager, seed)
+    yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
+    full = subject.generated(graph)
+    _ran(full, seed)
+    behind = subject.captured.behind is not None  # its step may draw, and write over gradients
+    yield from (f"differs: {said} 1" for said in _moved(drawn, left if behind else _states(full)))
+    for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
+        if not same(shipped, our):
+            yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
+    updated = subject.captured.graded if behind else names
+    found = dict(zip(updated, ours[len(ours) - len(updated) :], strict=True))
+    yield from _otherwise_updated(subject, found, full, seed, drawn["the generator"])
+    buffers = dict(eager.module.named_buffers())
+    for name, tensor in full.module.named_buffers():
+        if same(tensor, buffers[name]):
+            continue
+        error = furthest(tensor, buffers[name])
+        if not error <= BUFFER_SLACK * wide(buffers[name]).abs().max().item():
+            yield f"differs: buffer {name}, by up to {error:.3g}"
+
+
+def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int) -> Iterator[str]:
+    """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
+    graph, names = with_gradients(subject.captured.graph)
+    ours = _ran(subject.stopped(before_update(graph)), seed).results()
+    theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
+    yield from (
+        "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
+    )
+
+
+def _ran(step: S, seed: int) -> S:
+    _seed(step, seed)
+    step.prepare()
+    step.run()
+    return step
+
+
+def _far(
+    subject: Subject, names: Sequence[str], ours: Sequence[Tensor], theirs: Sequence[Tensor], seed: int
+) -> Iterator[str]:
+    """Results and gradients that are further from the exact ones than rounding explains."""
+    captured = subject.captured.graph if subject.captured.behind is None else without_state(subject.captured.graph)
+    values = gradient_values(captured)
+    wanted = [*captured.outputs, *(values[name] for name in names)]
+    if not len(ours) == len(theirs) == len(wanted):
+        yield f"differs: {len(ours)} results, eager has {len(theirs)}"
+        return
+    same = subject.stopped(captured)
+    _seed(same, seed)
+    reference = exact(captured, same.tensors, wanted, same.generators)
+    results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
+    for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
+        found = closeness(name, our, their, right)
+        if found.share > 1.0:
+            what = name if name in results else f"gradient of {name}"
+            yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
+
+
+def _otherwise_updated(
+    subject: Subject, gradients: dict[str, Tensor], step: Step, seed: int, drawn: Tensor
+) -> Iterator[str]:
+    """What torch's optimizer makes otherwise of the same gradients, and of the weights as the forward leaves them;
+    ``drawn`` is the generator's state behind the backward."""
+    if not gradients:
+        return
+    twin = subject.eager()
+    _seed(twin, seed)
+    twin.prepare()
+    twin.forward()
+    generator_of(subject.torch_device).set_state(drawn)
+    twin.update(gradients)
+    weights = dict(step.module.named_parameters())
+    for name, parameter in twin.module.named_parameters():
+        if not same(weights[name], parameter):
+            yield f"differs: {name} after the step, by the same gradient"
+    for name, tensor in twin.state().items():
+        if not same(step.state()[name], tensor):
+            yield f"differs: optimizer state {name} after the step, by the same gradients"
+
+
+# The latency ratio of a case: two looks at it, of steps that are made anew for each.
+
+TIMING_ROUNDS = 8
+"""Pairs of a look, to start with."""
+ROUNDS_WHOLE = 3
+SHORTEST_MS = 30.0
+"""Of a step that takes turns: ten slices. What turns cost shorter ones would show in their ratio."""
+WARM_UP = 1
+"""Untimed pairs before the others."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Pairs of whole steps, which say the milliseconds, and those that say the ratio; they may be the same."""
+
+    whole: Timing
+    pairs: Timing
+
+
+@dataclass(frozen=True)
+class Looks:
+    """How the two steps of a case are timed, and what of their ratio is believed.
+
+    ``rounds`` pairs to start with; ``bounds`` are the ratios at which the verdict changes. A ``rough`` ratio is only
+    shown, and is worth one short look. ``turning``: whether the steps can take turns.
+    """
+
+    device: torch.device
+    rounds: int
+    bounds: tuple[float, ...] = ()
+    rough: bool = False
+    turning: bool = False
+
+    def look(self, eager: Step, step: Step) -> Look:
+        """Time both steps: whole or, where they can and are long enough, in turns."""
+        whole = partial(interleave, whole_step(eager), whole_step(step), warmup=WARM_UP, device=self.device)
+        if self.rough:
+            timing = whole(ROUGHLY)
+            return Look(timing, timing)
+        patience = Patience(self.rounds, self.bounds)
+        if self.turning:
+            some = whole(Patience(min(self.rounds, ROUNDS_WHOLE), most=0))
+            if min(some.first_ms) >= SHORTEST_MS:
+                return Look(some, in_turns(once_in_turns(eager), once_in_turns(step), patience))
+        timing = whole(patience)
+        return Look(timing, timing)
+
+    def wants_another(self, look: Look) -> bool:
+        """Whether a second look would tell something."""
+        return not self.rough and not is_too_busy(look.pairs)
+
+    def ratio(self, found: Sequence[Look]) -> RatioInterval:
+        """What the looks, at most two, say together."""
+        if self.rough:
+            return ratio_interval(found[0].pairs)
+        second = found[1].pairs if len(found) > 1 else None
+        return agreed(found[0].pairs, second, self.bounds)
+
+
+def once_in_turns(step: Step) -> TurningStep:
+    """What is timed of a step that takes turns: what is timed of one that does not."""
+
+    def once(turn: Turn) -> object:
+        step.prepare()
+        return step.run_in_turns(turn)
+
+    return once

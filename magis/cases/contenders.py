@@ -1,0 +1,135 @@
+"""The step under the techniques of one rank: what each request stands for, and the step that comes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from magis.cases.case_rows import Replayed
+from magis.cases.comparison import compare_by_kind, compare_losses
+from magis.dtypes import autocast_type
+from magis.errors import UsageError, nearest
+from magis.graph import Graph
+from magis.planner.subject import Subject
+from magis.results import Case, Memory, SearchStats
+from magis.runtime.steps import Step
+from magis.strategies.single_device import Local, local, window_of_compiled
+from magis.strategies.strategy_names import LISTED, family
+
+SCALER = 0.001
+"""What scales gradients keeps a few numbers of its own, which are not in the captured step."""
+MOST_OFF = 0.05
+"""Share of eager's loss by which a technique that computes other numbers may be off: other random numbers included."""
+PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
+COMPILED = "compiled code: bytes are of its forward and backward without fused operators, latency is of eager"
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """The step that is compared with the original: its simulation, and how to make it."""
+
+    simulated: Memory
+    simulated_ns: int
+    make: Callable[[ExitStack], Step]
+    stats: SearchStats
+    workspaces: Mapping[str, int]
+    reserved: int | None
+    replayed: Replayed | None
+    """None where there is no graph of it."""
+    technique: Local | None = None
+    off_by: float = 0.0
+    """See `CaseResult.off_by`."""
+    priced: bool = True
+    """See `CaseResult.priced`."""
+    note: str = ""
+    """What a reader should know about the simulation."""
+
+
+def technique_of(case: Case, subject: Subject) -> Local | None:
+    """What a case's strategy does to the original; None where it is no technique of one rank. UsageError for unknown
+    strategies, and for ones that are not for the case."""
+    kind = family(case.strategy)
+    if kind is None:
+        raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, LISTED))
+    check_precision(case)
+    if kind != "local":
+        return None
+    technique = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
+    technique.check(subject.traced)
+    return replace(technique, given=autocast_type(case.dtype or "") or "")
+
+
+def check_precision(case: Case) -> None:
+    """Raise UsageError where both a strategy and the case's data type say what precision is."""
+    kind, dtype = family(case.strategy), case.dtype
+    casts = any(part.startswith(("amp", "half")) for part in case.strategy.split("+"))
+    if dtype in (None, "float32") or kind in ("original", "plan"):
+        return
+    if kind == "local" and not casts:
+        return
+    if casts:
+        what = f"strategy {case.strategy!r} casts float32 weights, those asked for are {dtype}"
+        raise UsageError(what, hint="leave out the data type (--magis-dtype)")
+    if dtype == "tf32" or autocast_type(str(dtype)) is not None:
+        what = f"strategy {case.strategy!r} has no {dtype}"
+        raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
+
+
+def of_technique(subject: Subject, technique: Local | None) -> Candidate:
+    """The step under a technique; None: the original itself."""
+    captured, moved_ns = subject.captured.original, 0
+    if technique is not None and technique.is_captured:
+        under, moved = subject.captured_as(technique)
+        captured = under.original
+        moved_ns = subject.roofline.transfer_ns(moved) if moved else 0
+    profile = subject.simulate(captured)
+    found = Candidate(
+        Memory(profile.tensor_bytes, profile.peak_bytes),
+        subject.latency_ns(captured.graph) + moved_ns,
+        partial(_step, subject, technique),
+        SearchStats(),
+        {},
+        subject.reserved_bytes(captured.graph, captured.deaths),
+        Replayed(subject, captured.graph, captured),
+        technique,
+        off_by=SCALER if technique is not None and technique.is_scaled else 0.0,
+    )
+    if technique is None or technique.is_captured:
+        return found
+    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.traced)
+    return replace(
+        found,
+        simulated=Memory(nbytes, nbytes),
+        reserved=None,
+        replayed=None,
+        note=PLANNED if technique.limits else COMPILED,
+        off_by=math.inf,
+        priced=False,
+    )
+
+
+def _step(subject: Subject, technique: Local | None, stack: ExitStack) -> Step:
+    if technique is None:
+        return subject.eager()
+    work = subject.fresh()
+    stack.enter_context(technique.wrapped(work.module, work.blocks))
+    return technique.step(work)
+
+
+def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
+    """How the step's numbers compare with eager's, in the words of `CaseResult.numbers`."""
+    technique = candidate.technique
+    if technique is None or technique.keeps_numbers:
+        return compare_by_kind(subject, graph, eager, step, seed)
+    off = compare_losses(eager, step, seed)
+    if technique.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
+        return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
+    why = " and ".join(
+        name for name, given in (("precision", technique.cast), ("compiler", technique.compiled)) if given
+    )
+    if not off <= MOST_OFF:
+        return f"differs: loss by {100 * off:.2g}%, more than another {why} explains"
+    return f"another {why}: loss within {100 * off:.2g}%"

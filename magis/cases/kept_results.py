@@ -1,0 +1,142 @@
+"""Whole results kept from run to run: of an unchanged step, on the same device, nothing is run again.
+
+Asked for by name alone, since a latency that was measured some day then stands for one of today. A result says in its
+note of which day it is. Its file is trusted as far as its checksum goes, and for the figures that the captured step
+gives without running anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+
+from magis.cases.contenders import technique_of
+from magis.errors import MagisError
+from magis.graph import digest
+from magis.planner.subject import Subject
+from magis.report.results_table import from_plain, to_plain
+from magis.report.text_store import UNSOUND, Kept
+from magis.results import Case, CaseResult, Memory
+from magis.runtime.measure import device_identity
+
+FORMAT = 2
+MOST = float(1 << 62)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptResults:
+    """The results of one case in a folder."""
+
+    kept: Kept
+    subject: Subject
+    case: Case
+
+    def key(
+        self,
+        workspaces: Mapping[str, int] | None,
+        expected_graph: str | None,
+        bounds: Sequence[float],
+        *,
+        rough: bool,
+    ) -> str:
+        """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
+        name, the device and its prices, and what a baseline hands back."""
+        captured = self.subject.captured.original
+        technique = technique_of(self.case, self.subject)
+        wrapped = digest(self.subject.captured_as(technique)[0].graph) if technique and technique.is_captured else ""
+        return self.kept.key(
+            "result",
+            FORMAT,
+            dataclasses.replace(self.case, seconds=None),
+            self.subject.digest,
+            sorted(captured.deaths.items()),
+            [op.line for op in captured.graph.ops],
+            (captured.numbers, captured.dtype, captured.rule),
+            wrapped,
+            (self.subject.roofline, self.subject.pricing.digest),
+            sorted(device_identity(self.case.device).items()),
+            self.subject.runs,
+            _settings(),
+            None if workspaces is None else sorted(workspaces.items()),
+            (expected_graph, tuple(bounds), rough),
+        )
+
+    def load(self, key: str) -> CaseResult | None:
+        """The result under the key, whose note says of which day it is."""
+        return self.kept.load(key, self._read)
+
+    def save(self, key: str, result: CaseResult) -> CaseResult:
+        """Keep a result, unless it depends on the moment: it did not fit into memory, a cap in seconds ended it,
+        or the machine was too busy to time it.
+        Returns the result."""
+        doubtful = result.ratio is not None and bool(result.ratio.doubt)
+        if doubtful or result.note or result.search.stopped_by_seconds or result.numbers.startswith("differs"):
+            return result
+        day = dt.datetime.now(tz=dt.UTC).date().isoformat()
+        text = json.dumps({"day": day, "result": to_plain(result)}, sort_keys=True)
+        with suppress(*UNSOUND):
+            self._read(text)
+            self.kept.save(key, text)
+        return result
+
+    def _read(self, text: str) -> CaseResult:
+        """The result of a text. Raises one of ``UNSOUND`` for one that is not sound, or of another case."""
+        data = json.loads(text, parse_constant=_refuse)
+        result, day = from_plain(data["result"]), dt.date.fromisoformat(data["day"])
+        if any(not 0 <= number <= MOST for number in _numbers(data["result"])):
+            raise MagisError("a figure is below 0 or beyond all bounds")
+        self._check(result)
+        note = f"from the cache of {day.isoformat()}: unchanged"
+        return dataclasses.replace(result, case=self.case, note=note)
+
+    def _check(self, result: CaseResult) -> None:
+        subject, graph = self.subject, self.subject.captured.graph
+        asked = dataclasses.replace(self.case, seconds=None)
+        tensors = subject.original_with({}).tensor_bytes
+        expected = (asked, subject.digest, graph.persistent_bytes(), subject.weight_bytes, tensors)
+        original = result.original.simulated.tensor_bytes
+        case = dataclasses.replace(result.case, seconds=None)
+        if (case, result.graph_digest, result.persistent_bytes, result.weight_bytes, original) != expected:
+            raise MagisError("it is of another case")
+        steps = (result.original, result.optimized)
+        for memory in (each for step in steps for each in (step.simulated, step.measured) if each is not None):
+            _check_memory(memory, result.persistent_bytes)
+
+
+def _settings() -> tuple[object, ...]:
+    """Torch's settings that choose kernels, and with them numbers, scratch and times."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+    )
+
+
+def _check_memory(memory: Memory, persistent: int) -> None:
+    if not persistent <= memory.tensor_bytes <= memory.peak_bytes:
+        raise MagisError(f"a peak of {memory.peak_bytes:,} bytes cannot be")
+
+
+def _numbers(data: Any) -> Iterator[float]:
+    """Every number in nested dictionaries and lists."""
+    items = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    for item in items:
+        if isinstance(item, (int, float)):
+            yield item if math.isfinite(item) else math.inf
+        else:
+            yield from _numbers(item)
+
+
+def _refuse(text: str) -> NoReturn:
+    raise MagisError(f"a figure is {text}")

@@ -1,0 +1,407 @@
+"""One case of the harness, from its request to its result: capture, plan, run, measure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from magis.cases.case_rows import (
+    NOT_BOTH,
+    NOT_COMPARED,
+    NOT_RUN,
+    Replayed,
+    attempt,
+    fits_alone,
+    ran_out,
+    run_alone,
+    too_large,
+)
+from magis.cases.comparison import TIMING_ROUNDS, Looks
+from magis.cases.contenders import Candidate, check_precision, numbers_of, of_technique, technique_of
+from magis.cases.kept_results import KeptResults
+from magis.cases.ort_cases import ort_result
+from magis.cases.rank_cases import ranked_result
+from magis.errors import UsageError
+from magis.graph import Graph
+from magis.planner.bench import Bench, Make, products_of
+from magis.planner.planning import plan, planning_workspaces
+from magis.planner.plans import Plan
+from magis.planner.subject import Subject
+from magis.planner.workload_source import median
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.runtime.measure import collector_spared, device_identity
+from magis.runtime.optimizer_behind import BehindStep
+from magis.runtime.steps import EagerStep, Step
+from magis.simulate.peak_breakdown import changes
+from magis.strategies.strategy_names import PLANS, SEARCHES, family
+from magis.strategies.technique import samples_of
+from magis.units import share_of
+
+Progress = Callable[[str], None]
+
+
+def run_case(
+    case: Case,
+    *,
+    cache: Bench | None = None,
+    make: Make | None = None,
+    planning_workspaces: Mapping[str, int] | None = None,
+    expected_graph: str | None = None,
+    latency_bounds: Sequence[float] = (),
+    rough: bool = False,
+    progress: Progress | None = None,
+    timelines: bool = False,
+) -> CaseResult:
+    """Run one case. ``make`` builds the workload from the seed, where the model's name is not what builds it.
+
+    ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
+    where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``), for two looks at steps
+    made anew; it ends soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it.
+    ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call. Raises
+    MagisError for what cannot be captured or run.
+    """
+    with ExitStack() as stack:
+        bench = cache if cache is not None else stack.enter_context(closing(Bench()))
+        subject = bench.subject(case, make)
+        kind = family(case.strategy)
+        check_precision(case)
+        if kind == "ort":
+            return ort_result(case, subject, progress or (lambda _text: None), latency_bounds, rough=rough)
+        if kind == "distributed":
+            return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
+        run = CaseRun(case, subject, progress, latency_bounds, rough=rough, timelines=timelines)
+        keeps = bench.kept if bench.keeps_results and not timelines else None
+        with collector_spared():
+            if keeps is None:
+                return run.result(planning_workspaces, expected_graph)
+            results = KeptResults(keeps, subject, case)
+            key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough)
+            bench.remember(case, key)
+            return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What running gave: measured memory and milliseconds of each step (None: it did not run), and why not."""
+
+    original: Memory | None = None
+    original_ms: tuple[float, ...] | None = None
+    optimized: Memory | None = None
+    optimized_ms: tuple[float, ...] | None = None
+    ratio: RatioInterval | None = None
+    numbers: str = NOT_RUN
+    note: str = ""
+
+
+class CaseRun:
+    """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
+
+    def __init__(
+        self,
+        case: Case,
+        subject: Subject,
+        progress: Progress | None = None,
+        latency_bounds: Sequence[float] = (),
+        *,
+        rough: bool = False,
+        timelines: bool = False,
+    ) -> None:
+        check_amounts(case)
+        self._technique = technique_of(case, subject)
+        self.graph: Graph | None = None
+        self._case = case
+        self._subject = subject
+        self._progress = progress or (lambda _text: None)
+        self._bounds = tuple(latency_bounds)
+        self._rough = rough
+        self._timelines = timelines
+
+    def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
+        with products_of(self._subject.source.dtype):
+            return self._result(stored, expected_graph)
+
+    def _result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
+        subject, case = self._subject, self._case
+        self._progress("capturing")
+        _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
+        original_ns = subject.latency_ns(subject.captured.original.graph)
+        if subject.kind == "cpu":
+            self._progress("timing one step")
+        refusal = self._refusal()
+        measured = None
+        if refusal is None:
+            self._progress("measuring the original")
+            measured = attempt(lambda: subject.original_measured)
+            refusal = ran_out(subject) if measured is None else None
+        reference = measured or subject.original
+        table = planning_workspaces(subject, stored, expected_graph)
+        limit = share_of(case.memory_ratio, reference.peak_bytes)
+        candidate = self._candidate(table, limit, original_ns, reference)
+        if measured is not None:
+            outcome = self._execute(candidate, measured)
+        else:
+            outcome = self._without_original(candidate, refusal or "")
+        return self._assembled(candidate, outcome, limit, original_ns)
+
+    # -- the candidate ------------------------------------------------------------------------------------------
+
+    def _candidate(
+        self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
+    ) -> Candidate:
+        if self._case.strategy in PLANS:
+            return self._planned(table, limit, original_ns, reference)
+        return of_technique(self._subject, self._technique)
+
+    def _planned(
+        self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
+    ) -> Candidate:
+        case, subject = self._case, self._subject
+        self._progress("searching")
+        target = limit
+        if limit is not None and table is not None:
+            # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
+            target = share_of(case.memory_ratio, self._stored_peak(table, reference))
+        latency_limit = share_of(case.latency_ratio, original_ns)
+        if target is None and latency_limit is None:
+            raise UsageError("a magis case needs a memory ratio or a latency ratio")
+        found = plan(
+            subject,
+            memory_limit=target,
+            latency_limit_ns=latency_limit,
+            budget=case.budget,
+            seconds=case.seconds,
+            seed=case.seed,
+            stored=table,
+            search=case.search,
+        )
+        self.graph = found.graph
+        whole = subject.whole(found.graph)
+        step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
+        return Candidate(
+            subject.simulate_graph(found.graph),
+            found.latency_ns,
+            lambda _stack: subject.generated(found.graph),
+            self._stats(found),
+            found.workspaces,
+            subject.reserved_bytes(step.graph, None if whole is None else whole.deaths),
+            step,
+        )
+
+    def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
+        """Peak of the original with the baseline's workspaces."""
+        subject = self._subject
+        if subject.kind != "cpu":
+            return reference.peak_bytes
+        return subject.original_with(table).peak_bytes
+
+    def _stats(self, found: Plan) -> SearchStats:
+        return SearchStats(
+            seconds=found.seconds,
+            states=found.states,
+            stopped_by_seconds=found.stopped_by_seconds,
+            feasible=found.feasible,
+            recomputed_ops=found.recomputed_ops,
+            swapped_bytes=found.swapped_bytes,
+            fission=found.fission,
+            unsplit=found.unsplit,
+            changes=changes(found.graph),
+        )
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _refusal(self) -> str | None:
+        """Why the original is not run (nothing to say on a simulated device); None if it is run."""
+        subject = self._subject
+        if subject.runs:
+            return None
+        return "" if subject.simulated_only else subject.too_slow or too_large(subject)
+
+    def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
+        """The optimized step alone if it fits, else nothing."""
+        found = None
+        if self._case.strategy != "eager" and fits_alone(self._subject, candidate.simulated.peak_bytes):
+            found = self._alone(candidate)
+            refusal += "" if found else "; nor does the optimized step fit, which ran out of memory too"
+        if found is None:
+            return _Outcome(note=f"{NOT_RUN}: {refusal}" if refusal else "")
+        note = f"the original was not run: {refusal}"
+        return replace(found, numbers=NOT_COMPARED, note=note)
+
+    def _alone(self, candidate: Candidate) -> _Outcome | None:
+        self._progress("measuring and timing the optimized step alone")
+        with ExitStack() as stack:
+            found = run_alone(self._subject, lambda: candidate.make(stack))
+        return None if found is None else _Outcome(optimized=found.memory, optimized_ms=found.times_ms)
+
+    def _execute(self, candidate: Candidate, measured: Memory) -> _Outcome:
+        """Both steps, beside each other; each alone where they do not fit together."""
+        subject = self._subject
+        if self._case.strategy == "eager":
+            times = subject.original_times_ms
+            return _Outcome(measured, times, measured, times, numbers="reference")
+        found = attempt(lambda: self._compared(candidate, measured))
+        if found is not None:
+            return found
+        single = self._alone(candidate)
+        note = "" if single else "; the optimized step ran out of memory even alone"
+        return replace(
+            single or _Outcome(),
+            original=measured,
+            original_ms=attempt(lambda: subject.original_times_ms),
+            numbers=NOT_BOTH,
+            note=f"not compared with the original: both together do not fit{note}",
+        )
+
+    def _compared(self, candidate: Candidate, measured: Memory) -> _Outcome:
+        subject, looks = self._subject, self._looks
+        with ExitStack() as stack:
+            eager = subject.eager()
+            step = candidate.make(stack)
+            self._progress("comparing numbers")
+            numbers = numbers_of(candidate, subject, self.graph, eager, step, self._case.seed)
+            self._progress("measuring memory")
+            memory = subject.measure(step, compiled=self._is_compiled)
+            self._progress("timing")
+            found = [looks.look(eager, step)]
+            if self._is_compiled and looks.wants_another(found[0]):  # to compile it again would take a minute
+                found.append(looks.look(eager, step))
+            del eager, step
+        if not self._is_compiled and looks.wants_another(found[0]):
+            self._progress("timing again")
+            with ExitStack() as stack:
+                found.append(looks.look(subject.eager(), candidate.make(stack)))
+        whole = found[0].whole
+        return _Outcome(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
+
+    @property
+    def _looks(self) -> Looks:
+        subject = self._subject
+        rounds = self._case.timing_rounds
+        rough = self._rough and rounds is None
+        turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
+        return Looks(subject.torch_device, rounds or TIMING_ROUNDS, self._bounds, rough=rough, turning=turning)
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self._technique is not None and not self._technique.is_captured
+
+    def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
+        case, subject, opt_step = self._case, self._subject, candidate.replayed
+        ori_step = Replayed(subject, subject.captured.original.graph, subject.captured.original)
+        eager = subject.reserved_bytes(subject.captured.original.graph, subject.captured.original.deaths)
+        expected_ns = subject.predicted_ns(subject.captured.original.graph, original_ns)
+        original = StepFigures(
+            subject.original,
+            expected_ns / 1e6,
+            outcome.original,
+            *median(outcome.original_ms),
+            eager,
+            ori_step.at_peak(),
+        )
+        opt = StepFigures(
+            candidate.simulated,
+            candidate.simulated_ns / 1e6
+            if opt_step is None
+            else subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
+            outcome.optimized,
+            *median(outcome.optimized_ms),
+            candidate.reserved,
+            None if opt_step is None else opt_step.at_peak(),
+        )
+        if case.strategy == "eager":
+            opt = original
+        latency = original.measured_ms or original.simulated_ms
+        partings = [_parting("original", original, ori_step, subject.eager)]
+        graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
+        if opt_step is not None and opt is not original and graph is not None:
+            partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, graph)))
+        return CaseResult(
+            case=case,
+            dtype=subject.source.dtype,
+            identity={**device_identity(case.device), **_unlike_others(outcome, subject), **_prices(subject)},
+            original=original,
+            optimized=opt,
+            ratio=outcome.ratio,
+            weight_bytes=subject.weight_bytes,
+            persistent_bytes=subject.captured.graph.persistent_bytes(),
+            memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
+            latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
+            device_memory_bytes=subject.roofline.memory_bytes,
+            lower_bound_bytes=subject.lower_bound,
+            bound=str(subject.floor),
+            numbers=outcome.numbers,
+            graph_digest=subject.digest,
+            note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
+            search=candidate.stats,
+            provenance=subject.provenance((opt_step or ori_step).graph),
+            planning_workspaces=dict(candidate.workspaces),
+            samples=samples_of(subject.traced),
+            conformance=subject.conformance,
+            off_by=candidate.off_by,
+            priced=candidate.priced,
+            portable=not self._is_compiled,
+            timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
+        )
+
+
+def _notes(first: str, subject: Subject, partings: Sequence[str]) -> Iterator[str]:
+    """What is said of a case, in order."""
+    yield from (first, subject.scratches.note)
+    own = subject.traced.optimizer.own
+    if own is not None and subject.kind != "cpu" and not own.is_torchs:
+        yield f"{own.name}.step is simulated as its code runs on a CPU"
+    yield from partings
+
+
+def _parting(name: str, figures: StepFigures, step: Replayed, make: Callable[[], Step]) -> str:
+    """Which operator's bytes are not as simulated; empty where they are, or where nobody can say."""
+    seen, simulated = figures.measured, figures.simulated
+    if seen is None or step.subject.kind != "cpu" or seen.peak_bytes == simulated.peak_bytes:
+        return ""
+    ready = make()
+    for _ in range(2):  # the first step makes the optimizer's state
+        ready.prepare()
+        ready.run()
+    if isinstance(ready, (EagerStep, BehindStep)):
+        ready.settle()
+    ready.prepare()
+    found = attempt(lambda: step.parting(ready.run))
+    return "" if found is None else f"the {name} step's bytes part from the simulated ones at {found}"
+
+
+def _prices(subject: Subject) -> dict[str, str]:
+    """Part of the device identity where plans were made with a profile's prices: others make other plans."""
+    digest = subject.pricing.digest
+    return {"profile": digest} if digest and subject.kind != "cpu" else {}
+
+
+def _unlike_others(outcome: _Outcome, subject: Subject) -> dict[str, str]:
+    """Part of the device identity of a row with a step that did not fit: its figures compare with such rows alone."""
+    if not outcome.note:
+        return {}
+    if outcome.original is None and outcome.optimized is None:
+        return {"simulated": "too slow to run" if subject.too_slow else "too large to run"}
+    return {"simulated": "not compared" if outcome.original else "the original, too large to run"}
+
+
+def check_amounts(case: Case) -> None:
+    """Raise UsageError for a limit, a budget or a cap of the case that is not above 0, or a seed below it."""
+    amounts = {
+        "memory ratio": case.memory_ratio,
+        "latency ratio": case.latency_ratio,
+        "budget": case.budget,
+        "cap in seconds": case.seconds,
+    }
+    for name, amount in amounts.items():
+        if amount is not None and not 0 < amount < math.inf:
+            raise UsageError(f"the {name} of a case must be a number above 0, not {amount}")
+    if case.search not in SEARCHES:
+        raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
+    if case.search != SEARCHES[0] and case.strategy not in PLANS:
+        raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
+    if case.seed < 0:
+        raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

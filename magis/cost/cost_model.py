@@ -1,0 +1,249 @@
+"""The cost model that searches and simulations are given: nanoseconds and workspace bytes of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+from magis.cost.devices import DeviceModel, find_device
+from magis.cost.families import family, name_of
+from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
+from magis.cost.profile_store import Profile
+from magis.cost.signature import signature
+from magis.graph.nodes import Graph, Op, Ref, Value
+from magis.ops.generators import STATE_BYTES
+
+# Workspace of operators where it cannot be measured: documented estimates, bytes beyond the fresh outputs.
+# GPU (assumptions, not measurements):
+# * Matrix products take none of their own: cuBLAS's workspace (8 MiB; 32 MiB on Hopper) is allocated once per
+# process and lives on, under the original step and the optimized one alike. * Convolutions run as implicit products
+# without scratch, but for half-precision weight gradients, which are summed in float32 first. * Attention's
+# backward pass keeps one float32 number per row, and sums half-precision query gradients in float32. * LayerNorm's
+# backward pass keeps partial weight gradients, one float32 row per 64 rows of the input and weight. * Embedding's
+# backward pass sorts its indices: four copies of them. * Everything else takes none.
+# CPU (as oneDNN and ATen behaved under torch 2.13; measured workspaces replace these wherever a step really runs):
+# * Convolutions copy their weight and one activation tensor into blocked layouts; the backward pass both of them. *
+# Dropout draws its mask in float32; LayerNorm's backward pass keeps two float32 rows per thread (two threads). *
+# Attention keeps a block of scores per thread.
+
+_THREADS = 2
+_HALF = ("float16", "bfloat16")
+
+
+def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> int:
+    """Estimated workspace of one call in bytes; 0 for operators that the module's head does not name."""
+    if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
+        return 0 if gpu else STATE_BYTES["cpu"]
+    known = family(op.target)
+    inputs = [values[number] for number in op.inputs()]
+    if known is None or not inputs:
+        return 0
+    name = name_of(op.target)
+    outputs = [values[number] for number in op.made()]
+    return _on_gpu(op, name, known.kind, inputs) if gpu else _on_cpu(op, name, known.kind, inputs, outputs)
+
+
+def _on_gpu(op: Op, name: str, kind: str, inputs: list[Value]) -> int:
+    half = inputs[0].dtype in _HALF
+    match kind:
+        case "conv_backward":
+            mask = op.args[-1]
+            wanted = isinstance(mask, tuple) and len(mask) == 3 and mask[1] is True
+            return 4 * inputs[2].numel if half and wanted else 0
+        case "attention_backward":
+            query = inputs[1]
+            return 4 * prod(query.shape[:-1]) + (4 * query.numel if half else 0)
+        case "norm" if name.endswith("_backward"):
+            features = _features(op, inputs[1])
+            rows = inputs[1].numel // max(1, features)
+            return 2 * 4 * features * -(-rows // 64)
+        case "scatter" if name == "embedding_dense_backward":
+            return 4 * inputs[1].nbytes
+        case _:
+            return 0
+
+
+def _on_cpu(op: Op, name: str, kind: str, inputs: list[Value], outputs: list[Value]) -> int:
+    match kind:
+        case "conv":
+            return inputs[1].nbytes + (outputs[0].nbytes if outputs else inputs[0].nbytes)
+        case "conv_backward":
+            return inputs[0].nbytes + inputs[1].nbytes + inputs[2].nbytes
+        case "random" if name == "native_dropout":
+            return 4 * inputs[0].numel
+        case "norm" if name.endswith("_backward"):
+            return 2 * 4 * _THREADS * _features(op, inputs[1])
+        case "attention" | "attention_backward":
+            query = inputs[1 if kind == "attention_backward" else 0]
+            return 4 * _THREADS * min(query.shape[-2], 64) * (512 + query.shape[-1])
+        case _:
+            return 0
+
+
+def _features(op: Op, image: Value) -> int:
+    """Elements of one normalized row: the product of the shape that LayerNorm names, else of the channels."""
+    for arg in op.args:
+        if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
+            return prod(item for item in arg if isinstance(item, int))
+        if isinstance(arg, Ref):
+            continue
+    return image.shape[1] if len(image.shape) > 1 else 1
+
+
+class CostModel(Protocol):
+    """What simulators and searches ask. Every answer is a whole number and depends on the arguments alone."""
+
+    @property
+    def name(self) -> str:
+        """The device: "cpu", "cuda" or "sim:<name>"."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the device."""
+        ...
+
+    @property
+    def rounding(self) -> int:
+        """The allocator hands out multiples of this many bytes."""
+        ...
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
+        ...
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        """Time of one call on the device."""
+        ...
+
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        """Bytes that the call allocates at its worst moment beyond its fresh outputs."""
+        ...
+
+    def transfer_ns(self, nbytes: int) -> int:
+        """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
+        ...
+
+    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        """The time of one call that is no loop, and where it is from."""
+        ...
+
+
+@dataclass(frozen=True)
+class RooflineCosts:
+    """Costs from a profile where it knows the signature or kin of it, else from the roofline of `device`.
+
+    `workspaces` (bytes by signature, measured in isolation on the device) come before the profile's, those
+    before the documented estimates of `magis.cost.cost_model`.
+    """
+
+    device: DeviceModel
+    profile: Profile | None = None
+    workspaces: Mapping[str, int] = field(default_factory=dict)
+    prices: Prices | None = field(default=None, repr=False, compare=False)
+    """Of this device and profile, where they are shared with other costs."""
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.device.memory_bytes
+
+    @property
+    def rounding(self) -> int:
+        return self.device.rounding
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        measured = 0 if self.profile is None else self.profile.link
+        return float(measured or self.device.link_bytes_per_s)
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        if op.body is not None:
+            inside = op.body.graph
+            return op.body.parts * sum(self.nanoseconds(each, inside.values) for each in inside.ops)
+        return self.price(op, values).ns
+
+    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        return (self.prices or self._own).price(op, values)
+
+    @cached_property
+    def _own(self) -> Prices:
+        return Prices(self.device, self.profile)
+
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        if op.target in MERGING:
+            return 0  # copies and sums in place
+        key = signature(op, values)
+        if key in self.workspaces:
+            return self.workspaces[key]
+        if self.profile is not None and key in self.profile.entries:
+            return self.profile.entries[key].workspace
+        return estimated_workspace(op, values, gpu=self.device.name != "cpu")
+
+    def transfer_ns(self, nbytes: int) -> int:
+        if self.link_bytes_per_s <= 0:
+            raise ValueError(f"{self.name} has no host link to swap over")
+        return self.device.launch_ns + round(nbytes / self.link_bytes_per_s * 1e9)
+
+
+def device_model(
+    name: str,
+    *,
+    gpu: str = "",
+    profile: Profile | None = None,
+    workspaces: Mapping[str, int] | None = None,
+) -> RooflineCosts:
+    """Costs of "cpu", "sim:<name>", or "cuda" with a GPU that calls itself `gpu`.
+
+    Raises UnknownDevice, whose message lists the names.
+    """
+    return RooflineCosts(find_device(name, gpu), profile, workspaces if workspaces is not None else {})
+
+
+# What the latency of a step rests on: which share of it was measured, interpolated, or estimated by a roofline.
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of a step's time by where they are from; they add up to 1."""
+
+    measured: float = 0.0
+    interpolated: float = 0.0
+    estimated: float = 1.0
+    error: float = 0.0
+    """By which share the interpolated part is typically off."""
+
+
+def shares(costs: CostModel, graph: Graph) -> Shares:
+    """The shares of a graph's operators, those of loops counted for every part; what the host does is left out."""
+    prices = [(times * price.ns, price) for times, price in _prices(costs, graph, 1)]
+    total = sum(ns for ns, _ in prices)
+    if not total:
+        return Shares()
+    spent = {source: sum(ns for ns, price in prices if price.source == source) for source in _SOURCES}
+    off = sum(ns * price.error for ns, price in prices if price.source == INTERPOLATED)
+    interpolated = spent[INTERPOLATED]
+    return Shares(
+        measured=spent[MEASURED] / total,
+        interpolated=interpolated / total,
+        estimated=spent[ESTIMATED] / total,
+        error=off / interpolated if interpolated else 0.0,
+    )
+
+
+_SOURCES = (MEASURED, INTERPOLATED, ESTIMATED)
+
+
+def _prices(costs: CostModel, graph: Graph, times: int) -> Iterator[tuple[int, Price]]:
+    for op in graph.ops:
+        if op.body is not None:
+            yield from _prices(costs, op.body.graph, times * op.body.parts)
+        elif op.target in MERGING or not op.target.startswith("magis."):
+            yield times, costs.price(op, graph.values)

@@ -1,0 +1,167 @@
+"""The time of one operator: from a profile where it knows the signature or kin of it, else from the roofline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from magis.cost.devices import DeviceModel
+from magis.cost.flops import Work, work
+from magis.cost.interpolate import Curve, kin
+from magis.cost.profile_store import Profile, target_of
+from magis.cost.shapes import made
+from magis.cost.signature import parse, signature
+from magis.errors import MagisError
+from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
+from magis.graph.nodes import Graph, Op, Ref, Value, every_op
+
+# Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
+# time = launches + arithmetic (+) traffic (+) is max where the device hides one behind the other, else sum
+# Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of the
+# bandwidth. Both shares shrink with the operator (Hockney's half-performance size: n / (n + n_half)), so that
+# splitting an operator costs more than its launches. Whole nanoseconds, computed in double precision from integers:
+# the same on every machine.
+
+_MATRIX = frozenset({"matmul", "conv", "conv_backward", "attention", "attention_backward"})
+
+
+def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
+    """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    return _nanoseconds(device, work(op, values))
+
+
+def _nanoseconds(device: DeviceModel, done: Work) -> int:
+    if done.kind in ("view", "none"):  # nothing runs on the device
+        return device.view_ns
+    rates = device.rates.get(done.kind, device.rates["unknown"])
+    matrix = done.kind in _MATRIX
+    peak = device.matrix_flops.get(done.dtype, device.vector_flops) if matrix else device.vector_flops
+    reached = peak * rates.arithmetic
+    if matrix:
+        reached *= _share(done.results, device.half_outputs) * _share(done.smallest_dimension, device.half_dimension)
+    # a measured time per element takes the place of counted arithmetic, except where products come on top
+    per_element = device.element_ns.get(done.name, device.element_ns.get(done.kind))
+    counted = matrix or per_element is None
+    arithmetic = (done.flops / reached * 1e9 if counted else 0.0) + (per_element or 0.0) * done.elements
+    bandwidth = device.bandwidth * rates.bandwidth * _share(done.moved_bytes, device.half_bytes)
+    traffic = done.moved_bytes / bandwidth * 1e9
+    busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
+    if done.fresh_bytes >= device.fault_bytes > 0:
+        busy += done.fresh_bytes * device.fault_ns_per_byte
+    launches = done.tensors if device.loops_lists else done.launches
+    return launches * device.launch_ns + rates.overhead_ns + round(busy)
+
+
+def _share(size: int, half: int) -> float:
+    """Part of a peak that an operator of this size reaches; 1 where no size is known."""
+    return size / (size + half) if size else 1.0
+
+
+MERGING = (PART, JOIN, REDUCE)
+
+
+def signatures_of(graph: Graph) -> Iterator[str]:
+    """Of every operator that the device runs, bodies of loops included, the signature by which costs know it."""
+    for op, values in every_op(graph):
+        if op.body is None and (op.target in MERGING or not op.target.startswith("magis.")):
+            yield signature(*equivalent(op, values))
+
+
+def equivalent(op: Op, values: Mapping[int, Value]) -> tuple[Op, Mapping[int, Value]]:
+    """The ATen call that moves the same bytes as a stretch taken, joined or reduced; other operators as they are.
+
+    With the values of the call alone: a copy of all of a step's for every stretch would take longer than all the rest.
+    """
+    if op.target not in MERGING:
+        return op, values
+    values = {value: values[value] for value in (*op.inputs(), *op.made())}
+    match op.target, op.args:
+        case "magis.part", (Ref(whole), *_):
+            made = values[op.made()[0]]
+            window = replace(values[whole], shape=made.shape)
+            target = "aten.alias.default" if made.storage == window.storage else "aten.clone.default"
+            return replace(op, target=target, args=(Ref(whole),)), {**values, whole: window}
+        case "magis.join", (Ref(whole), Ref(part), *_):
+            window = replace(values[whole], shape=values[part].shape)
+            target = "aten.add_.Tensor" if any(rows_around(op)) else "aten.copy_.default"
+            merged = replace(op, target=target, args=(Ref(whole), Ref(part)), outputs=(whole,))
+            return merged, {**values, whole: window}
+        case "magis.reduce", (Ref(whole), Ref(part), _):
+            return replace(op, target="aten.add_.Tensor", args=(Ref(whole), Ref(part)), outputs=(whole,)), values
+    return op, values
+
+
+MEASURED, INTERPOLATED, ESTIMATED = "measured", "interpolated", "estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Nanoseconds of a call, where they are from, and by which share they are typically off (0: not known)."""
+
+    ns: int
+    source: str
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices on a device, worked out when first asked for and kept."""
+
+    device: DeviceModel
+    profile: Profile | None = None
+    _known: dict[str, Price] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By signature: equal layers ask once."""
+    _curves: dict[str, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kinds: dict[str, Mapping[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        op, values = equivalent(op, values)
+        key = signature(op, values)
+        if key not in self._known:
+            self._known[key] = self._priced(key, op, values)
+        return self._known[key]
+
+    def _priced(self, key: str, op: Op, values: Mapping[int, Value]) -> Price:
+        expected = roofline_ns(self.device, op, values)
+        if self.profile is None or not expected:  # what takes no time needs no measurement
+            return Price(expected, MEASURED if not expected else ESTIMATED)
+        entry = self.profile.entries.get(key)
+        if entry is not None:
+            return Price(entry.ns, MEASURED, entry.spread / entry.ns if entry.ns else 0.0)
+        answer = self._curve(op.target, kin(op, values)).at(expected)
+        return Price(expected, ESTIMATED) if answer is None else Price(answer.ns, INTERPOLATED, answer.error)
+
+    def _curve(self, target: str, kind: str) -> Curve:
+        if target not in self._kinds:
+            self._kinds[target] = self._kinds_of(target)
+        if kind not in self._curves:
+            keys = self._kinds[target].get(kind, ())
+            self._curves[kind] = Curve.of([point for key in keys if (point := self._point(key)) is not None])
+        return self._curves[kind]
+
+    def _point(self, key: str) -> tuple[int, int] | None:
+        """Roofline and measured nanoseconds of an entry; None of a call that this torch refuses."""
+        if self.profile is None:
+            return None
+        try:
+            return roofline_ns(self.device, *made(key)), self.profile.entries[key].ns
+        except MagisError:
+            return None
+
+    def _kinds_of(self, target: str) -> Mapping[str, list[str]]:
+        """An operator's signatures in the profile, by what they have in common."""
+        found: dict[str, list[str]] = {}
+        for key in self._by_target.get(target, ()):
+            with contextlib.suppress(MagisError):  # no signature: nobody asks for it
+                found.setdefault(kin(*parse(key)), []).append(key)
+        return found
+
+    @cached_property
+    def _by_target(self) -> Mapping[str, list[str]]:
+        """All signatures by operator: reading them is put off until one of its kin is asked for."""
+        found: dict[str, list[str]] = {}
+        for key in self.profile.entries if self.profile is not None else ():
+            found.setdefault(target_of(key), []).append(key)
+        return found

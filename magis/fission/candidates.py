@@ -1,0 +1,216 @@
+"""From a cut tensor to the region that the cut runs through: one connected component of the D-Graph (paper).
+
+The D-Graph's vertices are the dimensions of tensors and the reduction axes of operators; an edge says that a dimension
+of an input is the same axis as one of the output. It is never built as a whole: the labels of an operator
+(``magis.ops.splits``) are its edges, and a region follows them from where it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import gcd
+
+import rustworkx as rx
+
+from magis.fission.region import Region
+from magis.graph import Graph, Op
+from magis.graph.hazards import dependency_graph
+from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension, splits
+
+
+def grow(
+    graph: Graph,
+    start: Mapping[int, int],
+    allowed: Collection[int],
+    dag: rx.PyDiGraph[int, None] | None = None,
+) -> dict[int, Split]:
+    """The operators, among the positions ``allowed``, that tensors cut as ``start`` says (value -> dimension) reach.
+
+    In program order: an operator joins if it can be cut the way its inputs from the region are, and if nothing that it
+    needs waits for the region to end. Stops at operators that nothing can cut, and where windows overlap: rows of other
+    parts can be had of what is there before the region begins.
+    """
+    return _followed(graph, start, allowed, dag, across=False)[0]
+
+
+def follow(graph: Graph, start: Mapping[int, int]) -> tuple[dict[int, Split], dict[int, int]]:
+    """The operators of a step that an axis reaches, and its dimension in every tensor on it.
+
+    No region, but what might be the beginning of one: the axis goes on where windows overlap, and through dropout,
+    which is never cut but has the same elements behind it.
+    """
+    cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
+    return cuts, {value: how for value, how in state.items() if isinstance(how, int)}
+
+
+def _followed(
+    graph: Graph,
+    start: Mapping[int, int],
+    allowed: Collection[int],
+    dag: rx.PyDiGraph[int, None] | None,
+    *,
+    across: bool,
+) -> tuple[dict[int, Split], dict[int, How]]:
+    """As ``grow``, or ``across`` as ``follow``; and how every tensor that is reached is cut."""
+    dag = dependency_graph(graph) if dag is None else dag
+    state: dict[int, How] = dict(start)
+    made: set[int] = set()
+    cuts: dict[int, Split] = {}
+    behind: set[int] = set()  # positions that wait for the region
+    wanted = set(allowed)  # nothing ahead of the first or behind the last can join
+    for position in range(min(wanted, default=0), min(max(wanted, default=-1) + 1, len(graph.ops))):
+        op = graph.ops[position]
+        before = dag.predecessor_indices(position)
+        if any(p in behind for p in before):
+            behind.add(position)
+            continue
+        touched = any(value in state for value in op.inputs())
+        split = _matching(op, graph, state, () if across else made) if touched and position in wanted else None
+        if split is not None:
+            cuts[position] = split
+            made.update(op.made())
+            outputs = (dimension(how) if across and isinstance(how, Overlap) else how for how in split.outputs)
+            state.update({v: how for v, how in zip(op.outputs, outputs, strict=True) if v is not None})
+        elif across and touched and op.random:
+            state.update(_kept(op, graph, state))
+        elif any(p in cuts for p in before):
+            behind.add(position)
+    return cuts, state
+
+
+def _kept(op: Op, graph: Graph, state: Mapping[int, How]) -> dict[int, How]:
+    """Results of an operator that look like an input whose cut is known."""
+    known = {graph.values[value].shape: state[value] for value in op.inputs() if isinstance(state.get(value), int)}
+    shapes = {value: graph.values[value].shape for value in op.made()}
+    return {value: known[shape] for value, shape in shapes.items() if shape in known}
+
+
+def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[int]) -> Split | None:
+    """The way to cut ``op`` that agrees with what is known of its inputs; ``made`` are those that the region makes."""
+    if op.random or op.phase == "update":
+        return None
+    for split in splits(op, graph.values):
+        pairs = list(zip(op.inputs(), split.inputs, strict=True))
+        agrees = all(_same(state[value], cut, outside=value not in made) for value, cut in pairs if value in state)
+        if agrees and any(cut is not None and value in state for value, cut in pairs):
+            return split
+    return None
+
+
+def _same(given: How, wanted: Cut, *, outside: bool) -> bool:
+    if isinstance(wanted, Halo):
+        return outside and given == wanted.dim
+    return given == (wanted if wanted is not None else "same")
+
+
+def most_parts(cuts: Mapping[int, Split]) -> int:
+    """Every number of parts that divides this one divides every cut dimension."""
+    found = 0
+    for split in cuts.values():
+        found = gcd(found, split.extent)
+    return found
+
+
+def connected(
+    graph: Graph, cuts: Mapping[int, Split], parts: int, dag: rx.PyDiGraph[int, None] | None = None
+) -> list[Region]:
+    """The weakly connected pieces of the operators, largest first; ``dag`` is the graph's (``dependency_graph``)."""
+    dag = dependency_graph(graph) if dag is None else dag
+    nodes = sorted(cuts)
+    sub = dag.subgraph(nodes)
+    pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]
+    return [Region({p: cuts[p] for p in piece}, parts) for piece in sorted(pieces, key=len, reverse=True)]
+
+
+# Regions around one operator: what could run in parts so that less is in memory while that operator runs.
+
+REACH = 8
+"""Operators ahead of the one in question, weight updates not counted, at which a region may begin."""
+LENGTHS = (0, 2, 5, 12)
+"""Operators behind it at which a region may end."""
+SMALL = 16
+"""Tensors below this share of the largest one near are not worth a cut of their own."""
+
+
+def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, Split]]:
+    """At most ``most`` sets of operators, the one at ``position`` among them, that can be cut together; those first
+    which hold most bytes that nobody outside needs. Whether they are legal regions is not looked at."""
+    dag = dependency_graph(graph)
+    found: dict[tuple[tuple[int, Split], ...], int] = {}
+    ahead = [p for p in range(position) if graph.ops[p].phase != "update"][-REACH:]
+    behind = [p for p in range(position, len(graph.ops)) if graph.ops[p].phase != "update"]
+    for start, first in _starts(graph, [*ahead, position]):
+        for length in LENGTHS:
+            end = behind[min(length, len(behind) - 1)] + 1
+            cuts = _piece(dag, grow(graph, start, range(first, end), dag), position)
+            if cuts:
+                found.setdefault(tuple(sorted(cuts.items())), inner_bytes(graph, cuts))
+    for split in splits(graph.ops[position], graph.values):
+        cuts = {position: split}
+        found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
+    ranked = sorted(found, key=lambda key: (-found[key], len(key)))
+    return [dict(key) for key in _varied(ranked, found, most)]
+
+
+def _varied(
+    ranked: list[tuple[tuple[int, Split], ...]], weight: Mapping[tuple[tuple[int, Split], ...], int], most: int
+) -> list[tuple[tuple[int, Split], ...]]:
+    """The smallest region of every weight, in order."""
+    smallest: dict[int, tuple[tuple[int, Split], ...]] = {}
+    for key in ranked:
+        smallest.setdefault(weight[key], key)
+    chosen = list(smallest.values())[: most - 1]
+    chosen += [key for key in ranked if key not in chosen]
+    return chosen[:most]
+
+
+def _starts(graph: Graph, near: Sequence[int]) -> Iterator[tuple[dict[int, int], int]]:
+    """Cut tensors from which a region may grow, with the first operator that it may hold."""
+    sizes = [_weight(graph, value) for at in near for value in graph.ops[at].inputs()]
+    largest = max(sizes, default=0)
+    seen: set[tuple[int, int, int]] = set()
+    for at in near:
+        for value in graph.ops[at].inputs():
+            if _weight(graph, value) * SMALL < largest:
+                continue
+            for dim, size in enumerate(graph.values[value].shape):
+                if size > 1 and (value, dim, at) not in seen:
+                    seen.add((value, dim, at))
+                    yield {value: dim}, at
+
+
+def _weight(graph: Graph, value: int) -> int:
+    storage = graph.storages[graph.values[value].storage]
+    return 0 if storage.persistent else storage.nbytes
+
+
+def _piece(dag: rx.PyDiGraph[int, None], cuts: Mapping[int, Split], position: int) -> dict[int, Split]:
+    """The operators that hang together with the one at ``position``."""
+    if position not in cuts:
+        return {}
+    sub = dag.subgraph(sorted(cuts))
+    for piece in rx.weakly_connected_components(sub):
+        inside = {sub[node] for node in piece}
+        if position in inside:
+            return {p: cuts[p] for p in sorted(inside)}
+    return {}
+
+
+def inner_bytes(graph: Graph, cuts: Mapping[int, Split]) -> int:
+    """Bytes of storages that the operators make and nobody else uses."""
+    made = {graph.values[value].storage for p in cuts for value in graph.ops[p].made()}
+    used = {graph.values[v].storage for p, op in enumerate(graph.ops) if p not in cuts for v in op.inputs()}
+    used |= {graph.values[value].storage for value in graph.outputs}
+    taken = {graph.values[v].storage for p in cuts for v in graph.ops[p].inputs()}
+    storages = graph.storages
+    return sum(storages[s].nbytes for s in made - used if s in taken and storages[s].kind == "temporary")
+
+
+# Where a step may be cut into parts: one piece for every place of the forward pass, those that hold most first.
+# What a cut reaches from some place on falls into pieces where operators between them cannot be cut (dropout, say).
+# Of these the one counts whose own tensors, which nothing outside of it touches, take most bytes at once: a loop
+# makes nothing else smaller.
+
+
+# Why a step cannot run in parts: the operators at which a cut along the batch ends.
+# Of a batch of 1 nothing is said where height or width can be cut instead.

@@ -1,0 +1,166 @@
+"""Which calls at the size of the whole an operator in a loop is a part of: what the labels of ATen calls say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TypeAlias
+
+from magis.cost.shapes import describe
+from magis.cost.signature import parse
+from magis.errors import VerifyError
+from magis.graph import Arg, Op, Ref, Value
+from magis.ops.splits import Halo, Overlap, Path, dimension, part, splits
+
+MOST_LITERALS = 2
+"""Size literals of one call that stand for the same axis: sizes of a bias and groups, groups and channels."""
+
+Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, tuple[str, ...]]
+"""Shape, strides, data type and bits of a whole tensor."""
+Literals: TypeAlias = tuple[tuple[Path, int], ...]
+"""Where literals stand, and what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """How a value of the body makes up a whole tensor: the dimension along which the parts lie side by side, with rows
+    of other parts or not, "same" where each part has all of it, or how parts combine (``COMBINATIONS``, rows that
+    overlap)."""
+
+    how: int | str | Halo | Overlap
+    whole: Looks
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A whole call that an operator is a part of: where it has other literals, and what its results look like."""
+
+    literals: Literals
+    outputs: tuple[Fact | None, ...]
+
+
+@functools.lru_cache(maxsize=65536)
+def ways(text: str, facts: tuple[Fact, ...], parts: int, rows: tuple[int, ...]) -> tuple[Way, ...]:
+    """The whole calls that a call (its signature) is one of ``parts`` parts of, given the facts of its inputs.
+
+    Where every part takes the same, the call may be whole itself; where some literals are larger, too, it may still
+    be cut (a factory, an expansion). Otherwise the labels decide; what has two readings ([1, 4] as part of [2, 4] or of
+    [1, 8]) has both. Where windows overlap, a part has a 0 for the rows of padding that the whole has: as many as rows
+    are taken before some stretch, or added to (``rows``).
+    """
+    op, small = parse(text)
+    values = {number: value_of(number, fact.whole) for number, fact in enumerate(facts)}
+    if any(part_shape(fact, parts) != small[number].shape for number, fact in enumerate(facts)):
+        return ()
+    found: list[Way] = []
+    same = all(fact.how == "same" for fact in facts)
+    if same:
+        made = _made(op, values)
+        found += [Way((), tuple(None if looks is None else Fact("same", looks) for looks in made))] if made else []
+    for count in range(MOST_LITERALS + 1):
+        for literals in _candidates(op, count, parts, () if same else rows):
+            way = _cut(op, literals, values, facts, parts)
+            found += [] if way is None else [way]
+        if found and not same:
+            break  # the fewer literals are other ones, the better
+    return tuple(dict.fromkeys(found))
+
+
+def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator[Literals]:
+    """Ways in which ``count`` literals of the whole call may be other ones."""
+    numbers = list(_literals(_calls(op), ()))
+    larger = [(path, number * parts) for path, number in numbers if number > 0]
+    yield from combinations(larger, count)
+    for padding in ((path, before) for path, number in numbers if number == 0 for before in rows if count):
+        yield from ((*literals, padding) for literals in combinations(larger, count - 1))
+
+
+def _cut(small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Fact, ...], parts: int) -> Way | None:
+    """The whole call, if one of its splits takes the inputs as the facts say, and makes just this call of it."""
+    op = sized(small, literals, small.inputs(), ())
+    made = _made(op, values)
+    if made is None:
+        return None
+    whole, known = _with_outputs(op, values)
+    wanted = tuple(None if fact.how == "same" else fact.how for fact in facts)
+    for split in splits(whole, known):
+        if split.inputs == wanted and split.extent % parts == 0 and _calls(part(op, split, parts)) == _calls(small):
+            outputs = zip(made, split.outputs, strict=True)
+            return Way(literals, tuple(None if w is None or how is None else Fact(how, w) for w, how in outputs))
+    return None
+
+
+def _calls(op: Op) -> tuple[Arg, ...]:
+    return (*op.args, *(arg for _, arg in op.kwargs))
+
+
+def _with_outputs(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]]:
+    """The call with results of its own, laid out as the operator makes them."""
+    known = dict(values)
+    outputs: list[int | None] = []
+    taken = op.inputs()
+    for each in describe(op, values):
+        if each is None:
+            outputs.append(None)
+            continue
+        key = len(known)
+        storage = key if each.base is None else values[taken[each.base]].storage
+        known[key] = Value(key, each.shape, each.stride, each.dtype, storage, each.offset, bits=each.bits)
+        outputs.append(key)
+    return replace(op, outputs=tuple(outputs)), known
+
+
+def _made(op: Op, values: Mapping[int, Value]) -> tuple[Looks | None, ...] | None:
+    """What the call makes; None if it refuses its arguments."""
+    try:
+        return tuple(None if m is None else (m.shape, m.stride, m.dtype, m.bits) for m in describe(op, values))
+    except VerifyError:
+        return None
+
+
+def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:
+    if isinstance(arg, tuple):
+        for at, item in enumerate(arg):
+            yield from _literals(item, (*path, at))
+    elif isinstance(arg, int) and not isinstance(arg, bool):
+        yield path, arg
+
+
+def value_of(number: int, looks: Looks) -> Value:
+    """A tensor with these looks, on a storage of its own."""
+    shape, stride, dtype, bits = looks
+    return Value(number, shape, stride, dtype, number, bits=bits)
+
+
+def looks_of(value: Value) -> Looks:
+    """What a tensor looks like, wherever it lies."""
+    return value.shape, value.stride, value.dtype, value.bits
+
+
+def part_shape(fact: Fact, parts: int) -> tuple[int, ...] | None:
+    """The shape of one of the parts; None where there are none of equal size."""
+    shape, cut = fact.whole[0], dimension(fact.how)
+    if cut is None:
+        return shape
+    if cut >= len(shape) or shape[cut] % parts:
+        return None
+    around = fact.how.before + fact.how.after if isinstance(fact.how, Halo | Overlap) else 0
+    return tuple(size // parts + around if dim == cut else size for dim, size in enumerate(shape))
+
+
+def sized(op: Op, literals: Literals, inputs: Sequence[int], outputs: tuple[int | None, ...]) -> Op:
+    """The whole call: other literals, other values in and out."""
+    queue, known = iter(inputs), dict(literals)
+
+    def resized(arg: Arg, path: Path) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(next(queue))
+        if isinstance(arg, tuple):
+            return tuple(resized(item, (*path, at)) for at, item in enumerate(arg))
+        return known.get(path, arg)
+
+    args = tuple(resized(arg, (at,)) for at, arg in enumerate(op.args))
+    kwargs = tuple((name, resized(arg, (at,))) for at, (name, arg) in enumerate(op.kwargs, len(op.args)))
+    return replace(op, args=args, kwargs=kwargs, outputs=outputs)

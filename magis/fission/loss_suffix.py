@@ -1,0 +1,296 @@
+"""Regions that run from some place of the forward pass to the loss and back: micro-batches of the rest of the step.
+
+    forward  a b c | d e f loss        the region "from d": d e f loss f' e' d', cut along the batch
+    backward a'b'c'| d'e'f'
+
+Where the batch is 1, height or width of pictures is cut instead: from the last operator whose windows overlap on, since
+it takes rows of other parts.
+
+A place near the loss makes a region of the loss head alone (vocabulary projection and cross-entropy, whose scores then
+never exist in full), the first place one of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import rustworkx as rx
+
+from magis.fission.candidates import connected, follow, grow, most_parts
+from magis.fission.region import Region, region_problems
+from magis.graph import Graph
+from magis.graph.hazards import dependency_graph
+from magis.ops.splits import Halo, Split, why_not
+
+
+@dataclass(frozen=True, eq=False)
+class Suffix:
+    """Operators that a cut of the values crossing position ``at`` reaches; ``crossing`` maps them to dimensions."""
+
+    at: int
+    cuts: Mapping[int, Split]
+    crossing: Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """How the batch, or another dimension of the input, runs through a step: the cut dimension of every tensor that it
+    reaches, and how operators would be cut (not all of them together where windows overlap)."""
+
+    dims: Mapping[int, int]
+    cuts: Mapping[int, Split]
+
+
+def batch_axis(graph: Graph, start: Mapping[int, int]) -> Axis:
+    """The axis that runs through the values of ``start`` (value -> dimension)."""
+    cuts, dims = follow(graph, start)
+    return Axis(dims, cuts)
+
+
+def axes(graph: Graph) -> Iterator[Axis]:
+    """The batch; where that is 1, the places of pictures: height, width ..."""
+    batch = batch_inputs(graph)
+    shapes = [graph.values[value].shape for value in batch]
+    if all(shape[:1] != (1,) for shape in shapes):
+        yield batch_axis(graph, batch)
+        return
+    for dim in range(2, max(map(len, shapes), default=0)):
+        start = {value: dim for value in batch if len(graph.values[value].shape) == max(map(len, shapes))}
+        axis = batch_axis(graph, start)
+        if axis.cuts:
+            yield axis
+
+
+def batch_inputs(graph: Graph) -> dict[int, int]:
+    """The first dimension of everything that the step is given as input."""
+    return {value: 0 for value in graph.inputs if graph.values[value].name.startswith("input:")}
+
+
+def places(graph: Graph, axis: Axis, count: int) -> list[int]:
+    """Positions of the forward pass at which few bytes cross, about evenly spread over what the backward pass keeps.
+
+    The first position of the axis comes first, the loss head last. Where windows overlap, no region that begins ahead
+    of the last such operator reaches the loss.
+    """
+    forward = [p for p in sorted(axis.cuts) if graph.ops[p].phase == "forward"]
+    if not forward:
+        return []
+    overlapping = [p for p in forward if any(isinstance(cut, Halo) for cut in axis.cuts[p].inputs)]
+    forward = [p for p in forward if p >= max(overlapping, default=0)]
+    crossing = _crossing_bytes(graph, forward[-1] + 1)
+    kept = _kept_bytes(graph)
+    total = sum(kept[p] for p in forward)
+    found: list[int] = []
+    for index in range(count):
+        low, high = total * index / count, total * (index + 1) / count
+        seen = 0
+        stretch = []
+        for p in forward:
+            if low <= seen < high:
+                stretch.append(p)
+            seen += kept[p]
+        if stretch:
+            found.append(min(stretch, key=lambda p: (crossing[p], p)))
+    head = _head(graph, forward)
+    return list(dict.fromkeys([forward[0], *found, *head]))
+
+
+def _head(graph: Graph, forward: Sequence[int]) -> list[int]:
+    """Matrix products and convolutions among the last operators: the loss head begins at one of them."""
+    heavy = [p for p in forward if graph.ops[p].target.split(".")[1] in ("mm", "addmm", "convolution")]
+    return heavy[-2:]
+
+
+def _crossing_bytes(graph: Graph, end: int) -> list[int]:
+    """Per position of the forward pass, bytes of temporary storages made before it that a later forward operator
+    takes."""
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for position in range(end):
+        op = graph.ops[position]
+        for value in op.inputs():
+            last[graph.values[value].storage] = position
+        for value in op.made():
+            made.setdefault(graph.values[value].storage, position)
+    change = [0] * (end + 1)
+    for storage, position in made.items():
+        if storage in last and graph.storages[storage].kind == "temporary":
+            change[position + 1] += graph.storages[storage].nbytes
+            change[min(last[storage] + 1, end)] -= graph.storages[storage].nbytes
+    level, found = 0, []
+    for position in range(end):
+        level += change[position]
+        found.append(level)
+    return found
+
+
+def _kept_bytes(graph: Graph) -> dict[int, int]:
+    """Per forward operator, bytes that it makes and the backward pass takes."""
+    used = {graph.values[value].storage for op in graph.ops if op.phase == "backward" for value in op.inputs()}
+    found: dict[int, int] = {}
+    counted: set[int] = set()
+    for position, op in enumerate(graph.ops):
+        fresh = {graph.values[value].storage for value in op.made()} - counted
+        counted |= fresh
+        kinds = graph.storages
+        found[position] = sum(kinds[s].nbytes for s in fresh & used if kinds[s].kind == "temporary")
+    return found
+
+
+def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> Suffix:
+    """The region from position ``at`` of the forward pass to its end and back; ``dag`` is the graph's."""
+    made_late = {value for op in graph.ops[at:] for value in op.made()}
+    crossing = {
+        value: axis.dims[value]
+        for op in graph.ops[at:]
+        if op.phase == "forward"
+        for value in op.inputs()
+        if value in axis.dims and value not in made_late
+    }
+    held = {graph.values[value].storage for value in crossing}
+    made_early = {graph.values[value].storage for op in graph.ops[:at] for value in op.made()}
+    early = {storage for storage in made_early - held if graph.storages[storage].kind == "temporary"}
+    end = next(
+        (
+            position
+            for position, op in enumerate(graph.ops)
+            if position >= at
+            and op.phase == "backward"
+            and any(graph.values[value].storage in early for value in op.inputs())
+        ),
+        len(graph.ops),
+    )
+    return Suffix(at, grow(graph, crossing, range(at, end), dag), crossing)
+
+
+PLACES = 8
+"""Positions of the forward pass that are looked at, besides the first one and the loss head."""
+
+
+LEAST = 200
+"""A piece must hold so much of the step's bytes for itself (the reciprocal). Seen in fourteen networks: pieces that
+gain something hold a fiftieth and more, stretches between two dropouts less than a thousandth."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Connected operators (by position) and how they are cut; ``at`` is the first of them, ``nbytes`` what they hold at
+    most for themselves."""
+
+    at: int
+    cuts: Mapping[int, Split]
+    nbytes: int
+
+
+def pieces(graph: Graph) -> list[Piece]:
+    """The pieces of all places that are worth a loop, each once, those that hold most first; the graph free of needless
+    constraints (``rewrite.untangle``)."""
+    whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
+    worth = (piece for piece in _every(graph) if piece.nbytes * LEAST >= whole)
+    return sorted(worth, key=lambda piece: -piece.nbytes)
+
+
+def _every(graph: Graph) -> Iterator[Piece]:
+    seen: set[tuple[tuple[int, Split], ...]] = set()
+    dag = dependency_graph(graph)
+    for axis in axes(graph):
+        for at in places(graph, axis, PLACES):
+            found = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
+            if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
+                seen.add(cuts)
+                yield found
+
+
+def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:
+    """Of the connected pieces of some operators the one that holds most; None of none. ``dag`` is the graph's."""
+    regions = connected(graph, cuts, 1, dag)
+    if not regions:
+        return None
+    owner = {position: number for number, region in enumerate(regions) for position in region.cuts}
+    held = own_bytes(graph, owner, len(regions))
+    best = max(range(len(regions)), key=held.__getitem__)
+    return Piece(min(regions[best].cuts), regions[best].cuts, held[best])
+
+
+def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
+    """Per piece: most bytes, in program order, of temporary storages that no operator outside of it touches and the
+    caller does not get."""
+    span: dict[int, tuple[int, int]] = {}
+    returned = {graph.values[value].storage for value in graph.outputs}
+    holder: dict[int, int | None] = {}
+    for position, op in enumerate(graph.ops):
+        mine = owner.get(position)
+        for storage in {graph.values[value].storage for value in (*op.inputs(), *op.made())}:
+            first, _ = span.get(storage, (position, position))
+            span[storage] = (first, position)
+            holder[storage] = mine if holder.get(storage, mine) == mine else None
+    change: list[dict[int, int]] = [{} for _ in range(count)]
+    for storage, number in holder.items():
+        if number is not None and graph.storages[storage].kind == "temporary" and storage not in returned:
+            (first, last), nbytes = span[storage], graph.storages[storage].nbytes
+            change[number][first] = change[number].get(first, 0) + nbytes
+            change[number][last + 1] = change[number].get(last + 1, 0) - nbytes
+    return [max(accumulate(each[at] for at in sorted(each)), default=0) for each in change]
+
+
+ENOUGH_PLACES = 2
+
+
+NAMED = 3
+"""Operators that are named, those first that stand in the way most often."""
+
+
+def blocked(graph: Graph) -> str:
+    """What stands in the way, in one line; empty where nothing does."""
+    start = batch_inputs(graph)
+    sizes = sorted({graph.values[value].shape[0] for value in start if graph.values[value].shape})
+    if not sizes:
+        return "no input has a batch dimension"
+    if sizes == [1]:
+        return "" if any(axis.cuts for axis in axes(graph)) else "a batch of 1 has no parts"
+    axis = batch_axis(graph, start)
+    found = Counter(
+        (op.target.split(".")[1], reason)
+        for position, op in enumerate(graph.ops)
+        if position not in axis.cuts and op.phase != "update"
+        for reason in _reasons(graph, position, axis.dims)
+    )
+    if found:
+        calls = Counter(op.target.split(".")[1] for op in graph.ops)
+        return ", ".join(f"{name} ({calls[name]} calls: {reason})" for (name, reason), _ in _first(found))
+    if axis.cuts and most_parts(axis.cuts) == 1:
+        return f"a batch of {' or '.join(map(str, sizes))} has no equal parts with the other sizes of the step"
+    return _refused(graph, axis)
+
+
+def _refused(graph: Graph, axis: Axis) -> str:
+    """Why the first region that could be cut is no legal one; empty if one is."""
+    reason = ""
+    dag = dependency_graph(graph)
+    for at in places(graph, axis, ENOUGH_PLACES):
+        piece = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
+        if piece is None:
+            continue
+        found = next(region_problems(graph, Region(piece.cuts, most_parts(piece.cuts))), "")
+        if not found:
+            return ""
+        reason = reason or found
+    return reason
+
+
+def _reasons(graph: Graph, position: int, dims: Mapping[int, int]) -> set[str]:
+    """Why the operator cannot be cut as its inputs are; one reason at most."""
+    op = graph.ops[position]
+    for number, value in enumerate(op.inputs()):
+        if value in dims:
+            reason = why_not(op, graph.values, number, dims[value])
+            if reason:
+                return {reason}
+    return set()
+
+
+def _first(found: Counter[tuple[str, str]]) -> list[tuple[tuple[str, str], int]]:
+    return sorted(found.items(), key=lambda item: (-item[1], item[0]))[:NAMED]

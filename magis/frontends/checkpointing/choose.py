@@ -1,0 +1,292 @@
+"""`magis.checkpoint_policy`: which blocks to recompute, and what of them to save, for a limit on the peak.
+
+Every candidate is judged by capturing the whole step under it: torch's own checkpointing runs on fake tensors, whose
+deaths are those of the real ones, so that the peak is that of the step that will run, with everything that a block
+makes again at once. Candidates come from one price: an operator is saved if recomputing it costs more nanoseconds than
+its bytes are worth. The price is bisected; then blocks are left plain again, the last first, while the limit holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from magis.capture import Captured, OptimizerSpec, Workload, capture
+from magis.capture.batch import as_batch, own_loss, with_keywords, with_loss
+from magis.errors import UsageError
+from magis.frontends.checkpointing.policy import Region, RegionPolicies, wrapped
+from magis.graph import Op
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
+from magis.rewrite.realize import GENERATOR_BYTES
+from magis.runtime.measure import collector_spared
+from magis.units import format_bytes, parse_bytes, share_of
+
+__all__ = ["checkpoint_policy"]
+
+TRIES = 24
+"""Captures at most."""
+CALLED = "called"
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An operator that may be saved: its key, the bytes that this keeps, the time that it saves."""
+
+    path: str
+    key: tuple[str, int]
+    nbytes: int
+    ns: int
+
+    @property
+    def worth(self) -> float:
+        """Nanoseconds per byte."""
+        return self.ns / self.nbytes if self.nbytes else float("inf")
+
+
+@dataclass(frozen=True)
+class _Judged:
+    regions: tuple[Region, ...]
+    peak: int
+    ns: int
+
+
+def checkpoint_policy(
+    module: nn.Module,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    memory_ratio: float | None = None,
+    memory_limit: str | int | None = None,
+    blocks: Sequence[str] | None = None,
+) -> RegionPolicies:
+    """A policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
+
+    `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss_fn` None
+    the model returns its loss. The limit is `memory_ratio` (share of the plain peak) or `memory_limit` (bytes, or
+    "8 GiB"), with parameters, buffers, batch and gradients; the optimizer's state counts with neither. `blocks` are the
+    paths of the sub-modules that may be recomputed; default: the children of lists and sequences of layers.
+
+    The module is not changed. Raises UsageError for arguments that cannot be and for limits that no policy keeps,
+    CaptureError for a step that is no single static graph.
+    """
+    if (memory_ratio is None) == (memory_limit is None):
+        raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
+    if memory_ratio is not None and not 0 < memory_ratio <= 1:
+        raise UsageError(f"memory_ratio={memory_ratio!r}", hint="use a share above 0 and at most 1")
+    given = as_batch(batch)
+    whole, loss = with_loss(module, loss_fn)
+    work = Workload(
+        f"{type(module).__module__}:{type(module).__qualname__}",
+        with_keywords(whole, given),
+        given.inputs,
+        given.targets,
+        loss or own_loss,
+        OptimizerSpec("gradients"),
+    )
+    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if nbytes is not None and not (type(nbytes) is int and nbytes > 0):
+        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
+    paths = tuple(blocks) if blocks is not None else blocks_of(module)
+    with collector_spared():
+        search = _Search(module, work, paths)
+        limit = share_of(memory_ratio, search.plain.peak) if nbytes is None else nbytes
+        best = search.run(limit or 0)
+    return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns))
+
+
+def blocks_of(module: nn.Module) -> tuple[str, ...]:
+    """Paths of the layers: children with parts of their own, of the outermost lists and sequences; UsageError: none."""
+    found: list[str] = []
+    for path, part in module.named_modules():
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(path.startswith(f"{p}.") for p in found):
+            children = [(f"{path}.{name}" if path else name, child) for name, child in part.named_children()]
+            found += [name for name, child in children if any(True for _ in child.children())]
+    if not found:
+        raise UsageError("the module has no lists or sequences of layers", hint="name its layers: blocks=[...]")
+    return tuple(found)
+
+
+class _Search:
+    """One step and its candidates."""
+
+    def __init__(self, module: nn.Module, work: Workload, blocks: Sequence[str]) -> None:
+        for path in blocks:
+            try:
+                module.get_submodule(path)
+            except AttributeError:
+                raise UsageError(f"the module has no block {path!r}") from None
+        device = next((p.device.type for p in module.parameters()), "cpu")
+        if device != "cpu":
+            raise UsageError(
+                f"the module lies on {device!r}", hint="plan with its copy on the CPU: copy.deepcopy(m).cpu()"
+            )
+        self._module = module
+        self._work = work
+        self._subject = Subject(Source(work.name, lambda _seed: work, "", device, 0))
+        self._tries = 0
+        self._plain = self._captured(())
+        self.plain = self._judge((), self._plain)
+        self._items = self._candidates(blocks)
+        self._paths = tuple(dict.fromkeys(item.path for item in self._items))
+
+    def run(self, limit: int) -> _Judged:
+        """The cheapest policy found under a limit in bytes; UsageError if there is none."""
+        if self.plain.peak <= limit:
+            return self.plain
+        prices = sorted({item.worth for item in self._items if item.nbytes})
+        low, high, best = 0, len(prices), self._at(float("inf"))
+        if best.peak > limit:
+            raise UsageError(
+                f"no policy keeps {format_bytes(limit)}: with all {len(self._paths)} blocks recomputed"
+                f" {format_bytes(best.peak)} are needed, plain {format_bytes(self.plain.peak)}",
+                hint="raise the limit, or name other blocks",
+            )
+        while low < high:  # the lowest price, at which most is saved, that keeps the limit
+            middle = (low + high) // 2
+            found = self._at(prices[middle])
+            if found.peak <= limit:
+                best, high = min(best, found, key=lambda each: each.ns), middle
+            else:
+                low = middle + 1
+        best = self._mixed(prices, low, limit, best)
+        for region in reversed(best.regions):
+            if self._tries >= TRIES:
+                break
+            rest = tuple(each for each in best.regions if each is not region)
+            found = self._tried(rest)
+            if found.peak <= limit and found.ns <= best.ns:
+                best = found
+        return best
+
+    def _mixed(self, prices: Sequence[float], low: int, limit: int, best: _Judged) -> _Judged:
+        """Blocks mostly have the same operators, so that one price for all moves in large steps: as many as fit, from
+        the last on, get the next lower price."""
+        if not 0 < low < len(prices):
+            return best
+        few, many = 0, len(self._paths)
+        while many - few > 1:
+            middle = (few + many) // 2
+            found = self._at(prices[low], prices[low - 1], frozenset(self._paths[-middle:]))
+            if found.peak <= limit:
+                best, few = min(best, found, key=lambda each: each.ns), middle
+            else:
+                many = middle
+        return best
+
+    def _at(self, price: float, other: float = 0.0, others: frozenset[str] = frozenset()) -> _Judged:
+        """All blocks recomputed, but for what is worth more than a price (ns per byte); ``others`` have another one."""
+        saved: dict[str, set[tuple[str, int]]] = {path: set() for path in self._paths}
+        for item in self._items:
+            if not item.nbytes or item.worth > (other if item.path in others else price):
+                saved[item.path].add(item.key)
+        return self._tried(tuple(Region(path, frozenset(keys)) for path, keys in saved.items()))
+
+    def _tried(self, regions: tuple[Region, ...]) -> _Judged:
+        return self._judge(regions, self._captured(regions))
+
+    def _judge(self, regions: tuple[Region, ...], captured: Captured) -> _Judged:
+        # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none
+        peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * len(regions)
+        return _Judged(regions, peak, self._subject.latency_ns(captured.graph))
+
+    def _captured(self, regions: Sequence[Region], seen: Mapping[str, list[str]] | None = None) -> Captured:
+        self._tries += 1
+        work = self._work
+        with _under(self._module, regions, seen):
+            return capture(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
+
+    def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
+        """What may be saved of each block that runs once and can be run again."""
+        where = next(path for path, part in self._work.module.named_modules() if part is self._module)
+        prefix = f"{where}." if where else ""
+        inside = {path: self._inside(f"{prefix}{path}") for path in blocks}
+        inside = {path: ops for path, ops in inside.items() if self._may_repeat(ops)}
+        seen: dict[str, list[str]] = {path: [] for path in inside}
+        self._captured([Region(path) for path in inside], seen)
+        found: list[_Item] = []
+        for path, ops in inside.items():
+            if seen[path].count(CALLED) == 1:
+                found += self._items_of(path, ops, Counter(seen[path]))
+        if not found:
+            raise UsageError(
+                "none of the blocks runs once per step and can be recomputed", hint="name others: blocks=[...]"
+            )
+        return found
+
+    def _inside(self, path: str) -> list[Op]:
+        ops = self._plain.graph.ops
+        return [op for op in ops if op.phase == "forward" and f"{op.module}.".startswith(f"{path}.")]
+
+    def _may_repeat(self, ops: Sequence[Op]) -> bool:
+        """Whether a block writes nothing that others made, and reads no buffer that it changes afterwards: its
+        repetition would meet the new contents."""
+        graph = self._plain.graph
+        maker = {graph.values[value].storage: op.id for op in reversed(graph.ops) for value in op.made()}
+        last = {pair[0]: pair[1] for op in graph.ops for pair in op.writes}
+        ids = {op.id for op in ops}
+        for op in ops:
+            written = {storage for storage, _ in op.writes}
+            kinds = {graph.storages[storage].kind for storage in written}
+            others = {s for s in written if graph.storages[s].kind == "temporary" and maker.get(s) not in ids}
+            early = any(
+                graph.storages[storage].kind == "buffer" and storage not in written and version != last.get(storage, 0)
+                for storage, version in op.reads
+            )
+            if others or early or kinds & {"parameter", "batch"}:
+                return False
+        return bool(ops)
+
+    def _items_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:
+        graph = self._plain.graph
+        written = {storage for op in graph.ops for storage, _ in op.writes}
+        ids = {op.id for op in ops}
+        leaving = {
+            graph.values[value].storage
+            for op in graph.ops
+            if op.phase == "forward" and op.id not in ids
+            for value in op.inputs()
+        }
+        counted: Counter[str] = Counter()
+        for op in ops:
+            number = counted[op.target]
+            counted[op.target] += 1
+            taken = {graph.values[value].storage for value in op.inputs()}
+            fresh = {graph.values[value].storage for value in op.made()} - taken
+            if op.random or op.writes or not fresh or fresh & written:
+                continue
+            if ran.get(op.target) != sum(other.target == op.target for other in ops):
+                continue  # torch counts other calls of that name
+            nbytes = sum(graph.storages[storage].nbytes for storage in fresh - leaving)
+            yield _Item(path, (op.target, number), nbytes, self._subject.roofline.nanoseconds(op, graph.values))
+
+
+@contextmanager
+def _under(module: nn.Module, regions: Sequence[Region], seen: Mapping[str, list[str]] | None) -> Iterator[None]:
+    """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
+    is filled with CALLED for every call of a block, and with the names of the operators that it runs."""
+    blocks = [module.get_submodule(region.path) for region in regions]
+    for region, block in zip(regions, blocks, strict=True):
+        notes = None if seen is None else seen[region.path]
+        block.forward = _noted(region, block, notes)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            vars(block).pop("forward", None)
+
+
+def _noted(region: Region, block: nn.Module, notes: list[str] | None) -> Callable[..., Any]:
+    run = wrapped(region, block, block.forward, preserve_rng_state=False, seen=None if notes is None else notes.append)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if notes is not None:
+            notes.append(CALLED)
+        return run(*args, **kwargs)
+
+    return forward

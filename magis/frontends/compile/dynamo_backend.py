@@ -1,0 +1,120 @@
+"""The backend that `torch.compile(model, backend="magis")` finds by its entry point."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import disable
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+
+from magis.frontends.compile.compile_options import OptionError, Options, as_options
+from magis.frontends.compile.inductor_partitioner import partition
+
+# Graphs whose sizes dynamo left open: planned for each shape that really comes, since a plan is about bytes.
+# Dynamo opens a size when it sees a second value of it. The graph then takes that size as an argument; here it is
+# made a number again, and the graph compiled once for each set of sizes, up to a bound. Beyond it graphs run as
+# they are, in eager mode.
+
+MOST_SHAPES = 8
+"""Sets of sizes that are planned for one graph; each costs a search."""
+
+Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Sizes: TypeAlias = tuple[Any, ...]
+
+
+def is_open(example_inputs: Sequence[Any]) -> bool:
+    """Whether a size is not known while the graph is compiled."""
+    return any(
+        any(not isinstance(size, int) for size in (*item.shape, *item.stride()))
+        if isinstance(item, Tensor)
+        else isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        for item in example_inputs
+    )
+
+
+class Specialized:
+    """A graph with open sizes as a function: compiled when sizes first come."""
+
+    def __init__(self, gm: fx.GraphModule, compile_: Compile) -> None:
+        self._gm = gm
+        self._compile = compile_
+        self._known: dict[Sizes, Callable[..., Any]] = {}
+        self._warned = False
+
+    def __call__(self, *args: Any) -> Any:
+        sizes = tuple((tuple(arg.shape), arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
+        given = [arg for arg in args if isinstance(arg, Tensor)]
+        found = self._known.get(sizes)
+        if found is None and len(self._known) < MOST_SHAPES:
+            found = self._known[sizes] = self._compile(fixed(self._gm, args), given)
+        if found is not None:
+            return found(*given)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"magis: a graph has had {MOST_SHAPES} different shapes; further ones run unplanned, in eager mode:"
+                " pad batches to fewer shapes",
+                stacklevel=2,
+            )
+        return self._gm(*args)
+
+
+def fixed(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
+    """The graph with the numbers among its arguments as constants; it takes the tensors alone."""
+    graph: fx.Graph = copy.deepcopy(gm.graph)
+    for node, arg in zip(graph.find_nodes(op="placeholder"), args, strict=True):
+        if isinstance(arg, Tensor):
+            continue
+        for user in tuple(node.users):
+            user.args = fx.map_arg(user.args, partial(_replaced, {node: arg}))
+            user.kwargs = fx.map_arg(user.kwargs, partial(_replaced, {node: arg}))
+        graph.erase_node(node)
+    return fx.GraphModule(gm, graph)
+
+
+def _replaced(numbers: dict[fx.Node, Any], node: fx.Node) -> Any:
+    return numbers.get(node, node)
+
+
+def magis(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of dynamo: PyTorch's own kernels, in an order and with recomputation that need less memory.
+
+    `options`: one of `memory_ratio` (share of the unplanned peak of forward and backward; default 0.8),
+    `memory_limit` (bytes, or "8 GiB") and `latency_ratio`; `budget` (plans) and `seconds` of each search; `report`, a
+    function that is given a `Report` of each graph; `inductor`: its code, which saves what the plan
+    saves. UsageError, one line, for anything else; there are no modes.
+    """
+    if mode not in (None, "default"):
+        raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
+    found = as_options(options)
+    compile_ = partial(_by_inductor, options=found) if found.inductor else partial(_as_planned, options=found)
+    if is_open(example_inputs):
+        return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
+    return compile_(gm, example_inputs)
+
+
+def _as_planned(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    """By way of AOTAutograd; a new one each time, since it changes what it was made with."""
+    compiled: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop, partition_fn=partial(partition, options=options), keep_inference_input_mutations=True
+    )(gm, inputs)
+    return compiled
+
+
+def _by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    from magis.frontends.compile.inductor_partitioner import by_inductor  # inductor loads for seconds
+
+    return by_inductor(gm, inputs, options=options)

@@ -1,0 +1,246 @@
+"""The joint graph of AOTAutograd (forward and backward in one fx graph) as a graph of ours.
+
+The loss is outside, or at least the call of ``backward`` is: gradients of the results ("tangents") exist only once all
+results do. An operator of our own between the two says so. It takes every result, makes every tangent, and meets the
+last version of everything that the forward writes:
+
+    forward ...; %dy = magis.turn(%y); backward ...
+
+Every order that keeps data flow and versions can therefore be cut there into two functions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from magis.capture.recorder import Recorder
+from magis.errors import CaptureError
+from magis.graph import GENERATOR, Graph, Op, Ref, Storage, verify
+from magis.ops.call import resolve
+
+TURN = "magis.turn"
+BATCH_NORM = resolve("aten._native_batch_norm_legit_functional.default")
+STATISTICS = (3, 4)
+"""Running mean and variance: among the arguments of the batch norm, and, updated, among its results."""
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A joint graph, and how its outputs are counted.
+
+    ``graph.outputs`` are the forward's results, the gradients, then the tangents, which the caller keeps alive;
+    ``forward`` and ``backward`` are positions in it, None where the function returns None.
+    """
+
+    graph: Graph
+    forward: tuple[int | None, ...]
+    backward: tuple[int | None, ...]
+    primals: tuple[int, ...]
+    """Values, as the forward takes them."""
+    tangents: tuple[int, ...]
+    constants: Mapping[int, str]
+    """Values of tensors that belong to the module, by attribute."""
+    device: str
+    nodes: Mapping[int, fx.Node]
+    """The node that makes a value, of values that are some node's; the first one, where several hand it on."""
+
+
+def placeholders(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What the forward takes, and the tangents."""
+    every = graph.find_nodes(op="placeholder")
+    tangents = [node for node in every if node.name.startswith("tangents")]
+    return [node for node in every if node not in tangents], tangents
+
+
+def why_not(joint: fx.GraphModule) -> str:
+    """Why a joint graph has no form in our graphs, in words; empty: nothing speaks against it."""
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            problem = _why_no_input(node)
+        elif node.op == "call_function":
+            known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+            problem = "" if known else f"{node.target} is no ATen operator"
+        elif node.op == "get_attr":
+            held = type(getattr(joint, str(node.target), None))
+            known = held in (Tensor, torch.nn.Parameter) or issubclass(held, fx.GraphModule)  # for a call that is told
+            problem = "" if known else f"{node.target} is no plain tensor"
+        else:
+            problem = "" if node.op == "output" else f"it holds a {node.op}"
+        if node.meta.get("partitioner_tag") == "must_be_in_backward":
+            problem = problem or f"{node.target} must be in the backward"
+        if node.meta.get("saved_tensor_with_no_vc_check"):
+            problem = problem or "an autograd.Function keeps tensors on its own"
+        if problem:
+            return problem
+    kinds = {node.meta["val"].device.type for node in joint.graph.find_nodes(op="placeholder")}
+    return f"its tensors lie on {' and '.join(sorted(kinds))}" if len(kinds) > 1 else ""
+
+
+def _why_no_input(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return f"input {node.name} is a {type(value).__name__}: sizes are dynamic, pass dynamic=False to torch.compile"
+    if type(value) not in (FakeTensor, Tensor):
+        return f"input {node.name} is a {type(value).__name__}"
+    if any(not isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return f"the shape of {node.name} is dynamic: pass dynamic=False to torch.compile"
+    return ""
+
+
+def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
+    """Run the joint graph once on fake tensors. CaptureError for what has no form in our graphs."""
+    primals, tangents = placeholders(joint.graph)
+    (last,) = joint.graph.find_nodes(op="output")
+    returned: Sequence[Any] = last.args[0]
+    if any(not isinstance(item, (fx.Node, type(None))) for item in returned):
+        raise CaptureError("the graph returns something that is no tensor")
+    recorder = Recorder({})
+    values: dict[fx.Node, int] = {}
+    held: dict[int, str] = {}
+    with torch.no_grad(), FakeTensorMode() as mode:
+        env: dict[fx.Node, Any] = {}
+        for number, node in enumerate((*primals, *tangents)):
+            env[node] = _like(node.meta["val"])
+            values[node] = recorder.register(env[node], "batch", f"input:{number}")
+        for node in joint.graph.find_nodes(op="get_attr"):
+            env[node] = mode.from_tensor(getattr(joint, str(node.target)), static_shapes=True)
+            held[recorder.register(env[node], "buffer", f"constant:{node.target}")] = str(node.target)
+        with recorder:
+            _run(joint.graph, env)
+        nodes: dict[int, fx.Node] = {}
+        for node in joint.graph.nodes:
+            if isinstance(env.get(node), Tensor):
+                nodes.setdefault(recorder.value_of(env[node]), node)
+        results = [None if item is None else recorder.value_of(env[item]) for item in returned]
+    outputs = tuple(value for value in results if value is not None)
+    given = tuple(values[node] for node in tangents)
+    graph = _turned(recorder.graph((*outputs, *given)), _kept(results[:num_fwd_outputs]), given)
+    verify(graph)
+    place = iter(range(len(outputs)))
+    positions = [None if value is None else next(place) for value in results]
+    return Joint(
+        graph,
+        tuple(positions[:num_fwd_outputs]),
+        tuple(positions[num_fwd_outputs:]),
+        tuple(values[node] for node in primals),
+        given,
+        held,
+        joint_device(primals),
+        nodes,
+    )
+
+
+def joint_device(primals: Sequence[fx.Node]) -> str:
+    """Where the graph runs."""
+    return str(primals[0].meta["val"].device.type) if primals else "cpu"
+
+
+def _kept(results: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(value for value in results if value is not None)
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _run(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
+    """Every node in order. Batch norms run as eager runs them, on running statistics that they change in place: only
+    in that form can they run again without a second update."""
+    in_place = {node for node in graph.nodes if node.target is BATCH_NORM and _updates_itself(node)}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in env:
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node in in_place:
+            out = torch.ops.aten.native_batch_norm.default(*args)
+            env[node] = (*out, *(args[position] for position in STATISTICS))
+        elif _is_update_of(node, in_place):
+            env[node] = args[0]
+        else:
+            env[node] = node.target(*args, **kwargs)
+
+
+def _updates_itself(norm: fx.Node) -> bool:
+    """Whether the updated statistics of a batch norm go back to where they came from, and else nowhere that reads them
+    (its backward takes them and, in training, does not look)."""
+    if norm.args[5] is not True or not all(isinstance(norm.args[at], fx.Node) for at in STATISTICS):
+        return False
+    stored = set()
+    for item in norm.users:
+        at = item.args[1]
+        if item.target is not operator.getitem or not isinstance(at, int) or at not in STATISTICS:
+            continue
+        for user in item.users:
+            if user.target is torch.ops.aten.copy_.default and user.args == (norm.args[at], item):
+                stored.add(at)
+            elif user.target is not torch.ops.aten.native_batch_norm_backward.default:
+                return False
+    return stored == set(STATISTICS)
+
+
+def _is_update_of(node: fx.Node, norms: set[fx.Node]) -> bool:
+    if node.target is not torch.ops.aten.copy_.default or not isinstance(node.args[1], fx.Node):
+        return False
+    source = node.args[1]
+    return source.target is operator.getitem and source.args[0] in norms and source.args[1] in STATISTICS
+
+
+def _turned(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> Graph:
+    """The graph with its forward first, then the turn, then the rest, each in program order."""
+    forward = _forward_ops(graph, results, tangents)
+    first = [op for op in graph.ops if op.id in forward]
+    rest = [op for op in graph.ops if op.id not in forward]
+    version = {GENERATOR: 0} | {graph.values[value].storage: 0 for value in graph.inputs}
+    version.update(pair for op in first for pair in op.writes)
+    taken = tuple(dict.fromkeys(results))
+    storages = {graph.values[value].storage for value in taken}
+    written = {storage for op in first for storage, _ in op.writes}
+    met = sorted((storage, version.get(storage, 0)) for storage in {*storages, *written, GENERATOR})
+    turn = Op(0, TURN, (tuple(Ref(value) for value in taken),), (), tangents, many=True, reads=tuple(met))
+    made = {graph.values[value].storage for value in tangents}
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, id=number, phase=phase)
+            for number, (op, phase) in enumerate(
+                [*((op, "forward") for op in first), (turn, "backward"), *((op, "backward") for op in rest)]
+            )
+        ),
+        storages={
+            key: Storage(key, storage.nbytes, "temporary") if key in made else storage
+            for key, storage in graph.storages.items()
+        },
+        inputs=tuple(value for value in graph.inputs if value not in tangents),
+    )
+
+
+def _forward_ops(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -> set[int]:
+    """Ids of what must come before the turn: what results are made of, and what writes or draws without a tangent."""
+    late = set(tangents)
+    late_ops = set()
+    for op in graph.ops:
+        if not late.isdisjoint(op.inputs()):
+            late.update(op.made())
+            late_ops.add(op.id)
+    wanted = set(results)
+    versions: set[tuple[int, int]] = set()
+    found = set()
+    for op in reversed(graph.ops):
+        effect = op.random or any(graph.storages[storage].persistent for storage, _ in op.writes)
+        needed = not wanted.isdisjoint(op.made()) or not versions.isdisjoint(op.writes)
+        if needed or (effect and op.id not in late_ops):
+            found.add(op.id)
+            wanted.update(op.inputs())
+            versions.update(op.reads)
+            versions.update((storage, version - 1) for storage, version in op.writes)
+    if not found.isdisjoint(late_ops):
+        raise CaptureError("a result of the forward depends on a gradient")
+    return found

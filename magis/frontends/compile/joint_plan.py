@@ -1,0 +1,179 @@
+"""From a joint graph and a limit to a verified order of it, to be cut at its turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.cost.cost_model import CostModel, device_model
+from magis.frontends.compile.compile_options import Options, Report
+from magis.frontends.compile.joint_graph import TURN, Joint
+from magis.graph import Graph, Op, Value, verify
+from magis.planner.plans import Plan, approached
+from magis.planner.traced_model import redo_graph, signatures
+from magis.results import Memory
+from magis.rewrite.functionalize import functionalize
+from magis.rewrite.realize import realize
+from magis.runtime.isolated_scratch import measure_workspaces
+from magis.runtime.measure import collector_spared
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal
+from magis.search.driver import search
+from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.simulate.evaluator import expand
+from magis.simulate.simulator import MemoryProfile, replay
+from magis.units import share_of
+
+RNG = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Those of the device, but nothing for the turn, which runs nothing."""
+
+    device: CostModel
+
+    @property
+    def rounding(self) -> int:
+        return self.device.rounding
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """None: what is swapped out in the forward would have to come back by way of autograd's saved tensors."""
+        return 0.0
+
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 0 if op.target == TURN else self.device.nanoseconds(op, values)
+
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        return 0 if op.target == TURN else self.device.workspace(op, values)
+
+
+class _Scratch:
+    """Scratch of operators, measured in isolation on a CPU, each signature once; estimated on other devices."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._gpu = torch.cuda.get_device_name() if device == "cuda" else ""
+        self._known: dict[str, int] = {}
+
+    def costs(self, *graphs: Graph) -> _Costs:
+        """Costs that know every operator of the graphs."""
+        if self._device == "cpu":
+            found = {key: item for graph in graphs for key, item in signatures(graph).items()}
+            missing = [item for key, item in found.items() if key not in self._known]
+            if missing:
+                with _disable_current_modes():
+                    self._known.update(measure_workspaces(missing))
+        return _Costs(device_model(self._device, gpu=self._gpu, workspaces=dict(self._known)))
+
+
+def turn_of(graph: Graph) -> int:
+    """Position of the turn."""
+    return next(number for number, op in enumerate(graph.ops) if op.target == TURN)
+
+
+def plan_joint(joint: Joint, options: Options) -> tuple[Graph, Report]:
+    """The best order found under the limit, verified, and what it needs."""
+    with collector_spared():
+        return _planned(joint, options)
+
+
+def _planned(joint: Joint, options: Options) -> tuple[Graph, Report]:
+    started = time.perf_counter()
+    scratch = _Scratch(joint.device)
+    source = functionalize(joint.graph)
+    costs = scratch.costs(joint.graph, source, redo_graph(source))  # measured at once: each time costs some 0.2 s
+    original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
+    compiled = _compiled(source, costs, redraw=True)
+    original_ns = int(compiled.problem.node_ns.sum())
+    limit = share_of(options.memory_ratio, original.peak_bytes)
+    goal = Goal(options.memory_bytes if limit is None else limit, share_of(options.latency_ratio, original_ns))
+
+    best = approached(goal, partial(_searched, compiled, scratch, options))
+    if best.peak > (goal.memory_limit or original.peak_bytes) and any(op.target in RNG for op in best.graph.ops):
+        # The generator's states alone exceed the limit: tiny graphs do better without.
+        other = approached(goal, partial(_searched, _compiled(source, costs, redraw=False), scratch, options))
+        best = min(best, other, key=lambda plan: (not plan.feasible, plan.peak))
+    profile = replay(best.graph, scratch.costs(best.graph).workspace, rounding=costs.rounding)
+    report = Report(
+        original_bytes=original.peak_bytes,
+        planned_bytes=best.peak,
+        limit_bytes=goal.memory_limit,
+        feasible=best.feasible,
+        saved_bytes=_saved(best.graph, profile),
+        latency_ratio=best.latency_ns / max(1, original_ns),
+        recomputed=_repeated(best.graph),
+        seconds=time.perf_counter() - started,
+    )
+    return best.graph, report
+
+
+def _compiled(graph: Graph, costs: _Costs, *, redraw: bool) -> Compiled:
+    """The arrays of a joint graph, in which the turn happens once, and without ``redraw`` what draws random numbers."""
+    compiled = compile_problem(graph, costs)
+    once = [any(op.target == TURN or (op.random and not redraw) for op in group) for group in compiled.nodes]
+    redo_ok = compiled.problem.redo_ok & ~np.array(once, dtype=np.bool_)
+    return replace(compiled, problem=replace(compiled.problem, redo_ok=redo_ok))
+
+
+def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Goal) -> Plan:
+    problem = compiled.problem
+    found = search(
+        problem,
+        memory_limit=aim.memory_limit,
+        latency_limit_ns=aim.latency_limit_ns,
+        budget=options.budget or DEFAULT_BUDGET,
+        seconds=options.seconds,
+        allow_swap=False,
+    )
+    events = expand(problem, found.order, found.flags)
+    graph = realize(compiled, events)
+    verify(graph)
+    costs = scratch.costs(graph)
+    profile = replay(graph, costs.workspace, rounding=costs.rounding)
+    recomputed, _ = events.repeats(problem.nbytes)
+    return Plan(
+        graph=graph,
+        planned=Memory(profile.tensor_bytes, profile.peak_bytes),
+        latency_ns=found.latency_ns,
+        states=found.states,
+        seconds=0.0,
+        stopped_by_seconds=found.stopped_by_seconds,
+        feasible=found.feasible,
+        recomputed_ops=recomputed,
+        swapped_bytes=0,
+        workspaces={},
+    )
+
+
+def _repeated(graph: Graph) -> tuple[str, ...]:
+    """Targets of operators whose origin has run before, in order; views are opened again for nothing."""
+    seen: set[int] = set()
+    found = []
+    for op in graph.ops:
+        made = {graph.values[value].storage for value in op.made()}
+        view = not op.writes and made <= {graph.values[value].storage for value in op.inputs()}
+        if op.origin is None or view:
+            continue
+        if op.origin in seen:
+            found.append(op.target)
+        seen.add(op.origin)
+    return tuple(found)
+
+
+def _saved(graph: Graph, profile: MemoryProfile) -> int:
+    """Bytes alive at the turn beyond what the caller holds: persistent storages, results, tangents."""
+    at = turn_of(graph)
+    held = {graph.values[value].storage for value in (*graph.outputs, *graph.ops[at].made())}
+    held = {s for s in held if not graph.storages[s].persistent and _made_until(graph, at, s)}
+    return profile.tensors[at] - profile.persistent_bytes - sum(graph.storages[s].nbytes for s in held)
+
+
+def _made_until(graph: Graph, at: int, storage: int) -> bool:
+    return any(graph.values[value].storage == storage for op in graph.ops[: at + 1] for value in op.made())

@@ -1,0 +1,145 @@
+"""Recording an operator profile: every distinct operator of some models, measured on the device at hand."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from magis.cost.profile_store import Entry, Profile, load, merge, save
+from magis.dtypes import check_dtype
+from magis.errors import UsageError
+from magis.frontends.signatures import signatures_of_model
+from magis.models.registry import PRESETS
+from magis.planner.bench import Bench, products_of
+from magis.planner.device_profiles import recording_identity
+from magis.results import Case
+from magis.runtime.measure import free_device_memory
+from magis.runtime.profiler import Batch, Effort, EventWatch, Wall, batches, cuda_workspace, link_speed, record, schemas
+
+GPU_SHARE = 4
+"""A batch takes at most this part (the reciprocal) of a GPU's free memory."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What came of a recording: operators in the file, those asked for, and those of them that are not measured."""
+
+    operators: int
+    wanted: int
+    missing: tuple[str, ...]
+    """Signatures that were refused, too large, or not reached before the time was up."""
+    in_time: bool
+    """Whether every operator had its turn."""
+
+
+def record_profile(
+    path: Path,
+    models: Iterable[str],
+    *,
+    device: str,
+    preset: str,
+    dtypes: Iterable[str | None] = (None,),
+    parts: bool = True,
+    effort: Effort | None = None,
+    seconds: float | None = None,
+    progress: Progress = lambda _text: None,
+) -> Recording:
+    """Measure every operator of the models that the profile at `path` lacks, and add it there.
+
+    The file is replaced after every batch, so that a recording that is cut off goes on where it was. `dtypes` are data
+    types (None: each model's own), `parts` whether the sizes of fission are measured too, `seconds` a cap. Raises
+    ProfileError if the file is of another device or torch version, or corrupt; it stays as it is.
+    """
+    started = time.perf_counter()
+    every = tuple(dtypes)
+    rounding = _checked(every, device, preset)
+    effort = effort or Effort(batch_bytes=_batch_bytes(device))
+    identity = recording_identity(device, rounding)
+    profile = _opened(path, identity)
+    if not path.exists():
+        save(profile, path)  # a place that cannot be written is found out before the work
+    wanted: dict[str, None] = {}
+    over = False
+    for model, keys in _asked(models, every, device, preset, parts, progress):
+        lacking = [key for key in keys if key not in wanted and key not in profile.entries]
+        wanted.update(dict.fromkeys(keys))
+        for number, batch in enumerate(batches(lacking, effort.batch_bytes)):
+            if seconds is not None and time.perf_counter() - started > seconds:
+                over = True
+                break
+            progress(f"{model}: batch {number + 1}, {len(profile.entries)} operators known")
+            with products_of(rounding):
+                found = _measured(batch, effort, device)
+            profile = _added(path, Profile(identity, found, schemas(found), _link(profile, device)))
+        if over:
+            break
+    missing = tuple(key for key in wanted if key not in profile.entries)
+    return Recording(len(profile.entries), len(wanted), missing, not over)
+
+
+def _checked(dtypes: tuple[str | None, ...], device: str, preset: str) -> str:
+    """How products are rounded: "tf32", or "" for in full. UsageError for what cannot be recorded."""
+    if preset not in PRESETS:
+        raise UsageError(f"unknown preset {preset!r}", hint=f"use one of {', '.join(PRESETS)}")
+    for dtype in dtypes:
+        if dtype is not None:
+            check_dtype(dtype, device)
+    if "tf32" in dtypes and len(set(dtypes)) > 1:
+        raise UsageError("tf32 beside other data types", hint="record it by itself: it has a file of its own")
+    return "tf32" if "tf32" in dtypes else ""
+
+
+def _added(path: Path, found: Profile) -> Profile:
+    """The file with these entries, and those that others put there meanwhile: one recording at a time replaces it."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        merged = merge(load(path), found) if path.exists() else found
+        save(merged, path)
+    finally:
+        os.close(folder)
+    return merged
+
+
+def _asked(
+    models: Iterable[str], dtypes: Iterable[str | None], device: str, preset: str, parts: bool, progress: Progress
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for model in models:
+        for dtype in dtypes:
+            progress(f"{model}: capturing")
+            subject = Bench().subject(Case(model, "magis", device, preset, dtype))
+            yield model, signatures_of_model(subject, parts=parts)
+
+
+def _opened(path: Path, identity: dict[str, str]) -> Profile:
+    if not path.exists():
+        return Profile(identity)
+    known = load(path)
+    merge(known, Profile(identity))  # which refuses another device
+    return known
+
+
+def _batch_bytes(device: str) -> int:
+    if device == "cpu":
+        return Effort.batch_bytes
+    return max(Effort.batch_bytes, free_device_memory(device) // GPU_SHARE)
+
+
+def _measured(batch: Batch, effort: Effort, device: str) -> dict[str, Entry]:
+    where = torch.device(device)
+    if device == "cpu":
+        return record(batch, effort, where, Wall())
+    return record(batch, effort, where, EventWatch(torch.cuda), lambda key: cuda_workspace(key, where))
+
+
+def _link(profile: Profile, device: str) -> int:
+    """Measured once in a file's life."""
+    return profile.link if profile.link or device == "cpu" else link_speed(torch.device(device))

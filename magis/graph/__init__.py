@@ -1,0 +1,27 @@
+"""The graph: operators, values, storages; its rules (verify) and its text form."""
+
+from magis.graph.nodes import (
+    BITS,
+    GENERATOR,
+    ITEM_SIZE,
+    PERSISTENT_KINDS,
+    Arg,
+    Const,
+    Graph,
+    Loop,
+    Op,
+    Ref,
+    Scalar,
+    Storage,
+    Value,
+    every_op,
+    replace_refs,
+)
+from magis.graph.text import GraphTextError, digest, dump, parse
+from magis.graph.verify import verify
+
+__all__ = [
+    "BITS", "GENERATOR",
+    "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
+    "Storage", "Value", "digest", "dump", "every_op", "parse", "replace_refs", "verify",
+]  # fmt: skip

@@ -1,0 +1,259 @@
+"""The rules of loops (``magis.graph.nodes.Loop``): how a body fits the operator that runs it, and what it may touch.
+
+That the parts together compute the whole is checked where the operators' dimension labels are known
+(``magis.fission``); here are the rules that need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from magis.graph.nodes import Arg, Graph, Op, Ref, Storage, Value
+
+LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
+REDUCTIONS = ("sum", "mean", "max", "min", "same")
+
+
+def rows_around(op: Op) -> tuple[int, int]:
+    """How many rows before and behind its stretch a sound ``magis.part`` or ``magis.join`` is about, too."""
+    match op.args[1 if op.target == PART else 2 :]:
+        case (int(), int(before), int(after)) if op.target in (PART, JOIN):
+            return before, after
+    return 0, 0
+
+
+def loop_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """Every broken rule of an operator's loop; nothing for operators that are none."""
+    if (op.target == LOOP) != (op.body is not None):
+        yield f"{where}: a loop is called {LOOP} and has a body, anything else has none"
+    if op.body is None:
+        return
+    body = op.body.graph
+    made = op.made()
+    if op.kwargs or not all(isinstance(arg, Ref) for arg in op.args) or len(made) != len(op.outputs):
+        yield f"{where}: a loop takes and makes nothing but tensors"
+        return
+    outside = (*op.inputs(), *made)
+    if len(outside) != len(body.inputs) or not set(outside) <= set(graph.values) or body.outputs or body.constants:
+        yield f"{where}: its body has {len(body.inputs)} inputs for {len(outside)} tensors, or outputs or constants"
+        return
+    if op.body.parts < 1 or len(set(body.inputs)) != len(body.inputs):
+        yield f"{where}: runs {op.body.parts} parts, or its body has one input twice"
+        return
+    if any(value.storage not in body.storages for value in body.values.values()):
+        return  # said by the rules of every graph, as are the next ones
+    if not set(body.inputs) <= set(body.values) or any(graph.values[v].storage not in graph.storages for v in outside):
+        return
+    yield from _pairing_problems(graph, op, where)
+    yield from _made_problems(graph, op, where)
+    yield from _body_problems(op, where)
+
+
+def _pairing_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """An input of the body shows the very memory that the loop's tensor shows."""
+    if op.body is None:
+        return
+    body = op.body.graph
+    inner_of: dict[int, int] = {}
+    outer_of: dict[int, int] = {}
+    for outside, inside in zip((*op.inputs(), *op.made()), body.inputs, strict=True):
+        theirs, ours = graph.values[outside], body.values[inside]
+        if _looks(theirs) != _looks(ours):
+            yield f"{where}: value {outside} is {_looks(theirs)}, in the body {_looks(ours)}"
+        storage, given = body.storages[ours.storage], graph.storages[theirs.storage]
+        same = inner_of.setdefault(theirs.storage, ours.storage) == ours.storage
+        same &= outer_of.setdefault(ours.storage, theirs.storage) == theirs.storage
+        if storage.kind != "outer" or storage.nbytes != given.nbytes or not same:
+            yield f"{where}: the storage of value {outside} is another one in the body"
+    for storage in body.storages.values():
+        if storage.kind == "outer" and storage.id not in outer_of:
+            yield f"{where}: storage {storage.id} of the body is nobody's outside"
+    written = {inner for _, inner in _written(op)}
+    made = {graph.values[value].storage for value in op.made()}
+    expected = {outer_of[inner] for inner in written if inner in outer_of} - (made - taken_over(graph, op))
+    if expected != {storage for storage, _ in op.writes}:
+        yield f"{where}: the body writes other storages than the loop says, {sorted(expected)}"
+    if len(made) != len(op.made()):
+        yield f"{where}: makes values that share a storage with each other"
+
+
+def taken_over(graph: Graph, op: Op) -> set[int]:
+    """Storages of tensors that the loop takes and on which it makes others, stretch by stretch."""
+    taken = {graph.values[value].storage for value in op.inputs()}
+    return taken & {graph.values[value].storage for value in op.made()}
+
+
+def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
+    """What the loop makes is allocated by it: all of a fresh storage, each byte once."""
+    earlier = {graph.values[value].storage for value in graph.inputs if value in graph.values}
+    for each in graph.ops:
+        if each is op:
+            break
+        earlier.update(graph.values[value].storage for value in each.made() if value in graph.values)
+    over = taken_over(graph, op)
+    for number in op.made():
+        value = graph.values[number]
+        storage = graph.storages[value.storage]
+        if storage.id in over:
+            looks = {_looks(graph.values[taken]) for taken in op.inputs() if graph.values[taken].storage == storage.id}
+            if looks != {_looks(value)} or storage.kind != "temporary" or not _fills(value, storage):
+                yield f"{where}: makes value {number} in place of one that it takes, but it is not all of the same"
+            continue
+        if storage.id in earlier or storage.kind != "temporary" or not _fills(value, storage):
+            yield f"{where}: makes value {number}, which is not all of a storage of its own"
+
+
+def _fills(value: Value, storage: Storage) -> bool:
+    """Whether a tensor allocated with these strides takes the storage's bytes, each holds one element, and shows it."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
+        if stride != expected:
+            return value.numel == storage.nbytes == 0 and not value.bits
+        expected *= size
+    return value.offset == 0 and value.nbytes == storage.nbytes and not value.bits
+
+
+def _looks(value: Value) -> tuple[object, ...]:
+    return value.shape, value.stride, value.dtype, value.offset, *value.bits
+
+
+def _written(op: Op) -> list[tuple[Op, int]]:
+    """Operators of the body with the storages from outside that they write."""
+    if op.body is None:
+        return []
+    graph = op.body.graph
+    outer = {storage.id for storage in graph.storages.values() if storage.kind == "outer"}
+    return [(each, storage) for each in graph.ops for storage, _ in each.writes if storage in outer]
+
+
+def _body_problems(op: Op, where: str) -> Iterator[str]:
+    """What the operators of the body may do."""
+    if op.body is None:
+        return
+    body = op.body.graph
+    wholes = set(body.inputs[len(op.inputs()) :])
+    finished: list[int] = []
+    known = {body.values[value].storage for value in body.inputs}
+    for each in body.ops:
+        inside = f"{where}, operator {each.id} ({each.target})"
+        if each.random:
+            yield f"{inside}: draws random numbers, which would be others than those of the whole"
+        values = [value for value in each.inputs() if value in body.values]
+        if each.target in (JOIN, REDUCE):
+            yield from (f"{inside}: {problem}" for problem in _merge_problems(body, each, op.body.parts))
+            finished += values[:1]
+            values = values[1:]
+        elif each.target == PART:
+            yield from (f"{inside}: {problem}" for problem in _part_problems(body, each, op.body.parts, known))
+        if any(value in wholes for value in values):
+            yield f"{inside}: takes a tensor that the loop is still making"
+        known.update(body.values[value].storage for value in each.made() if value in body.values)
+    if sorted(finished) != sorted(wholes):
+        yield f"{where}: each tensor that the loop makes is joined or reduced by one operator of its body"
+    yield from _write_problems(op, where)
+
+
+def _write_problems(op: Op, where: str) -> Iterator[str]:
+    """Memory from outside, but for what the loop makes, is written stretch by stretch, and then read so, too.
+
+    Every part must find what the whole call would find: no part may meet what another one has written or freed.
+    """
+    if op.body is None:
+        return
+    body = op.body.graph
+    count = len(op.inputs())
+    given = {body.values[value].storage for value in body.inputs[:count]}
+    written = {s for _, s in _written(op)} - ({body.values[value].storage for value in body.inputs[count:]} - given)
+    finished: set[int] = set()
+    cuts: dict[int, set[object]] = {}
+    stretches: set[int] = set()
+    for each in body.ops:
+        inside = f"{where}, operator {each.id} ({each.target})"
+        values = [value for value in each.inputs() if value in body.values]
+        around = any(rows_around(each))
+        if each.target == PART and values and isinstance(each.args[-1], int) and not around:
+            whole, dim = body.values[values[0]], each.args[-1]
+            cuts.setdefault(whole.storage, set()).add((_looks(whole), dim))
+            stretches.update(each.made() if 0 in whole.shape or any(whole.stride[dim : dim + 1]) else ())
+            values = []
+        if each.target == JOIN and values and body.values[values[0]].storage in written:
+            whole = body.values[values[0]]  # in place of a tensor that the loop takes
+            if around:
+                yield f"{inside}: adds to memory whose stretches are read"
+            cuts.setdefault(whole.storage, set()).add((_looks(whole), each.args[-1]))
+            values = values[1:]
+            finished.add(whole.storage)
+            if any(body.values[value].storage == whole.storage for value in values):
+                yield f"{inside}: joins a stretch of memory into itself"
+        elif any(body.values[value].storage in finished for value in each.inputs() if value in body.values):
+            yield f"{inside}: takes memory whose stretch has been written already"
+        taken = [value for value in values if body.values[value].storage in written]
+        if any(value not in stretches for value in taken):
+            yield f"{inside}: takes memory from outside that parts write, other than its own stretch"
+        if each.target != JOIN and {s for s, _ in each.writes} & written - {body.values[v].storage for v in taken}:
+            yield f"{inside}: writes memory from outside that it does not take"
+        if taken and not each.writes and stretches.issuperset(taken):
+            stretches.update(each.made())  # windows on stretches
+        if each.target == "magis.wait" and any(body.storages[body.values[v].storage].kind == "outer" for v in values):
+            yield f"{inside}: frees memory from outside"
+    for storage in sorted(written):
+        if len(cuts.get(storage, ())) > 1:
+            yield f"{where}: storage {storage} of the body is written, and cut in several ways"
+
+
+def _part_problems(body: Graph, op: Op, parts: int, known: set[int]) -> Iterator[str]:
+    """Broken rules of ``magis.part(%whole, dim)`` and ``magis.part(%whole, dim, before, after)``."""
+    match op.args, op.made():
+        case (Ref(whole), int(dim), *rows), (made,) if _are_rows(rows) and not (op.kwargs or op.writes or op.many):
+            if made in body.values and whole in body.values:
+                yield from _stretch_problems(body.values[whole], body.values[made], dim, parts, sum(rows_around(op)))
+                ours, theirs = body.values[made], body.values[whole]
+                if ours.storage == theirs.storage and rows:
+                    yield "a stretch with rows around it is a copy"
+                elif ours.storage == theirs.storage:
+                    if (ours.stride, ours.offset, ours.bits) != (theirs.stride, theirs.offset, theirs.bits):
+                        yield "a view of a stretch has the strides, the offset and the bits of the whole"
+                elif ours.storage in known or not _fills(ours, body.storages[ours.storage]):
+                    yield "a copy of a stretch is all of a storage of its own"
+        case _:
+            yield "needs a tensor and a dimension, makes one tensor, writes nothing"
+
+
+def _merge_problems(body: Graph, op: Op, parts: int) -> Iterator[str]:
+    """Broken rules of ``magis.join(%whole, %part, dim)``, rows or none, and ``magis.reduce(%whole, %part, how)``."""
+    match op.args:
+        case (Ref(whole), Ref(part), how, *rows) if _are_rows(rows) and not (op.kwargs or op.outputs):
+            if whole not in body.values or part not in body.values:
+                return
+            theirs, ours = body.values[whole], body.values[part]
+            if [storage for storage, _ in op.writes] != [theirs.storage]:
+                yield "writes the tensor that it merges into, and no other"
+            if op.target == JOIN and isinstance(how, int):
+                yield from _stretch_problems(theirs, ours, how, parts, sum(rows_around(op)))
+            elif op.target == REDUCE and how in REDUCTIONS and not rows:
+                if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+                    yield f"merges {ours.dtype}{ours.shape} into {theirs.dtype}{theirs.shape}"
+            else:
+                yield f"merges by {how!r}, which is no dimension, or none of {', '.join(REDUCTIONS)}"
+        case _:
+            yield "needs the whole, the part, and how to merge them, and makes nothing"
+
+
+def _are_rows(rows: Sequence[Arg]) -> bool:
+    """Whether arguments are the numbers of rows before and behind a stretch, or none at all."""
+    counts = [row for row in rows if isinstance(row, int) and not isinstance(row, bool) and row >= 0]
+    return not rows or (len(counts) == len(rows) == 2 and any(counts))
+
+
+def _stretch_problems(whole: Value, part: Value, dim: int, parts: int, around: int) -> Iterator[str]:
+    """Whether a tensor has the shape of one of ``parts`` stretches of another along ``dim``, with rows around it."""
+    if isinstance(dim, bool) or not 0 <= dim < len(whole.shape):
+        yield f"dimension {dim} of a tensor with {len(whole.shape)}"
+        return
+    expected = list(whole.shape)
+    expected[dim] = expected[dim] // parts + around
+    if whole.shape[dim] % parts or part.shape != tuple(expected) or part.dtype != whole.dtype:
+        wider = f" with {around} rows around it" if around else ""
+        yield (
+            f"{part.dtype}{part.shape} is not one of {parts} stretches of {whole.dtype}{whole.shape} along {dim}{wider}"
+        )

@@ -1,0 +1,92 @@
+"""Batch norms with `momentum=None`: their statistics are averages over all batches so far.
+
+The share of a batch, one over their number, is another at every step; torch reads the number on the host. In a graph it
+is a named scalar, `average_3_1` say: of the module's third part, in the first call of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from magis.errors import CaptureError
+from magis.graph import Graph
+
+_NAME = "average"
+_SENTINEL = 0.00390625
+_COUNTER = "num_batches_tracked"
+
+
+@dataclass
+class _Average:
+    path: str
+    part: _BatchNorm
+    number: int
+    """Among the parts of the module."""
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Averages:
+    """The parts of a module that average, and how often a step has called them."""
+
+    found: tuple[_Average, ...]
+
+    def check(self, graph: Graph) -> None:
+        """Raise CaptureError where a counter was moved other than by one in every call."""
+        storages = {graph.values[value].name: graph.values[value].storage for value in graph.inputs}
+        for each in self.found:
+            storage = storages.get(f"buffer:{each.path}{'.' if each.path else ''}{_COUNTER}")
+            writes = sum(storage == written for op in graph.ops for written, _ in op.writes)
+            if each.calls != writes:
+                raise CaptureError(
+                    f"{each.path or '(root)'} has momentum None and counts {writes} batches in {each.calls} calls",
+                    hint="give it a momentum, or count one batch a call",
+                )
+
+
+@contextmanager
+def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> Iterator[Averages]:
+    """While a step is recorded, such parts take numbers for their shares that stand for names in `sentinels`."""
+    found = tuple(
+        _Average(path, part, number)
+        for number, (path, part) in enumerate(module.named_modules())
+        if isinstance(part, _BatchNorm)
+        and part.momentum is None
+        and part.training
+        and getattr(part, _COUNTER, None) is not None
+    )
+
+    def next_share(each: _Average) -> None:
+        each.calls += 1
+        each.part.momentum = _SENTINEL * (1 + (0x3A5F1 + len(sentinels)) * 2.0**-47)
+        sentinels[each.part.momentum] = f"{_NAME}_{each.number}_{each.calls}"
+
+    handles = [
+        each.part.register_forward_pre_hook(lambda _part, _inputs, each=each: next_share(each)) for each in found
+    ]
+    try:
+        yield Averages(found)
+    finally:
+        for each, handle in zip(found, handles, strict=True):
+            handle.remove()
+            each.part.momentum = None
+
+
+def shares_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, float]:
+    """The shares of the batch to come, for those of a graph's scalars that are such."""
+    parts = [*module.modules()] if names else []
+    found = {}
+    for name in names:
+        number, call = map(int, name.split("_")[1:])
+        found[name] = 1.0 / float(int(getattr(parts[number], _COUNTER)) + call)
+    return found
+
+
+def is_share(name: str) -> bool:
+    """Whether a scalar of a graph is such a share."""
+    return name.startswith(f"{_NAME}_")

@@ -1,0 +1,175 @@
+"""From the graph's operators and arguments to torch's, and back: what it takes to call an operator for
+real."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from magis.errors import MagisError
+from magis.graph.nodes import Arg, Const, Graph, Op, Ref, Scalar
+from magis.ops.generators import MADE, SEED_MADE
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+_PARAMETERS = {
+    "aten.native_batch_norm.default": (1, 2, 3, 4),
+    "aten.native_layer_norm.default": (2, 3),
+    "aten.native_group_norm.default": (1, 2),
+}
+"""Positions of weight, bias and running statistics, behind the input."""
+
+
+def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
+    """What the operator ``target`` returned for ``args``, its fake results in the types that kernels give them."""
+    if target == "aten.native_group_norm_backward.default":
+        return (_typed(out[0], args[1].dtype), *out[1:])
+    parameters = [args[at] for at in _PARAMETERS.get(target, ()) if at < len(args)]
+    wide = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in parameters)
+    if not wide or args[0].dtype not in _HALF:
+        return out
+    return (out[0], *(_typed(each, torch.float32) for each in out[1:]))
+
+
+def _typed(tensor: Any, dtype: torch.dtype) -> Any:
+    same = not isinstance(tensor, Tensor) or tensor.dtype == dtype
+    return tensor if same else torch.empty_like(tensor, dtype=dtype)
+
+
+_KINDS: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+class CallError(MagisError):
+    """An operator or an argument has no counterpart in the installed torch."""
+
+
+@functools.lru_cache(maxsize=4096)
+def resolve(target: str) -> OpOverload:
+    """The overload that `target` names: "aten.mm.default" is `torch.ops.aten.mm.default`.
+
+    Raises CallError when the text is not "namespace.operator.overload" or the installed torch has no such
+    overload.
+    """
+    parts = target.split(".")
+    if len(parts) != 3 or not all(parts):
+        raise CallError(
+            f"not an operator: {target!r}", hint="write namespace.operator.overload, such as aten.mm.default"
+        )
+    found: Any = torch.ops
+    for part in parts:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = None
+            break
+    if not isinstance(found, OpOverload):
+        raise CallError(
+            f"torch {torch.__version__} has no operator {target}",
+            hint="import the library that registers it, or capture again under this torch version",
+        )
+    return found
+
+
+def constant(const: Const, device: torch.device | str, generators: Mapping[str, torch.Generator] | None = None) -> Any:
+    """The torch object that `const` stands for; every device constant becomes `device`.
+
+    A graph is traced on the CPU whatever device it is for, hence the device of the run wins over the name. Without
+    `generators` (a call on made-up arguments) every generator of a step's own is a fresh one, as those are that
+    a step makes.
+    """
+    if const.kind == "device":
+        return torch.device(device)
+    if const.kind == "generator":
+        if generators is None or (const.name.startswith(MADE) and const.name not in generators):
+            return torch.Generator(device).manual_seed(0)
+        if const.name not in generators:
+            raise CallError(
+                f"the step draws from a generator that was found at {const.name!r}, where there is none now",
+                hint="put it back, or plan the step anew",
+            )
+        return generators[const.name]
+    found = getattr(torch, const.name, None) if const.kind in _KINDS else None
+    if found is None or not isinstance(found, _KINDS[const.kind]):
+        raise CallError(f"torch {torch.__version__} has no {const.kind} named {const.name!r}")
+    return found
+
+
+def to_torch(
+    arg: Arg,
+    tensors: Mapping[int, torch.Tensor],
+    scalars: Mapping[str, float],
+    device: torch.device | str = "cpu",
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> Any:
+    """`arg` as torch takes it: tensors by value id, scalars by name, constants on `device`, lists as lists.
+
+    Raises CallError when `tensors` or `scalars` lack what the argument names.
+    """
+    match arg:
+        case Ref(value):
+            if value not in tensors:
+                raise CallError(f"no tensor for value {value}")
+            return tensors[value]
+        case Scalar(name):
+            if name not in scalars:
+                known = ", ".join(sorted(scalars)) or "none"
+                raise CallError(f"no number for the scalar {name!r}; given: {known}")
+            return scalars[name]
+        case Const():
+            return constant(arg, device, generators)
+        case tuple():
+            return [to_torch(item, tensors, scalars, device, generators) for item in arg]
+        case _:
+            return arg
+
+
+def from_torch(value: object) -> Arg:
+    """The graph's form of a call argument that is no tensor: literals, lists of them, torch's constants.
+
+    Raises CallError for anything else, a symbolic size or a generator say.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(from_torch(item) for item in value)
+    if isinstance(value, torch.device):
+        return Const("device", value.type)
+    for kind, known in _KINDS.items():
+        if isinstance(value, known):
+            return Const(kind, str(value).removeprefix("torch."))
+    raise CallError(f"an argument of type {type(value).__name__} has no form in the graph: {value!r}")
+
+
+def outputs(result: object) -> tuple[torch.Tensor | None, ...]:
+    """What an operator returned as a flat tuple, None where it returned None (or an undefined tensor)."""
+    items = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(item if isinstance(item, torch.Tensor) else None for item in items)
+
+
+def made_generators(graph: Graph) -> dict[str, torch.Generator]:
+    """Generators on the CPU for those that the step makes itself, by name."""
+    arguments = (dict(op.kwargs).get("generator") for op in graph.ops if op.target == SEED_MADE)
+    return {each.name: torch.Generator() for each in arguments if isinstance(each, Const)}
+
+
+def call(
+    op: Op,
+    tensors: Mapping[int, torch.Tensor],
+    scalars: Mapping[str, float],
+    device: torch.device | str = "cpu",
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Run one operator and return its outputs (`outputs`); `tensors` holds its inputs by value id."""
+    args = [to_torch(arg, tensors, scalars, device, generators) for arg in op.args]
+    kwargs = {name: to_torch(arg, tensors, scalars, device, generators) for name, arg in op.kwargs}
+    return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))

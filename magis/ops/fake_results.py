@@ -1,0 +1,169 @@
+"""What kernels return where torch's functions for fake tensors say something else: declined results, layouts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.graph.nodes import Op
+from magis.ops.call import resolve
+from magis.ops.facts import CONTIGUOUS_RESULT, ELEMENT_WISE, ROW_BY_ROW
+
+_CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
+
+
+def as_made(op: Op, results: tuple[Tensor | None, ...], tensors: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
+    """The fake results of ``op`` on ``tensors`` (by value) as its kernel would make them."""
+    if op.target in ELEMENT_WISE:
+        results = (element_wise(op.target, [tensors[value] for value in op.inputs()], results[0]),)
+    if op.target in CONTIGUOUS_RESULT:
+        results = row_by_row(op.target, results)
+    return tuple(masked(resolve(op.target), op.args, results))
+
+
+def masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
+    """What an operator returned without the results that its ``output_mask`` declines; fakes make those as well."""
+    if not isinstance(out, tuple):
+        return out
+    for argument, mask in zip(func._schema.arguments, args, strict=False):
+        if argument.name == "output_mask":
+            return tuple(item if wanted else None for item, wanted in zip(out, mask, strict=True))
+    return out
+
+
+def element_wise(target: str, args: Sequence[Any], out: Any) -> Any:
+    """What an element-wise operator returned, laid out as its kernel does: by all its operands at once.
+
+    Torch's functions for fake tensors often are chains of operators, and follow the operands one after another.
+    """
+    if target not in ELEMENT_WISE:
+        return out
+    strides = compute_elementwise_output_strides(*(arg for arg in args if isinstance(arg, Tensor)))
+    return out if out.stride() == strides else torch.empty_strided(out.shape, strides, dtype=out.dtype)
+
+
+def row_by_row(target: str, out: Any) -> Any:
+    """What an operator returned, with the first result in the layout that the kernel gives it."""
+    if target in ROW_BY_ROW:
+        return tuple(item.contiguous() for item in out)
+    first = out[0] if isinstance(out, tuple) else out
+    if not isinstance(first, Tensor) or any(
+        first.is_contiguous(memory_format=layout)
+        for layout in (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
+    ):
+        return out
+    first = first.contiguous()
+    return (first, *out[1:]) if isinstance(out, tuple) else first
+
+
+# The conjugate and negative bits of torch's tensors: views that change no shape, stride or offset, but the numbers.
+# `x.conj()`, `x.mH` and `x.conj().imag` touch no memory. Some operators (products, copies, views) take such a
+# tensor as it is and others a resolved copy, so two tensors on one window that differ in a bit are two values.
+
+
+def bits_of(tensor: Tensor) -> tuple[str, ...]:
+    """The bits that are set, as `Value.bits` has them."""
+    return ("conj",) * tensor.is_conj() + ("neg",) * tensor.is_neg()
+
+
+def with_bits(tensor: Tensor, bits: tuple[str, ...]) -> Tensor:
+    """The window of a tensor without bits, seen through these."""
+    if "conj" in bits:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if "neg" in bits else tensor
+
+
+# Results of operators that torch's functions for fake tensors do not know, since their sizes hang on numbers.
+
+Read = Callable[[Tensor], object]
+"""Notes that a tensor's numbers are read; raises where they are not known."""
+
+
+def unfaked(func: Any, args: Sequence[Any], read: Read) -> tuple[Tensor, ...] | None:
+    """What `func` returns for `args`, on whatever kind of tensors is in force; None for other operators."""
+    match str(func):
+        case "aten._ctc_loss.default" | "aten._ctc_loss.Tensor":
+            scores, lengths = args[0], _numbers(args[3], read)
+            steps, batch = scores.shape[0], scores.shape[1]
+            states = (batch, steps, 2 * max(lengths, default=0) + 1)
+            return torch.empty(batch, dtype=scores.dtype), torch.empty(states, dtype=scores.dtype)
+        case "aten._ctc_loss_backward.default" | "aten._ctc_loss_backward.Tensor":
+            return (torch.empty(args[1].shape, dtype=args[1].dtype),)
+        case _:
+            return None
+
+
+def known_results(func: Any, args: Sequence[Any], made: Any, read: Read) -> Iterator[tuple[Tensor, Tensor]]:
+    """Those of the results `made` that hang on known numbers alone, where others do not; and what they are.
+
+    Recurrent layers read the sizes of packed batches straight from memory.
+    """
+    if str(func) == "aten._pack_padded_sequence.default":
+        padded, lengths, batch_first = args
+        read(lengths)
+        with _disable_current_modes():
+            rows = torch.zeros((*padded.shape[:2], 1))
+            yield made[1], torch._VF._pack_padded_sequence(rows, lengths, batch_first)[1]
+
+
+def _numbers(lengths: Any, read: Read) -> Sequence[int]:
+    if not isinstance(lengths, Tensor):
+        return lengths  # type: ignore[no-any-return]
+    read(lengths)
+    with _disable_current_modes():
+        return lengths.tolist()
+
+
+# Norms of half-precision inputs with float32 weights, as under autocast: what their kernels return.
+# Torch's functions for fake tensors give the statistics the type of the input, and the input's gradient of a group
+# norm that of the weight; the kernels do it the other way round.
+
+
+# Kernels of recurrent layers: they pack bytes for their own backward, as many as only they know.
+
+IN_TRAINING = frozenset({"aten.mkldnn_rnn_layer.default"})
+"""Operators whose kernels pack something for the backward where gradients are enabled, and nothing elsewhere."""
+
+_BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
+
+
+def as_packed(target: str, args: Sequence[Any], out: Any) -> Any:
+    """What the operator `target` returned for fake `args`, with memory of the sizes that its kernel makes."""
+    if target == _BACKWARD:  # the gradients of both biases are equal, and the fake ones the same tensor
+        return (*out[:4], torch.empty_like(out[4]), *out[5:])
+    if target not in IN_TRAINING or not torch.is_grad_enabled():
+        return out
+    given = tuple(_looks(arg) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
+    return (*out[:-1], out[-1].new_empty(_packed_bytes(target, given)))
+
+
+def _looks(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def _frozen(arg: Any) -> Any:
+    return tuple(arg) if isinstance(arg, (list, tuple)) else arg
+
+
+@functools.lru_cache(maxsize=256)
+def _packed_bytes(target: str, given: tuple[Any, ...]) -> int:
+    """The kernel says so for zeros, which are as good as any other floats."""
+    _, name, overload = target.split(".")
+    func = getattr(getattr(torch.ops.aten, name), overload)
+    with _disable_current_modes(), torch.enable_grad():
+        args = [_zeros(*arg) if _is_looks(arg) else list(arg) if isinstance(arg, tuple) else arg for arg in given]
+        return int(func(*args)[-1].numel())
+
+
+def _is_looks(arg: Any) -> bool:
+    return isinstance(arg, tuple) and bool(arg) and isinstance(arg[-1], torch.dtype)
+
+
+def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype).zero_()

@@ -1,0 +1,81 @@
+"""Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
+
+A rule per operator family labels the dimensions of a call's tensors and size literals; each label gives one way to
+run the call in equal parts. An operator without a rule is never split. Every rule is tested by cutting real tensors.
+The published method cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here the
+backward, losses and weight updates have rules too, since a training step is one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from magis.graph.nodes import Op, Value
+from magis.ops.splits import convolution, indexing, norms, reductions, views
+from magis.ops.splits import products as attention
+from magis.ops.splits.labels import NEVER_SPLIT, RANDOM, Call, Labels, Rules, derive
+from magis.ops.splits.split import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
+
+__all__ = [
+    "COMBINATIONS", "Cut", "Halo", "How", "Overlap", "Path", "Split", "dimension", "has_rule", "part", "splits",
+    "why_not", "why_opaque",
+]  # fmt: skip
+
+RULES: Rules = {
+    **NEVER_SPLIT, **reductions.POINTWISE, **views.RULES, **attention.PRODUCTS, **reductions.RULES, **norms.RULES,
+    **norms.LOSSES, **attention.RULES, **indexing.RULES, **convolution.RULES,
+}  # fmt: skip
+
+
+def splits(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
+    """The ways to cut the call into equal parts, one per axis of the computation; () where there is none.
+
+    `values` holds the call's inputs and outputs. What `op` reads and writes does not matter here: that the written
+    argument of an in-place operator is cut along with its result is all that a split says about it.
+    """
+    found = _labels(op, values)
+    return () if isinstance(found, str) else derive(Call(op, values), found)
+
+
+def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
+    """Why the call has no split, in a few words; "" where it has one."""
+    found = _labels(op, values)
+    if isinstance(found, str):
+        return found
+    call = Call(op, values)
+    if derive(call, found):
+        return ""
+    tensors = [value for value in (*call.tensors.values(), *call.outputs) if value is not None]
+    if all(size <= 1 for value in tensors for size in value.shape):
+        return "no dimension is larger than 1"
+    return found.reason or "no dimension can be cut into equal parts"
+
+
+def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
+    """Why the call cannot be cut along dimension `dim` of its input number `taken`, in a few words; "" where it can."""
+    ways = [split.inputs[taken] for split in splits(op, values)]
+    if dim in ways:
+        return ""
+    if any(isinstance(way, Halo) and way.dim == dim for way in ways):
+        return "windows reach into the next part"
+    found = _labels(op, values)
+    if isinstance(found, str):
+        return found
+    return found.reason or "not along this dimension"
+
+
+def has_rule(target: str) -> bool:
+    """Whether the operator has a rule, one that says why it is never split included."""
+    namespace, _, rest = target.partition(".")
+    return namespace == "aten" and rest.count(".") == 1 and rest.partition(".")[0].removesuffix("_") in RULES
+
+
+def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
+    if op.target.startswith("magis."):
+        return "part of the plan, not of the computation"
+    if op.random:
+        return RANDOM
+    if not has_rule(op.target):
+        return f"no rule for {op.target}"
+    call = Call(op, values)
+    return RULES[call.name](call)

@@ -1,0 +1,280 @@
+"""Convolutions, poolings and resizing, forward and backward.
+
+    convolution:           (n, i, y, x), (o, i, ky, kx), (o) -> (n, o, y, x); i sums without bias
+    convolution_backward:  n sums in the gradients of weight and bias, o in the gradient of the input
+    grouped:               (n, g, y, x), (g, -, ky, kx), (g) -> (n, g, y, x); the literal groups is divided
+
+Height and width of the larger picture must be those of the smaller one times the stride. Where windows lie side by side
+(a 1 x 1 kernel, patches, 2 x 2 pooling) no window reaches across the border of two stretches. Elsewhere a part takes
+its stretch of the larger picture with a halo, zeros where the whole is padded, and pads nothing itself:
+
+    window 3, stride 1, padding 1     rows 4-7 of the result are made of rows 3-8 of the image
+    gradient of the image             rows 4-7 of the gradient are added to rows 3-8
+
+What lies in the result like that (the gradient of the image, the result of a transposed convolution) is added up row
+by row; a bias, or the gradient of one, would be counted twice there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from magis.graph.nodes import Arg
+from magis.ops.splits.labels import Around, Call, Dims, Labels, Places, Rule, numbered, rows
+from magis.ops.splits.split import Path
+
+UNEVEN = "windows do not fall into equal stretches"
+
+
+# -- places ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Windows along one place dimension: how many places one spans, how far they are apart, and the padding; `extra`
+    places behind the last window (the output padding of a transposed convolution)."""
+
+    span: int
+    step: int
+    margin: int
+    extra: int = 0
+
+
+@dataclass(slots=True)
+class _Places:
+    """Labels of height, width ... of the pictures before and after."""
+
+    large: list[str | Around | None] = field(default_factory=list)
+    small: list[str | Around | None] = field(default_factory=list)
+    replaced: dict[str, tuple[Path, int]] = field(default_factory=dict)
+
+    def add(self, name: str, large: int, small: int, windows: _Windows, padding: Path) -> None:
+        """A dimension with these sizes. `padding` is where its literal stands, () if a halo is not possible."""
+        span, step, margin = windows.span, windows.step, windows.margin
+        fits = large == small * step
+        halo = fits and 0 < margin < span and padding != ()
+        beside = fits and margin == 0 and span <= step
+        around = Around(name, margin, max(0, span - step - margin + windows.extra))
+        self.large.append(around if halo else name if beside else None)
+        self.small.append(name if halo or beside else None)
+        if halo:
+            self.replaced[name] = padding, 0
+
+
+def _literal(call: Call, position: int, keyword: str, index: int, rank: int) -> Path:
+    """Where the literal for a place dimension stands in a list; () where one number is for all."""
+    (where,), found = call.at(position, keyword), call.arg(position, keyword)
+    return (where, index) if isinstance(found, tuple) and len(found) == rank else ()
+
+
+# -- convolution -----------------------------------------------------------------------------------------------------
+
+
+def convolution(call: Call) -> Labels | str:
+    """Samples, channels, and places."""
+    image, weight, made = call.shape(0), call.shape(1), call.shape_of_output()
+    if len(image) != len(weight):
+        return "not (sample, channel, place)"
+    transposed, groups = call.arg(6) is True, call.integer(8, "groups", 1)
+    biased = call.tensor(2) is not None
+    before, after, replaced = _places(image, made, weight[2:], call, 3, halo=not (transposed and biased))
+    source, target, inputs = _channels(weight, groups, transposed)
+    return Labels(
+        inputs={(0,): ["n", source, *before], (1,): inputs, (2,): [target]},
+        outputs=[["n", target, *after]],
+        literals={(8,): "g"} if groups > 1 else {},
+        combine={} if biased else {"i": "sum"},
+        replaced=replaced,
+        reason=UNEVEN,
+    )
+
+
+def convolution_backward(call: Call) -> Labels | str:
+    """The same labels; what a gradient lacks, it is a sum over."""
+    gradient, image, weight = call.shape(0), call.shape(1), call.shape(2)
+    if len(image) != len(weight):
+        return "not (sample, channel, place)"
+    transposed, groups = call.arg(7) is True, call.integer(9, "groups", 1)
+    halo = not (transposed and call.outputs[2] is not None)
+    before, after, replaced = _places(image, gradient, weight[2:], call, 4, halo=halo)
+    source, target, inputs = _channels(weight, groups, transposed)
+    whole: Places = ["n", source, *before]
+    places = (f"s{index}" for index in range(len(before)))
+    sums: dict[str, str | Sequence[str | None]] = dict.fromkeys(("n", "o", *places), "sum")
+    biased = isinstance(call.arg(3), tuple) and call.integers(3) not in ((), (0,))
+    literals: dict[Path, str] = {(3, 0): target} if biased else {}
+    return Labels(
+        inputs={(0,): ["n", target, *after], (1,): whole, (2,): inputs},
+        outputs=[whole, inputs, [target]],
+        literals=literals | ({(9,): "g"} if groups > 1 else {}),
+        combine=sums | {"i": (None, None, "same")},
+        replaced=replaced,
+    )
+
+
+def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str, str, Dims]:
+    """Labels of the channels of the image, of those of the result, and of the weight's dimensions.
+
+    With groups, equal stretches of channels are whole groups; within a group they are not next to each other.
+    """
+    rest: list[str | None] = [None] * (len(weight) - 2)
+    if groups > 1:
+        return "g", "g", ["g", None, *rest]
+    return "i", "o", ["i", "o", *rest] if transposed else ["o", "i", *rest]
+
+
+def _places(
+    image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: Call, first: int, *, halo: bool
+) -> tuple[Places, Places, dict[str, tuple[Path, int]]]:
+    """Labels of the places of the image and of what is made of it; `first` is the position of the stride."""
+    rank, transposed = len(kernel), call.arg(first + 3) is True
+    lists = (_each(call.arg(position), rank) for position in (first, first + 1, first + 2, first + 4))
+    found = _Places()
+    for index, (size, step, margin, spread, extra) in enumerate(zip(kernel, *lists, strict=True)):
+        sizes = image[index + 2], made[index + 2]
+        small, large = sizes if transposed else sizes[::-1]
+        padding = _literal(call, first + 1, "padding", index, rank) if halo else ()
+        windows = _Windows((size - 1) * spread + 1, step, margin, extra if transposed else 0)
+        found.add(f"s{index}", large, small, windows, padding)
+    before, after = (found.small, found.large) if transposed else (found.large, found.small)
+    return before, after, found.replaced
+
+
+def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
+    """One number per place dimension; a single one stands for all."""
+    items = [item for item in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(item, int)]
+    return items if len(items) == rank else (items or [default])[:1] * rank
+
+
+# -- pooling ---------------------------------------------------------------------------------------------------------
+
+
+def _rank(call: Call) -> int:
+    """How many place dimensions the operator's name says that it has: 2 for `avg_pool2d_backward`."""
+    return int(next(word for word in call.name.split("_") if word[-2:] in ("1d", "2d", "3d"))[-2])
+
+
+def max_pool(call: Call) -> Labels | str:
+    """Samples and channels; the returned places count from the corner of the whole plane, so that planes stay whole."""
+    rank = _rank(call)
+    inputs: dict[Path, Dims] = {path: _but_places(value.shape, rank) for path, value in call.tensors.items()}
+    made = [() if value is None else _but_places(value.shape, rank) for value in call.outputs]
+    return Labels(inputs, made, reason="places count from the corner of the whole plane")
+
+
+def _but_places(shape: Sequence[int], rank: int) -> Dims:
+    return numbered(shape, tuple(range(-rank, 0)))
+
+
+def average_pool(call: Call) -> Labels | str:
+    """Samples, channels, and places; zeros of a halo must count as the zeros of the padding do."""
+    rank = _rank(call)
+    backward = call.name.endswith("_backward")
+    image, pooled = (call.shape(1), call.shape(0)) if backward else (call.shape(0), call.shape_of_output())
+    first = 2 if backward else 1
+    spans = _each(call.arg(first, "kernel_size"), rank)
+    steps = _each(call.arg(first + 1, "stride"), rank) if call.integers(first + 1, "stride") else spans
+    margins = _each(call.arg(first + 2, "padding"), rank, 0)
+    counted = call.arg(first + 4, "count_include_pad", True) is True or call.arg(first + 5, "divisor_override")
+    halo = bool(counted) and call.arg(first + 3, "ceil_mode", False) is False
+    found = _Places()
+    for index in range(rank):
+        padding = _literal(call, first + 2, "padding", index, rank) if halo else ()
+        windows = _Windows(spans[index], steps[index], margins[index])
+        found.add(f"s{index}", image[index - rank], pooled[index - rank], windows, padding)
+    leading = _but_places(image, rank)[: len(image) - rank]
+    large, small = [*leading, *found.large], [*leading, *found.small]
+    inputs: dict[Path, Places] = {(0,): small, (1,): large} if backward else {(0,): large}
+    return Labels(inputs, [large if backward else small], replaced=found.replaced, reason=UNEVEN)
+
+
+def adaptive_pool(call: Call) -> Labels | str:
+    """The same, windows given by the sizes before and after; the forward has the latter as literals."""
+    rank = _rank(call)
+    backward = call.name.endswith("_backward")
+    image, pooled = (call.shape(1), call.shape(0)) if backward else (call.shape(0), call.shape_of_output())
+    leading = len(image) - rank
+    if len(image) != len(pooled):
+        return "not (sample, channel, place)"
+    labels = [
+        label if place < leading or image[place] % max(1, pooled[place]) == 0 else None
+        for place, label in enumerate(numbered(image))
+    ]
+    literals: dict[Path, str] = {} if backward else {(1, place): f"d{place + leading}" for place in range(rank)}
+    return Labels(dict.fromkeys(call.tensors, labels), [labels], literals)
+
+
+# -- resizing --------------------------------------------------------------------------------------------------------
+
+
+def resize(call: Call) -> Labels | str:
+    """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
+    rank = _rank(call)
+    labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
+    return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
+
+
+def resize_backward(call: Call) -> Labels | str:
+    """The same; the sizes before are literals too."""
+    rank = _rank(call)
+    places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
+    labels: Dims = ["n", "c", *places]
+    literals: dict[Path, str] = {(2, 0): "n", (2, 1): "c"}
+    for index, label in enumerate(places):
+        if label is not None:
+            literals |= {(1, index): label, (2, index + 2): label}
+    return Labels({(0,): labels}, [labels], literals)
+
+
+def _repeated(call: Call, small: Sequence[int], large: Sequence[int], rank: int, scales: int) -> list[str | None]:
+    """Labels of the places that a nearest-neighbour resize repeats 2, 4, 8 ... times: exact in floating point."""
+    labels: list[str | None] = []
+    for index in range(rank):
+        before, after = small[index + 2], large[index + 2]
+        times = after // max(1, before)
+        exact = times > 0 and times & (times - 1) == 0 and after == before * times
+        exact = exact and call.overload == "default" and call.arg(scales + index) in (None, times)
+        labels.append(f"s{index}" if "nearest" in call.name and exact else None)
+    return labels
+
+
+# -- channels to places ----------------------------------------------------------------------------------------------
+
+
+def shuffle(call: Call) -> Labels | str:
+    """`pixel_shuffle` and back: (n, c r r, y, x) and (n, c, y r, x r): channels are the leading factor."""
+    labels = numbered(call.shape(0))
+    return Labels({(0,): labels}, [labels])
+
+
+def columns(call: Call) -> Labels | str:
+    """`im2col` and back: samples, and channels, the leading factor of the columns' rows."""
+    image, rank = (call.shape(0), 3) if call.name == "im2col" else (call.shape_of_output(), 2)
+    batched = len(call.shape(0)) > rank
+    names: list[str | None] = ["n", "c"] if batched else ["c"]
+    taken = [*names, *(None for _ in call.shape(0)[len(names) :])]
+    made = [*names, *(None for _ in call.shape_of_output()[len(names) :])]
+    return Labels({(0,): taken}, [made], limits={"c": image[len(names) - 1]})
+
+
+RULES: dict[str, Rule] = {
+    **rows(convolution, "convolution"),
+    **rows(convolution_backward, "convolution_backward"),
+    **rows(max_pool, "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward"),
+    **rows(max_pool, "max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool3d"),
+    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
+    **rows(average_pool, "avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward"),
+    **rows(adaptive_pool, "adaptive_avg_pool1d _adaptive_avg_pool2d"),
+    **rows(adaptive_pool, "_adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
+    **rows(resize, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"),
+    **rows(resize, "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"),
+    **rows(resize, "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
+    **rows(resize_backward, "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward"),
+    **rows(resize_backward, "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward"),
+    **rows(resize_backward, "_upsample_nearest_exact3d_backward upsample_linear1d_backward"),
+    **rows(resize_backward, "upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward"),
+    **rows(resize_backward, "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"),
+    **rows(shuffle, "pixel_shuffle pixel_unshuffle"),
+    **rows(columns, "im2col col2im"),
+}

@@ -1,0 +1,218 @@
+"""Selections by tensors of indices, and tensors put together or filled in part.
+
+    embedding(weight, index):        (-, f), (x) -> (x, f)
+    embedding_dense_backward(g, i):  (x, f), (x) -> (-, f); x sums
+    cat([a, b], 1):                  (x, -), (x, -) -> (x, -)
+
+The number of rows of an embedding is never cut: an index may name any of them.
+"""
+
+from __future__ import annotations
+
+from magis.graph.nodes import Value
+from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.split import Path
+
+ANYWHERE = "an index may name any element"
+
+
+# -- embedding -------------------------------------------------------------------------------------------------------
+
+
+def embedding(call: Call) -> Labels | str:
+    """Indices, and features."""
+    index = numbered(call.shape(1))
+    return Labels({(0,): [None, "f"], (1,): index}, [[*index, "f"]])
+
+
+def embedding_backward(call: Call) -> Labels | str:
+    """The gradients of equal indices add up; counting how often each index occurs takes all of them."""
+    index = numbered(call.shape(1))
+    counted = call.arg(4, "scale_grad_by_freq", False) is not False
+    combine = {} if counted else {label: "sum" for label in index if label is not None}
+    return Labels({(0,): [*index, "f"], (1,): index}, [[None, "f"]], combine=combine)
+
+
+# -- index tensors ---------------------------------------------------------------------------------------------------
+
+
+def index_select(call: Call) -> Labels | str:
+    """A row of indices takes the place of one dimension."""
+    dim = wrapped(call.integer(1, "dim"), len(call.shape(0)))
+    labels = numbered(call.shape(0))
+    taken = [None if place == dim else label for place, label in enumerate(labels)]
+    return Labels({(0,): taken, call.at(2, "index"): [f"d{dim}"]}, [labels])
+
+
+def gather(call: Call) -> Labels | str:
+    """Every dimension of the index; in the source all but the one that is indexed, where they are as long."""
+    source, index = call.shape(0), call.shape(2)
+    dim = wrapped(call.integer(1, "dim"), len(source))
+    if len(source) != len(index):
+        return ANYWHERE
+    labels = [
+        label if place == dim or source[place] == index[place] else None for place, label in enumerate(numbered(index))
+    ]
+    taken = [None if place == dim else label for place, label in enumerate(labels)]
+    return Labels({(0,): taken, (2,): labels}, [labels], reason=ANYWHERE)
+
+
+def scatter(call: Call) -> Labels | str:
+    """All but the indexed dimension, where destination, index and source are as long."""
+    shapes = [value.shape for value in call.tensors.values() if value.shape]
+    rank = len(call.shape(0))
+    dim = wrapped(call.integer(1, "dim"), rank)
+    if any(len(shape) != rank for shape in shapes):
+        return ANYWHERE
+    labels = [
+        None if place == dim or len({shape[place] for shape in shapes}) > 1 else label
+        for place, label in enumerate(numbered(call.shape(0)))
+    ]
+    inputs = {path: labels if value.shape else [] for path, value in call.tensors.items()}
+    return Labels(inputs, [labels], reason=ANYWHERE)
+
+
+def index_along(call: Call) -> Labels | str:
+    """`index_add` and the like: all but the dimension whose places the index names."""
+    rank = len(call.shape(0))
+    dim = wrapped(call.integer(1, "dim"), rank)
+    labels = numbered(call.shape(0), (dim,))
+    inputs = {path: labels for path, value in call.tensors.items() if len(value.shape) == rank and path != (2,)}
+    return Labels(inputs, [labels], reason=ANYWHERE)
+
+
+def index(call: Call) -> Labels | str:
+    """`a[i, :, j]`: the dimensions without an index, and those of the indices."""
+    layout = _indexed(call)
+    if isinstance(layout, str):
+        return layout
+    source, made, common, labels = layout
+    indices: dict[Path, Dims] = {
+        path: aligned(value.shape, common, labels) for path, value in call.tensors.items() if path[0] == 1
+    }
+    return Labels({(0,): source, **indices}, [made])
+
+
+def index_put(call: Call) -> Labels | str:
+    """`a[i, :, j] = v`: the dimensions without an index; through the others any element may be written."""
+    layout = _indexed(call)
+    if isinstance(layout, str):
+        return layout
+    source, made, common, labels = layout
+    free = [None if label in labels else label for label in made]
+    sizes = dict(zip(source, call.shape(0), strict=True)) | dict(zip(labels, common, strict=True))
+    given = aligned(call.shape(2), [sizes[label] for label in made], free)
+    return Labels({(0,): source, (2,): given}, [source], reason=ANYWHERE)
+
+
+def _indexed(call: Call) -> tuple[list[str | None], list[str | None], tuple[int, ...], list[str | None]] | str:
+    """Labels of the indexed tensor and of what is indexed, common shape of the indices, and its labels.
+
+    The indices' dimensions stand where the indexed ones stood if these are neighbours, else in front.
+    """
+    found: dict[int, Value] = {path[1]: value for path, value in call.tensors.items() if path[0] == 1}
+    common = broadcast([value.shape for value in found.values()])
+    if common is None or any(value.dtype in ("bool", "uint8") for value in found.values()):
+        return "a mask selects a number of elements that only its contents tell"
+    dims = sorted(found)
+    if not dims or len(dims) > len(call.shape(0)):
+        return ANYWHERE
+    labels = numbered(common, prefix="i")
+    source = numbered(call.shape(0), dims)
+    neighbours = dims == list(range(dims[0], dims[-1] + 1))
+    before = [label for place, label in enumerate(source) if place not in found and neighbours and place < dims[0]]
+    after = [label for place, label in enumerate(source) if place not in found and not (neighbours and place < dims[0])]
+    return source, [*before, *labels, *after], common, labels
+
+
+# -- put together ----------------------------------------------------------------------------------------------------
+
+
+def cat(call: Call) -> Labels | str:
+    """All but the dimension along which the tensors follow each other; empty ones are skipped by torch."""
+    rank = len(call.shape_of_output())
+    labels = numbered(call.shape_of_output(), (call.integer(1, "dim"),))
+    return Labels({path: labels for path, value in call.tensors.items() if len(value.shape) == rank}, [labels])
+
+
+def stack(call: Call) -> Labels | str:
+    """Every dimension of the tensors, around a new one."""
+    made = call.shape_of_output()
+    dim = wrapped(call.integer(1, "dim"), len(made))
+    labels = numbered(made, (dim,))
+    taken = [label for place, label in enumerate(labels) if place != dim]
+    return Labels(dict.fromkeys(call.tensors, taken), [labels])
+
+
+def pad(call: Call) -> Labels | str:
+    """Dimensions that nothing is added to; the amounts come in pairs, the last dimension's first."""
+    shape, amounts = call.shape(0), call.integers(1, "pad")
+    padded = [-1 - place // 2 for place, amount in enumerate(amounts) if amount]
+    labels = numbered(shape, padded)
+    return Labels({(0,): labels}, [labels], reason="edges are not the same for all parts")
+
+
+def pad_planes(call: Call) -> Labels | str:
+    """Padding by mirrored or repeated edges: all but the padded dimensions."""
+    rank = int(next(word for word in call.name.split("_") if word[:3] == "pad")[3])
+    places = tuple(range(-rank, 0))
+    inputs: dict[Path, Dims] = {path: numbered(value.shape, places) for path, value in call.tensors.items()}
+    made = numbered(call.shape_of_output(), places)
+    return Labels(inputs, [made], reason="edges are not the same for all parts")
+
+
+# -- filled in part --------------------------------------------------------------------------------------------------
+
+
+def slice_backward(call: Call) -> Labels | str:
+    """Zeros around the gradient of a slice: all but its dimension; the sizes are literals."""
+    made = call.shape_of_output()
+    dim = wrapped(call.integer(2, "dim"), len(made))
+    labels = numbered(made, () if call.shape(0) == made else (dim,))
+    return Labels({(0,): labels}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
+
+
+def select_backward(call: Call) -> Labels | str:
+    """The same for one index of a dimension, which the gradient lacks."""
+    made = call.shape_of_output()
+    dim = wrapped(call.integer(2, "dim"), len(made))
+    labels = numbered(made, (dim,))
+    taken = [label for place, label in enumerate(labels) if place != dim]
+    return Labels({(0,): taken}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
+
+
+def slice_scatter(call: Call) -> Labels | str:
+    """A tensor with a slice replaced: all but the slice's dimension."""
+    labels = numbered(call.shape(0), (call.integer(2, "dim"),))
+    return Labels({(0,): labels, (1,): labels}, [labels])
+
+
+def select_scatter(call: Call) -> Labels | str:
+    """A tensor with one index of a dimension replaced."""
+    dim = wrapped(call.integer(2, "dim"), len(call.shape(0)))
+    labels = numbered(call.shape(0), (dim,))
+    taken = [label for place, label in enumerate(labels) if place != dim]
+    return Labels({(0,): labels, (1,): taken}, [labels])
+
+
+RULES: dict[str, Rule] = {
+    **rows(embedding, "embedding"),
+    **rows(embedding_backward, "embedding_dense_backward"),
+    **rows(index_select, "index_select"),
+    **rows(gather, "gather"),
+    **rows(scatter, "scatter scatter_add scatter_reduce"),
+    **rows(index_along, "index_add index_copy index_fill index_reduce"),
+    **rows(index, "index _unsafe_index"),
+    **rows(index_put, "index_put _unsafe_index_put _index_put_impl"),
+    **rows(cat, "cat"),
+    **rows(stack, "stack"),
+    **rows(pad, "constant_pad_nd"),
+    **rows(pad_planes, "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward"),
+    **rows(pad_planes, "reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d"),
+    **rows(pad_planes, "replication_pad3d replication_pad1d_backward replication_pad2d_backward"),
+    **rows(pad_planes, "replication_pad3d_backward"),
+    **rows(slice_backward, "slice_backward"),
+    **rows(select_backward, "select_backward"),
+    **rows(slice_scatter, "slice_scatter"),
+    **rows(select_scatter, "select_scatter"),
+}

@@ -1,0 +1,295 @@
+"""From an operator's dimension labels to its splits.
+
+A rule writes a call down as an einsum does: a label for every dimension that can be cut, the same label wherever the
+same stretches belong together.
+
+    mm(a, b):  a: (rows, inner), b: (inner, columns) -> (rows, columns); inner combines by "sum"
+
+Every label then gives one split: all dimensions and size literals that carry it are cut together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import TypeAlias
+
+from magis.graph.nodes import Arg, Op, Ref, Value
+from magis.ops.facts import is_view
+from magis.ops.splits.split import Cut, Halo, How, Overlap, Path, Split, dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A label whose stretches, of this dimension, need the rows next to them: windows overlap."""
+
+    label: str
+    before: int
+    after: int
+
+
+Dims: TypeAlias = Sequence[str | None]
+"""One label per dimension; None: not cut by any split."""
+
+Places: TypeAlias = Sequence[str | Around | None]
+"""The same where some stretches need the rows next to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """The labels of one call. What is not mentioned is never cut."""
+
+    inputs: Mapping[Path, Places]
+    """Labels of the tensor arguments, by where they stand."""
+    outputs: Sequence[Places]
+    """Labels of the outputs, in order."""
+    literals: Mapping[Path, str] = field(default_factory=dict)
+    """Integer literals that stand for the size of a labelled dimension; a -1 among them is left alone."""
+    combine: Mapping[str, str | Sequence[str | None]] = field(default_factory=dict)
+    """How outputs without the label combine, for all outputs or for each; labels that are missing here are dropped
+    where an output lacks them."""
+    replaced: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
+    """The one literal that is another one in parts along a label, and which."""
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that the count of parts must divide beyond the sizes."""
+    reason: str = ""
+    """Why nothing can be cut, where no label gives a split and sizes are not what prevents it."""
+
+
+class Call:
+    """An operator's arguments by position or keyword, and the tensors behind them."""
+
+    def __init__(self, op: Op, values: Mapping[int, Value]) -> None:
+        self.op = op
+        self._values = values
+        _, name, self.overload = op.target.split(".")
+        self.name = plain_name(name)
+        self.outputs = tuple(None if number is None else values[number] for number in op.outputs)
+        self.tensors: dict[Path, Value] = {}
+        for position, arg in enumerate((*op.args, *(arg for _, arg in op.kwargs))):
+            self.tensors |= {path: values[ref.value] for path, ref in _refs(arg, (position,))}
+
+    def at(self, position: int, keyword: str = "") -> Path:
+        """Where an argument stands, by position or else by keyword; (-1,), nowhere, if the call leaves it out."""
+        if not 0 <= position < len(self.op.args):
+            for number, (name, _) in enumerate(self.op.kwargs):
+                if name == keyword:
+                    return (len(self.op.args) + number,)
+            return (-1,)
+        return (position,)
+
+    def arg(self, position: int, keyword: str = "", default: Arg = None) -> Arg:
+        """The argument at a position, or of that keyword; `default` where the call leaves it out."""
+        (where,) = self.at(position, keyword)
+        if where < 0:
+            return default
+        count = len(self.op.args)
+        return self.op.args[where] if where < count else self.op.kwargs[where - count][1]
+
+    def integer(self, position: int, keyword: str = "", default: int = 0) -> int:
+        """An integer argument; `default` where it is left out or no integer."""
+        found = self.arg(position, keyword, default)
+        return found if isinstance(found, int) else default
+
+    def integers(self, position: int, keyword: str = "") -> tuple[int, ...]:
+        """A list of integers; a single one counts as a list, anything else as an empty one."""
+        found = self.arg(position, keyword)
+        items = found if isinstance(found, tuple) else (found,)
+        return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+
+    def tensor(self, position: int, keyword: str = "") -> Value | None:
+        """The tensor at a position; None where that is something else."""
+        return self.tensors.get(self.at(position, keyword))
+
+    def shape(self, position: int, keyword: str = "") -> tuple[int, ...]:
+        """The shape of the tensor there, () without one."""
+        found = self.tensor(position, keyword)
+        return found.shape if found is not None else ()
+
+    def shape_of_output(self, position: int = 0) -> tuple[int, ...]:
+        """The shape of an output, () without it."""
+        found = self.outputs[position] if position < len(self.outputs) else None
+        return found.shape if found is not None else ()
+
+
+Rule: TypeAlias = Callable[[Call], "Labels | str"]
+"""The labels of a call, or one short reason why it cannot be cut."""
+
+Rules: TypeAlias = Mapping[str, Rule]
+"""Operator name without namespace, overload and the underscore of in-place forms -> rule."""
+
+
+def rows(rule: Rule, names: str) -> dict[str, Rule]:
+    """One rule for several operators, their names separated by blanks."""
+    return dict.fromkeys(names.split(), rule)
+
+
+def plain_name(name: str) -> str:
+    """An operator's name without the underscore of its in-place form: "add_" is "add"."""
+    return name.removesuffix("_")
+
+
+def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
+    """One split per label that cuts something into equal parts, in the order of first use."""
+    order: dict[str, None] = {}
+    for dims in (*labels.inputs.values(), *labels.outputs):
+        order |= dict.fromkeys(d.label if isinstance(d, Around) else d for d in dims if d is not None)
+    if not _fit(call, labels):
+        return ()
+    found = (_split(call, labels, label) for label in order)
+    return tuple(dict.fromkeys(split for split in found if split is not None))
+
+
+def _fit(call: Call, labels: Labels) -> bool:
+    """Whether every tensor has the dimensions that are labelled: proofs try calls that no operator would take, some of
+    which torch's fakes let pass (the gradient of index 0 of dimension 32)."""
+    pairs = [(value, labels.inputs.get(path, ())) for path, value in call.tensors.items()]
+    pairs += [(value, dims) for value, dims in zip(call.outputs, labels.outputs, strict=False) if value is not None]
+    return all(len(dims) <= len(value.shape) for value, dims in pairs)
+
+
+def _split(call: Call, labels: Labels, label: str) -> Split | None:
+    """The split that cuts everything with that label; None where the call does not allow it."""
+    inputs = tuple(_place(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
+    pairs = [(value, dimension(cut)) for value, cut in zip(call.tensors.values(), inputs, strict=True)]
+    sizes = [value.shape[dim] for value, dim in pairs if dim is not None]
+    outputs: list[How] = []
+    for index, value in enumerate(call.outputs):
+        if value is None:
+            outputs.append(None)
+            continue
+        place = _place(value, labels.outputs[index], label)
+        how = labels.combine.get(label) if value.numel else "same"
+        how = how if how is None or isinstance(how, str) else how[index]
+        joined: How = Overlap(place.dim, place.before, place.after) if isinstance(place, Halo) else place
+        joined = how if joined is None else joined
+        if joined is None or not _apart(call, value, joined, inputs):
+            return None
+        outputs.append(joined)
+        sizes += [value.shape[dim] for dim in (dimension(place),) if dim is not None]
+    paths = _literals(call, labels, label)
+    if paths is None or all(how in (None, "same") for how in outputs):
+        return None
+    extent = gcd(*sizes, *paths.values(), labels.limits.get(label, 0))
+    replaced = tuple(change for owner, change in labels.replaced.items() if owner == label)
+    return Split(inputs, tuple(outputs), tuple(paths), extent, replaced) if extent > 1 else None
+
+
+def _apart(call: Call, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
+    """Whether the parts write different elements where the output is on an input's memory.
+
+    A window on the input is no write. What is written in place must be cut there as it is joined; parts that each
+    wrote all of it would undo or repeat each other's work.
+    """
+    on_input = [
+        (value, cut)
+        for value, cut in zip(call.tensors.values(), inputs, strict=True)
+        if value.storage == output.storage
+    ]
+    if not isinstance(joined, int):
+        return not on_input or output.numel == 0
+    if is_view(call.op.target):
+        return True
+    return all(
+        cut == joined for value, cut in on_input if value.shape == output.shape and value.offset == output.offset
+    )
+
+
+def _place(value: Value, dims: Places, label: str) -> Cut:
+    """The dimension with that label; None where there is none, or no element along it."""
+    for index, found in enumerate(dims):
+        if isinstance(found, Around) and found.label == label and value.shape[index]:
+            return Halo(index, found.before, found.after)
+        if found == label and value.shape[index]:
+            return index
+    return None
+
+
+def _literals(call: Call, labels: Labels, label: str) -> dict[Path, int] | None:
+    """The literals to divide; None where one of them is no size."""
+    found: dict[Path, int] = {}
+    everything = (*call.op.args, *(arg for _, arg in call.op.kwargs))
+    for path, owner in labels.literals.items():
+        if owner != label:
+            continue
+        arg: Arg = everything
+        for position in path:
+            arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
+        if not isinstance(arg, int) or isinstance(arg, bool) or arg < -1:
+            return None
+        if arg != -1:
+            found[path] = arg
+    return found
+
+
+def _refs(arg: Arg, path: Path) -> Iterator[tuple[Path, Ref]]:
+    if isinstance(arg, Ref):
+        yield path, arg
+    elif isinstance(arg, tuple):
+        for position, item in enumerate(arg):
+            yield from _refs(item, (*path, position))
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def wrapped(dim: int, rank: int) -> int:
+    """A dimension counted from 0."""
+    return dim + rank if dim < 0 else dim
+
+
+def numbered(shape: Sequence[int], but: Sequence[int] = (), prefix: str = "d") -> list[str | None]:
+    """A label of its own for every dimension, save those listed (negative ones count from the end)."""
+    left_out = {wrapped(dim, len(shape)) for dim in but}
+    return [None if index in left_out else f"{prefix}{index}" for index in range(len(shape))]
+
+
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """The common shape of tensors of these shapes; None where they do not go together."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    common = [1] * rank
+    for shape in shapes:
+        for index, size in enumerate(shape, rank - len(shape)):
+            if size != 1 and common[index] not in (1, size):
+                return None
+            common[index] = size if size != 1 else common[index]
+    return tuple(common)
+
+
+def aligned(shape: Sequence[int], common: Sequence[int], labels: Dims) -> list[str | None]:
+    """The labels of a tensor that is broadcast to the labelled shape `common`, None for expanded dimensions."""
+    skipped = len(common) - len(shape)
+    if skipped < 0:  # only tensors without elements are left out of the common shape
+        return [None] * len(shape)
+    return [labels[index] if size == common[index] and size != 1 else None for index, size in enumerate(shape, skipped)]
+
+
+RANDOM = "random numbers would change"
+
+
+def because(reason: str) -> Rule:
+    """A rule that gives a reason instead of labels."""
+
+    def rule(call: Call) -> Labels | str:  # noqa: ARG001
+        return reason
+
+    return rule
+
+
+NEVER_SPLIT: dict[str, Rule] = {
+    **rows(
+        because("numbers depend on where they stand"), "arange range linspace logspace eye tril_indices triu_indices"
+    ),
+    **rows(because("one number"), "scalar_tensor _local_scalar_dense is_same_size"),
+    **rows(because("how many elements there are depends on the contents"), "nonzero masked_select _unique2"),
+    **rows(because("bags of an embedding have lengths of their own"), "_embedding_bag _embedding_bag_forward_only"),
+    **rows(because(RANDOM), "native_dropout _fused_dropout rrelu_with_noise rand rand_like randn randn_like randint"),
+    **rows(because(RANDOM), "bernoulli normal uniform randperm multinomial randint_like exponential"),
+    **rows(
+        because("updates many tensors at once"),
+        "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_addcdiv _foreach_lerp"
+        " _foreach_sqrt _foreach_neg _foreach_copy _foreach_norm _foreach_pow _foreach_reciprocal _foreach_maximum"
+        " _fused_adam _fused_adamw _fused_sgd _fused_adagrad",
+    ),
+}

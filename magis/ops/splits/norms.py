@@ -1,0 +1,229 @@
+"""Normalizations, forward and backward.
+
+    native_layer_norm:   (rows, x), (x), (x) -> (rows, x), (rows), (rows); x not
+    native_batch_norm:   (n, c, ...), (c) x 4 -> (n, c, ...), (c), (c); in training c alone
+    native_group_norm:   (n, g, ...), (g), (g) -> (n, g, ...), (n, g), (n, g); the sizes N, C and group are literals
+
+A batch norm in training takes its statistics over everything but the channel, hence only channels can be cut. Its
+running statistics are cut too: every part writes its own stretch of them, declared by the schema or not
+(`magis.ops.facts.UNDECLARED_WRITES`), so that each channel is still written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.split import Path
+
+COUPLED = "batch statistics couple the batch"
+
+
+# -- layer norm and its kin ------------------------------------------------------------------------------------------
+
+
+def layer_norm(call: Call) -> Labels | str:
+    """Leading dimensions; mean and reciprocal deviation have them too, and 1 for the normalized ones."""
+    labels = _leading(call, 0, 1)
+    return Labels({(0,): labels}, [labels] * len(call.outputs), reason="all dimensions are normalized")
+
+
+def layer_norm_backward(call: Call) -> Labels | str:
+    """Leading dimensions; the gradients of weight and bias are sums over them."""
+    labels = _leading(call, 0, 2)
+    last = 4 if call.name == "native_layer_norm_backward" else 3
+    inputs: dict[Path, Dims] = {(position,): labels for position in (0, 1, *range(3, last + 1))}
+    combine = dict.fromkeys((label for label in labels if label is not None), "sum")
+    return Labels(inputs, [labels, (), ()], combine=combine, reason="all dimensions are normalized")
+
+
+def _leading(call: Call, position: int, normalized: int) -> list[str | None]:
+    rank = len(call.shape(position))
+    count = rank - len(call.integers(normalized))
+    return [f"d{index}" if index < count else None for index in range(rank)]
+
+
+# -- batch norm ------------------------------------------------------------------------------------------------------
+
+_TRAINING = {
+    "native_batch_norm": 5, "_native_batch_norm_legit": 5, "_native_batch_norm_legit_functional": 5,
+    "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "native_batch_norm_backward": 7, "batch_norm_backward": 7,
+}  # fmt: skip
+"""Position of the training flag; operators without one have it in their name."""
+
+_BACKWARD_ORDER = {"cudnn_batch_norm_backward": (1, 0), "miopen_batch_norm_backward": (1, 0)}
+"""Positions of the output's gradient and of the input where the gradient does not come first."""
+
+
+def batch_norm(call: Call) -> Labels | str:
+    """Channels; without training, statistics are given and everything else can be cut too."""
+    training = _trains(call)
+    image = _image(call.shape(0), training)
+    inputs = _channels(call, {(0,): image})
+    return _batch_norm(call, inputs, [image, *(["c"] for _ in call.outputs[1:])], image, "same")
+
+
+def batch_norm_backward(call: Call) -> Labels | str:
+    """Channels; without training all, and the gradients of weight and bias are sums."""
+    gradient, taken = _BACKWARD_ORDER.get(call.name, (0, 1))
+    image = _image(call.shape(taken), _trains(call))
+    inputs = _channels(call, {(gradient,): image, (taken,): image})
+    return _batch_norm(call, inputs, [image, ["c"], ["c"]], image, "sum")
+
+
+def _batch_norm(
+    call: Call, inputs: Mapping[Path, Dims], outputs: Sequence[Dims], image: Dims, how: str
+) -> Labels | str:
+    """`how`: what becomes of a result per channel where the channel is not cut."""
+    if any(value.numel and value.dtype == "uint8" for value in (*call.tensors.values(), *call.outputs) if value):
+        return "the kernel's reserve has no dimensions"
+    combine = {label: how for label in image if label is not None and label != "c"}
+    return Labels(inputs, outputs, combine=combine, reason=COUPLED)
+
+
+def _trains(call: Call) -> bool:
+    if call.name.endswith(("_no_training", "_no_update")):
+        return False
+    position = _TRAINING.get(call.name, -1)
+    if call.overload == "no_stats":
+        position = 3
+    return call.arg(position) is not False if position >= 0 else True
+
+
+def _image(shape: Sequence[int], training: bool) -> list[str | None]:
+    return ["c" if index == 1 else None if training else f"d{index}" for index in range(len(shape))]
+
+
+def _channels(call: Call, images: Mapping[Path, Dims]) -> dict[Path, Dims]:
+    """Labels of all arguments: those in `images`, and one number per channel for the others (none if empty)."""
+    channels: dict[Path, Dims] = {path: ["c"] for path, value in call.tensors.items() if value.numel}
+    return channels | dict(images)
+
+
+# -- group norm ------------------------------------------------------------------------------------------------------
+
+
+def group_norm(call: Call) -> Labels | str:
+    """Samples, and whole groups of channels; the literals are N, C and the number of groups."""
+    image = ["n", "g", *(None for _ in call.shape(0)[2:])]
+    return Labels(
+        inputs={(0,): image, (1,): ["g"], (2,): ["g"]},
+        outputs=[image, ["n", "g"], ["n", "g"]],
+        literals={(3,): "n", (4,): "g", (6,): "g"},
+    )
+
+
+def group_norm_backward(call: Call) -> Labels | str:
+    """The same; over samples the gradients of weight and bias are sums."""
+    image = ["n", "g", *(None for _ in call.shape(0)[2:])]
+    return Labels(
+        inputs={(0,): image, (1,): image, (2,): ["n", "g"], (3,): ["n", "g"], (4,): ["g"]},
+        outputs=[image, ["g"], ["g"]],
+        literals={(5,): "n", (6,): "g", (8,): "g"},
+        combine={"n": "sum"},
+    )
+
+
+# -- weight norm -----------------------------------------------------------------------------------------------------
+
+
+def weight_norm(call: Call) -> Labels | str:
+    """One norm for each index of a dimension, the first or the last: everything has that dimension."""
+    position = 2 if call.name == "_weight_norm_interface" else 4
+    dim = wrapped(call.integer(position, "dim"), len(call.shape(0)))
+    labels = ["k" if index == dim else None for index in range(len(call.shape(0)))]
+    return Labels(dict.fromkeys(call.tensors, labels), [labels] * len(call.outputs))
+
+
+RULES: dict[str, Rule] = {
+    **rows(weight_norm, "_weight_norm_interface _weight_norm_interface_backward"),
+    **rows(layer_norm, "native_layer_norm _fused_rms_norm"),
+    **rows(layer_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
+    **rows(batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional"),
+    **rows(batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update"),
+    **rows(batch_norm, "_batch_norm_with_update_functional cudnn_batch_norm miopen_batch_norm"),
+    **rows(batch_norm_backward, "native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"),
+    **rows(batch_norm_backward, "miopen_batch_norm_backward"),
+    **rows(group_norm, "native_group_norm"),
+    **rows(group_norm_backward, "native_group_norm_backward"),
+}
+
+
+# Losses, forward and backward.
+# mse_loss(a, b, mean): (x), (x) -> (); x combines by "mean" nll_loss_forward(a, t, w, sum): (rows, classes),
+# (rows), (classes) -> (), (); rows sum nll_loss_backward(g, a, t, ...): (), (rows, classes), (rows), ... -> (rows,
+# classes)
+# With reduction "mean" the loss of one class per row divides by the total weight of the targets, which targets of
+# the ignored class do not add to: the mean of the parts' losses is not the loss, whatever the class weights. Its
+# backward takes the total weight as an argument, so its rows can always be cut. Element-wise losses average over a
+# number of elements known from the shape; their backward divides by it, and a part would divide by its own.
+
+NONE, MEAN, SUM = 0, 1, 2
+
+_REDUCTION = {
+    "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4, "mse_loss_backward": 3, "smooth_l1_loss_backward": 3,
+    "huber_loss_backward": 3, "soft_margin_loss_backward": 3, "binary_cross_entropy_backward": 4,
+}  # fmt: skip
+"""Position of the reduction, an int: 0 none, 1 mean (the default), 2 sum."""
+
+
+def elementwise(call: Call) -> Labels | str:
+    """One loss per element, or their mean or sum."""
+    reduction = call.integer(_REDUCTION[call.name], "reduction", MEAN)
+    common = broadcast([value.shape for value in call.tensors.values()])
+    if common is None:
+        return "tensors of several shapes"
+    labels = numbered(common)
+    inputs: dict[Path, Dims] = {path: aligned(value.shape, common, labels) for path, value in call.tensors.items()}
+    if reduction == NONE:
+        return Labels(inputs, [labels])
+    how = "mean" if reduction == MEAN else "sum"
+    return Labels(inputs, [()], combine={label: how for label in labels if label is not None})
+
+
+def elementwise_backward(call: Call) -> Labels | str:
+    """One gradient per element."""
+    if call.integer(_REDUCTION[call.name], "reduction", MEAN) == MEAN:
+        return "a part would divide by its own number of elements"
+    common = call.shape_of_output()
+    labels = numbered(common)
+    return Labels({path: aligned(v.shape, common, labels) for path, v in call.tensors.items()}, [labels])
+
+
+def nll(call: Call) -> Labels | str:
+    """The loss of one class per row, and the total weight of the rows."""
+    reduction = call.integer(3, "reduction", MEAN)
+    scores = _scores(call.shape(0))
+    targets = [label for index, label in enumerate(scores) if index != 1]
+    if reduction == MEAN:
+        return "the mean divides by a total weight that only all targets together give"
+    inputs: dict[Path, Dims] = {(0,): scores, (1,): targets}
+    # without reduction the total weight is left at zero
+    combine: dict[str, tuple[str | None, ...]] = {
+        label: ("sum", "sum") if reduction == SUM else (None, "same") for label in targets if label is not None
+    }
+    return Labels(inputs, [targets if reduction == NONE else (), ()], combine=combine)
+
+
+def nll_backward(call: Call) -> Labels | str:
+    """Rows; the total weight is given, the loss's gradient has rows only where the loss has them."""
+    scores = _scores(call.shape(1))
+    targets = [label for index, label in enumerate(scores) if index != 1]
+    gradient = targets if call.integer(4, "reduction", MEAN) == NONE else []
+    return Labels({(0,): gradient, (1,): scores, (2,): targets}, [scores])
+
+
+def _scores(shape: tuple[int, ...]) -> list[str | None]:
+    """(rows, classes) or (n, classes, height, width): everything but the classes; a single row has no label."""
+    return numbered(shape, (1,)) if len(shape) > 1 else [None]
+
+
+LOSSES: dict[str, Rule] = {
+    **rows(elementwise, "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"),
+    **rows(elementwise, "binary_cross_entropy_with_logits"),
+    **rows(elementwise_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward"),
+    **rows(elementwise_backward, "soft_margin_loss_backward binary_cross_entropy_backward"),
+    **rows(nll, "nll_loss_forward nll_loss2d_forward"),
+    **rows(nll_backward, "nll_loss_backward nll_loss2d_backward"),
+}

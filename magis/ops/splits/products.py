@@ -1,0 +1,174 @@
+"""Attention kernels, forward and backward.
+
+    (b, h, q, e), (b, h, s, e), (b, h, s, v), mask (b, h, q, s) broadcast -> (b, h, q, v), logsumexp (b, h, q)
+
+Batch and head can be cut. Query rows are independent of each other in the forward where nothing is causal (a causal
+mask goes by a row's number); in the backward they add up in the gradients of key and value. Where keys have fewer
+heads than queries, equal stretches of both still belong together. With dropout the kernel's random numbers would
+change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from magis.graph.nodes import Value
+from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, rows
+from magis.ops.splits.split import Path
+
+RANDOM = "random numbers would change"
+_ALIGNMENT = 32
+"""The memory-efficient kernel pads its logsumexp to multiples of this many query rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """Positions of a kernel's arguments; -1 where it has none. The mask may be a keyword."""
+
+    dropout: int
+    causal: int
+    mask: int = -1
+    saved: tuple[int, int] = (-1, -1)
+    """Of the backward: the forward's output and logsumexp. The gradient comes first, then query, key, value."""
+    lengths: tuple[int, ...] = ()
+    """Lengths of the sequences of a packed batch."""
+    queries: bool = False
+    """Whether the kernel keeps its rows apart in all of its results."""
+
+
+_KERNELS = {
+    "_scaled_dot_product_flash_attention_for_cpu": _Kernel(dropout=3, causal=4, queries=True),
+    "_scaled_dot_product_flash_attention": _Kernel(dropout=3, causal=4, queries=True),
+    "_scaled_dot_product_efficient_attention": _Kernel(dropout=5, causal=6, mask=3, queries=True),
+    "_scaled_dot_product_cudnn_attention": _Kernel(dropout=5, causal=6, mask=3, queries=True),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _Kernel(6, 7, saved=(4, 5), queries=True),
+    "_scaled_dot_product_flash_attention_backward": _Kernel(10, 11, saved=(4, 5), lengths=(6, 7)),
+    "_scaled_dot_product_efficient_attention_backward": _Kernel(9, 11, mask=4, saved=(5, 6)),
+    "_scaled_dot_product_cudnn_attention_backward": _Kernel(13, 14, mask=8, saved=(4, 5), lengths=(9, 10)),
+}
+
+
+def attention(call: Call) -> Labels | str:
+    """Batch, head, and query rows of the forward."""
+    kernel = _KERNELS[call.name]
+    if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
+        return RANDOM
+    if len(call.shape(0)) != 4:
+        return "not (batch, head, row, feature)"
+    row, limit = _query_rows(call, kernel)
+    made: list[Dims] = [["b", "h", row, None], ["b", "h", row]]
+    inputs: dict[Path, Dims] = {
+        (0,): ["b", "h", row, None],
+        (1,): ["b", "h", None, None],
+        (2,): ["b", "h", None, None],
+        **_mask(call, kernel, row, len(call.shape(0)) - 4),
+    }
+    # seeds and lengths: without dropout and packing every part's are as good
+    rest = tuple("same" for _ in call.outputs[2:])
+    return Labels(
+        inputs,
+        [*made, *(() for _ in rest)],
+        combine=dict.fromkeys(("b", "h", "q"), (None, None, *rest)),
+        limits={"q": limit} if limit else {},
+    )
+
+
+def attention_backward(call: Call) -> Labels | str:
+    """Batch and head; query rows where the kernel's logsumexp has one number per row."""
+    kernel = _KERNELS[call.name]
+    if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
+        return RANDOM
+    if len(call.shape(1)) != 4:
+        return "not (batch, head, row, feature)"
+    if any(call.tensor(position) is not None for position in kernel.lengths):
+        return "a packed batch has no batch dimension"
+    row, _ = _query_rows(call, kernel)
+    output, logsumexp = kernel.saved
+    whole: Dims = ["b", "h", None, None]
+    rows: Dims = ["b", "h", row, None]
+    masks = _mask(call, kernel, row, 1)
+    inputs: dict[Path, Dims] = {
+        (0,): rows, (1,): rows, (2,): whole, (3,): whole, (output,): rows, (logsumexp,): ["b", "h", row], **masks,
+    }  # fmt: skip
+    of_mask: list[Dims] = [_of_mask_gradient(call, row)] if len(call.outputs) > 3 else []
+    sums = (None, "sum", "sum", "sum")[: len(call.outputs)]
+    per_head = (None, None, None, "sum")[: len(call.outputs)]
+    return Labels(inputs, [rows, whole, whole, *of_mask], combine={"q": sums, "b": per_head, "h": per_head})
+
+
+def _query_rows(call: Call, kernel: _Kernel) -> tuple[str | None, int]:
+    """The label of query rows, None where they cannot be cut, and a further number that the parts must divide."""
+    if not kernel.queries or call.arg(kernel.causal, "is_causal", False) is not False:
+        return None, 0
+    first = 0 if kernel.saved == (-1, -1) else 1
+    rows = call.shape(first)[2]
+    saved: Value | None = call.outputs[1] if first == 0 else call.tensor(kernel.saved[1])
+    if saved is None:
+        return None, 0
+    if "efficient" in call.name and saved.numel:
+        return ("q", rows // _ALIGNMENT) if rows % _ALIGNMENT == 0 else (None, 0)
+    return ("q", 0) if saved.numel == 0 or saved.shape[2] == rows else (None, 0)
+
+
+def _mask(call: Call, kernel: _Kernel, row: str | None, query: int) -> dict[Path, Dims]:
+    """Labels of the mask, broadcast to (batch, head, query row, key)."""
+    value = call.tensor(kernel.mask, "attn_mask")
+    if value is None:
+        return {}
+    scores = (*call.shape(query)[:3], call.shape(query + 1)[2])
+    return {call.at(kernel.mask, "attn_mask"): aligned(value.shape, scores, ["b", "h", row, None])}
+
+
+def _of_mask_gradient(call: Call, row: str | None) -> Dims:
+    shape = call.shape_of_output(3)
+    scores = (*call.shape(1)[:3], call.shape(2)[2])
+    return aligned(shape, scores, ["b", "h", row, None]) if shape else ()
+
+
+RULES: dict[str, Rule] = {
+    name: attention if kernel.saved == (-1, -1) else attention_backward for name, kernel in _KERNELS.items()
+}
+
+
+# Matrix products, as einsums.
+# mm(a, b): (m, k), (k, n) -> (m, n); k sums baddbmm(c, a, b): (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m,
+# n); k not, every part would add c
+
+_FORMS: dict[str, tuple[int, tuple[str, str, str]]] = {
+    "mm": (0, ("mk", "kn", "mn")),
+    "bmm": (0, ("bmk", "bkn", "bmn")),
+    "mv": (0, ("mk", "k", "m")),
+    "dot": (0, ("k", "k", "")),
+    "vdot": (0, ("k", "k", "")),
+    "ger": (0, ("m", "n", "mn")),
+    "addmm": (1, ("mk", "kn", "mn")),
+    "_addmm_activation": (1, ("mk", "kn", "mn")),
+    "baddbmm": (1, ("bmk", "bkn", "bmn")),
+    "addbmm": (1, ("bmk", "bkn", "mn")),
+    "addmv": (1, ("mk", "k", "m")),
+    "addr": (1, ("m", "n", "mn")),
+}
+"""Operator name -> position of the first factor (1: after a tensor that is added), labels of factors and product."""
+
+
+def product(call: Call) -> Labels | str:
+    """Batch, rows and columns; the contraction sums unless something is added."""
+    first, (left, right, result) = _FORMS[call.name]
+    inputs: dict[tuple[int, ...], list[str | None]] = {(first,): list(left), (first + 1,): list(right)}
+    if first:
+        inputs[(0,)] = aligned(call.shape(0), call.shape_of_output(), list(result))
+    sums = {} if first else {label: "sum" for label in left if label not in result}
+    return Labels(inputs, [list(result)], combine=sums, reason="every part would add the same tensor")
+
+
+def linear(call: Call) -> Labels | str:
+    """`input @ weight.T + bias`, with any number of leading dimensions."""
+    leading = [f"d{index}" for index in range(len(call.shape(0)) - 1)]
+    weight = ["n", "k"] if len(call.shape(1)) == 2 else ["k"]
+    sums = {} if call.tensor(2, "bias") is not None else {"k": "sum"}
+    bias = {call.at(2, "bias"): ["n"] if len(weight) == 2 else []}
+    made = [*leading, "n"] if len(weight) == 2 else leading
+    return Labels({(0,): [*leading, "k"], (1,): weight, **bias}, [made], combine=sums)
+
+
+PRODUCTS: dict[str, Rule] = {**rows(product, " ".join(_FORMS)), **rows(linear, "linear")}

@@ -1,0 +1,253 @@
+"""Views: other looks at the same elements, or at some of them.
+
+    view([36], [3, 2, 6]):  (x) -> (x, -, -), the literal 3 is divided
+    permute(a, [2, 0, 1]):  (x, y, z) -> (z, x, y)
+
+Dimensions of a view fall into groups of equal products. Equal stretches of a group's elements are equal stretches of
+its leading dimension larger than 1, on both sides; its other dimensions cannot be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from magis.ops.splits.labels import Call, Labels, Rule, aligned, numbered, rows, wrapped
+from magis.ops.splits.split import Path
+
+MEMORY = "addresses memory, not dimensions"
+
+
+def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The finest groups of dimensions with equal products, dimensions of size 1 left out.
+
+    Both shapes hold the same number of elements, at least one.
+    """
+    left = [index for index, size in enumerate(before) if size > 1]
+    right = [index for index, size in enumerate(after) if size > 1]
+    while left and right:
+        here, there = [left.pop(0)], [right.pop(0)]
+        products = [before[here[0]], after[there[0]]]
+        while products[0] != products[1]:
+            if products[0] < products[1]:
+                here.append(left.pop(0))
+                products[0] *= before[here[-1]]
+            else:
+                there.append(right.pop(0))
+                products[1] *= after[there[-1]]
+        yield here, there
+
+
+def view(call: Call) -> Labels | str:
+    """Other sizes for the same elements in the same order."""
+    before, after = call.shape(0), call.shape_of_output()
+    if call.overload == "dtype":
+        return _as_dtype(call)
+    if 0 in before:
+        return "no elements"
+    taken, made = _leading(before, after)
+    (where,) = call.at(1, "size")
+    literals: dict[Path, str] = {(where, index): label for index, label in enumerate(made) if label is not None}
+    sized = len(call.integers(1, "size")) == len(after)
+    return Labels({(0,): taken}, [made], literals) if sized else "sizes are no literals"
+
+
+def _leading(before: Sequence[int], after: Sequence[int]) -> tuple[list[str | None], list[str | None]]:
+    """Labels of the leading dimensions of all groups, before and after."""
+    taken: list[str | None] = [None] * len(before)
+    made: list[str | None] = [None] * len(after)
+    for here, there in groups(before, after):
+        taken[here[0]] = made[there[0]] = f"d{here[0]}"
+    return taken, made
+
+
+def _as_dtype(call: Call) -> Labels:
+    """The same bytes as another data type: the innermost dimension changes its size."""
+    same = call.shape(0) == call.shape_of_output()
+    labels = numbered(call.shape(0), () if same else (-1,))
+    return Labels({(0,): labels}, [labels])
+
+
+def flatten(call: Call) -> Labels | str:
+    """`flatten(start, end)`: a view whose arguments are dimensions."""
+    before, after = call.shape(0), call.shape_of_output()
+    if 0 in before:
+        return "no elements"
+    taken, made = _leading(before, after)
+    return Labels({(0,): taken}, [made])
+
+
+def expand(call: Call) -> Labels | str:
+    """Sizes are literals; where the input has size 1, the parts take all of it."""
+    before, after = call.shape(0), call.shape_of_output()
+    labels = numbered(after)
+    (where,) = call.at(1, "size")
+    if len(call.integers(1, "size")) != len(after):
+        return "sizes are no literals"
+    literals: dict[Path, str] = {(where, index): f"d{index}" for index in range(len(after))}
+    return Labels({(0,): aligned(before, after, labels)}, [labels], literals)
+
+
+def repeat(call: Call) -> Labels | str:
+    """Copies side by side: a dimension repeated once is cut in the input, otherwise the parts make fewer copies."""
+    before, after = call.shape(0), call.shape_of_output()
+    times = call.integers(1, "repeats")
+    if len(times) != len(after):
+        return "sizes are no literals"
+    labels = numbered(after)
+    skipped = len(after) - len(before)
+    taken = [labels[index + skipped] if times[index + skipped] == 1 else None for index in range(len(before))]
+    literals: dict[Path, str] = {(1, index): f"d{index}" for index, count in enumerate(times) if count != 1}
+    return Labels({(0,): taken}, [labels], literals)
+
+
+def rearranged(call: Call, source: Sequence[int | None], but: Sequence[int] = ()) -> Labels | str:
+    """Dimension j of every output is dimension `source[j]` of the input; None, and those in `but`, are not cut."""
+    labels = numbered(call.shape(0), but)
+    if any(output is not None and len(output.shape) != len(source) for output in call.outputs):
+        return "outputs of unexpected shape"
+    made = [None if index is None else labels[index] for index in source]
+    return Labels({(0,): labels}, [made] * len(call.outputs))
+
+
+def permute(call: Call) -> Labels | str:
+    """`permute(dims)`: dimension j is dimension dims[j] of the input."""
+    rank = len(call.shape(0))
+    return rearranged(call, [wrapped(dim, rank) for dim in call.integers(1, "dims")])
+
+
+def transpose(call: Call) -> Labels | str:
+    """Two dimensions change places; `t` and `numpy_T` turn all around."""
+    order = list(range(len(call.shape(0))))
+    if call.name in ("t", "t_copy", "numpy_T"):
+        return rearranged(call, order[::-1])
+    if order:
+        first, second = (wrapped(call.integer(position), len(order)) for position in (1, 2))
+        order[first], order[second] = order[second], order[first]
+    return rearranged(call, order)
+
+
+def movedim(call: Call) -> Labels | str:
+    """Dimensions move to other places, the rest keeps its order."""
+    rank = len(call.shape(0))
+    origin, target = ([wrapped(dim, rank) for dim in call.integers(position)] for position in (1, 2))
+    placed = dict(zip(target, origin, strict=True))
+    rest = iter([dim for dim in range(rank) if dim not in origin])
+    return rearranged(call, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
+
+
+def unsqueeze(call: Call) -> Labels | str:
+    """A further dimension of size 1."""
+    rank = len(call.shape(0))
+    order: list[int | None] = list(range(rank))
+    order.insert(wrapped(call.integer(1, "dim"), rank + 1), None)
+    return rearranged(call, order)
+
+
+def squeeze(call: Call) -> Labels | str:
+    """Dimensions of size 1 vanish: a part must not cut another one of those asked for down to 1."""
+    shape = call.shape(0)
+    asked = [wrapped(dim, len(shape)) for dim in call.integers(1, "dim")]
+    asked = list(range(len(shape))) if call.overload == "default" else asked
+    order = [index for index, size in enumerate(shape) if not (size == 1 and index in asked)]
+    labels = rearranged(call, order)
+    if isinstance(labels, str):
+        return labels
+    limits = {f"d{index}": _largest_proper_divisor(shape[index]) for index in asked if shape[index] > 1}
+    return Labels(labels.inputs, labels.outputs, limits=limits)
+
+
+def _largest_proper_divisor(number: int) -> int:
+    smallest = next((factor for factor in range(2, int(number**0.5) + 1) if number % factor == 0), number)
+    return number // smallest
+
+
+def select(call: Call) -> Labels | str:
+    """One index of a dimension; unbind: all of them."""
+    rank = len(call.shape(0))
+    dim = wrapped(call.integer(1, "dim"), rank)
+    return rearranged(call, [index for index in range(rank) if index != dim])
+
+
+def window(call: Call) -> Labels | str:
+    """A window, or windows side by side, along one dimension: all others; that one too where all of it is taken."""
+    shape = call.shape(0)
+    dim = wrapped(call.integer(_WINDOW_DIM[call.name], "dim"), len(shape))
+    return rearranged(call, range(len(shape)), () if _whole(call, shape[dim]) else (dim,))
+
+
+_WINDOW_DIM = {
+    "slice": 1, "slice_copy": 1, "narrow": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "unsafe_split": 2,
+    "unsafe_split_with_sizes": 2,
+}  # fmt: skip
+
+
+def _whole(call: Call, size: int) -> bool:
+    """Whether a slice keeps the whole dimension by literals that mean the same for a shorter one."""
+    if not call.name.startswith("slice"):
+        return False
+    end = call.arg(3, "end")
+    reaches = end is None or (isinstance(end, int) and end >= size)
+    return call.arg(2, "start") in (None, 0) and reaches and call.integer(4, "step", 1) == 1
+
+
+def as_strided(call: Call) -> Labels | str:
+    """Literal strides hold for parts only where the whole of a row-by-row tensor is taken, cut along its first
+    dimension."""
+    value = call.tensor(0)
+    sizes, steps = call.integers(1, "size"), call.integers(2, "stride")
+    if value is None or sizes != value.shape or steps != value.stride or call.arg(3, "storage_offset") is not None:
+        return MEMORY
+    expected = 1
+    for size, step in zip(reversed(sizes), reversed(steps), strict=True):
+        if step != expected:
+            return MEMORY
+        expected *= size
+    labels = [label if index == 0 else None for index, label in enumerate(numbered(sizes))]
+    return Labels({(0,): labels}, [labels], {(1, 0): "d0"}, reason=MEMORY)
+
+
+def memory(call: Call) -> Labels | str:  # noqa: ARG001
+    """Windows by literal strides."""
+    return MEMORY
+
+
+def diagonal(call: Call) -> Labels | str:
+    """All but the two dimensions, which become the last one."""
+    rank = len(call.shape(0))
+    gone = {wrapped(call.integer(2, "dim1"), rank), wrapped(call.integer(3, "dim2", 1), rank)}
+    return rearranged(call, [*(index for index in range(rank) if index not in gone), None], tuple(gone))
+
+
+def unfold(call: Call) -> Labels | str:
+    """Windows along one dimension, each of which becomes a row of a further last dimension: all but that one."""
+    rank = len(call.shape(0))
+    dim = wrapped(call.integer(1, "dimension"), rank)
+    return rearranged(call, [*range(rank), None], (dim,))
+
+
+def complex_pairs(call: Call) -> Labels | str:
+    """Pairs of numbers in a last dimension, and complex numbers."""
+    rank = len(call.shape(0))
+    if call.name == "view_as_real":
+        return rearranged(call, [*range(rank), None])
+    return rearranged(call, range(rank - 1), (rank - 1,))
+
+
+RULES: dict[str, Rule] = {
+    **rows(view, "view _unsafe_view reshape view_copy _reshape_copy"),
+    **rows(flatten, "flatten"),
+    **rows(expand, "expand expand_copy"),
+    **rows(repeat, "repeat"),
+    **rows(permute, "permute permute_copy"),
+    **rows(transpose, "transpose t numpy_T swapaxes t_copy transpose_copy"),
+    **rows(movedim, "movedim"),
+    **rows(unsqueeze, "unsqueeze unsqueeze_copy"),
+    **rows(squeeze, "squeeze squeeze_copy"),
+    **rows(select, "select unbind select_copy"),
+    **rows(window, "slice slice_copy narrow split split_with_sizes chunk unsafe_split unsafe_split_with_sizes"),
+    **rows(as_strided, "as_strided"),
+    **rows(memory, "_reshape_alias set"),
+    **rows(diagonal, "diagonal"),
+    **rows(unfold, "unfold"),
+    **rows(complex_pairs, "view_as_real view_as_complex"),
+}

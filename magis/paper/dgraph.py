@@ -1,0 +1,209 @@
+"""Which operators of an axis are reached only through which other one, and what it would save to split those (paper).
+
+    heat(v)  = bytes of the hot-spots (tensors in memory at the peak) made by operators that v strictly dominates
+    score(v) = (1 - 1/n) heat(v) - bytes of the inputs of those operators that are no hot-spots
+
+Both are about the same operators, T.des(v) without v itself, which is what gets split. Where we depart from the paper:
+the inputs of the step together are the root, so that "all that they dominate" is a candidate as well; operators that no
+operator of the axis feeds hang below the root if they depend on an input of the step (weights, targets and constants
+are none), otherwise they are not in the tree; bytes are those of storages, views count nothing, and persistent memory
+is in memory anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import rustworkx as rx
+
+from magis.graph import Graph
+from magis.graph.hazards import is_pure_view
+from magis.ops.splits import Split, splits
+
+Matrix = npt.NDArray[np.bool_]
+Int64s = npt.NDArray[np.int64]
+ROOT = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Dominators:
+    """The dominator tree of one axis. Node 0 is the root, node i > 0 the operator at ``positions[i - 1]``."""
+
+    positions: tuple[int, ...]
+    parents: tuple[int, ...]
+    """[n + 1] immediate dominators; the root's is itself."""
+    above: Matrix
+    """[n + 1, n + 1] whether node j strictly dominates node i."""
+    made: Mapping[int, int]
+    """Temporary storage -> the node that makes it."""
+    taken: tuple[int, ...]
+    """[u] temporary storages that operators of the tree take."""
+    outside: Matrix
+    """[u, n + 1] whether the operators below node j take storage u from elsewhere."""
+
+    def below(self, node: int) -> tuple[int, ...]:
+        """Positions of the operators that a node strictly dominates."""
+        return tuple(self.positions[i - 1] for i in np.flatnonzero(self.above[:, node]).tolist())
+
+
+def depends_on_inputs(graph: Graph) -> frozenset[int]:
+    """Positions of the operators to which data flows from what the step is given as input."""
+    known = {value for value in graph.inputs if graph.values[value].name.startswith("input:")}
+    found = set()
+    for position, op in enumerate(graph.ops):
+        if not known.isdisjoint(op.inputs()):
+            found.add(position)
+            known.update(op.made())
+    return frozenset(found)
+
+
+def dominators(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> Dominators:
+    """The tree of the operators of an axis; ``fed`` are those that depend on the step's inputs."""
+    everything = [-1, *sorted(cuts)]
+    number = {position: index for index, position in enumerate(everything)}
+    dag: rx.PyDiGraph[int, None] = rx.PyDiGraph(multigraph=False)
+    dag.add_nodes_from(everything)
+    dag.add_edges_from([(number[before], number[after], None) for before, after in flow(graph, cuts, fed)])
+    parent_of = {everything[node]: everything[parent] for node, parent in rx.immediate_dominators(dag, 0).items()}
+    positions = tuple(position for position in everything[1:] if position in parent_of)
+    node_of = {-1: ROOT} | {position: index for index, position in enumerate(positions, 1)}
+    parents = (ROOT, *(node_of[parent_of[position]] for position in positions))
+    above = np.zeros((len(parents), len(parents)), dtype=np.bool_)
+    for node, parent in enumerate(parents[1:], 1):  # program order: the parent's row is complete
+        above[node] = above[parent]
+        above[node, parent] = True
+    return _with_storages(graph, positions, parents, above)
+
+
+def flow(graph: Graph, cuts: Mapping[int, Split], fed: frozenset[int]) -> list[tuple[int, int]]:
+    """Data flow among the operators (pairs of positions); -1, the root, feeds those that no other one feeds."""
+    maker = {value: position for position in cuts for value in graph.ops[position].made()}
+    edges: list[tuple[int, int]] = []
+    for position in sorted(cuts):
+        before = {maker[value] for value in graph.ops[position].inputs() if value in maker} - {position}
+        edges += [(other, position) for other in sorted(before)]
+        if not before and position in fed:
+            edges.append((-1, position))
+    return edges
+
+
+def _with_storages(graph: Graph, positions: tuple[int, ...], parents: tuple[int, ...], above: Matrix) -> Dominators:
+    made: dict[int, int] = {}
+    users: dict[int, list[int]] = {}
+    for node, position in enumerate(positions, 1):
+        op = graph.ops[position]
+        for value in op.inputs():
+            users.setdefault(graph.values[value].storage, []).append(node)
+        if not is_pure_view(graph, op):
+            for value in op.made():
+                made.setdefault(graph.values[value].storage, node)
+    made = {storage: node for storage, node in made.items() if graph.storages[storage].kind == "temporary"}
+    taken = tuple(sorted(storage for storage in users if graph.storages[storage].kind == "temporary"))
+    outside = np.zeros((len(taken), len(parents)), dtype=np.bool_)
+    for row, storage in enumerate(taken):
+        outside[row] = above[users[storage]].any(axis=0)
+        if storage in made:
+            outside[row] &= ~above[made[storage]]
+    return Dominators(positions, parents, above, made, taken, outside)
+
+
+def heat(tree: Dominators, hot: Mapping[int, int]) -> Int64s:
+    """[n + 1] bytes of hot-spots (storage -> bytes in memory at the peak) made below each node."""
+    nbytes = np.zeros(len(tree.parents), dtype=np.int64)
+    for storage in hot.keys() & tree.made.keys():
+        nbytes[tree.made[storage]] += hot[storage]
+    return np.asarray(nbytes @ tree.above, dtype=np.int64)
+
+
+def scores(graph: Graph, tree: Dominators, hot: Mapping[int, int], parts: int = 2) -> Int64s:
+    """[n + 1] the score of each node, times ``parts`` so that it is a whole number of bytes."""
+    cold = [0 if storage in hot else graph.storages[storage].nbytes for storage in tree.taken]
+    inputs = np.asarray(cold, dtype=np.int64) @ tree.outside
+    return np.asarray((parts - 1) * heat(tree, hot) - parts * inputs, dtype=np.int64)
+
+
+# The D-Graph (paper): which dimensions of which tensors are one and the same axis of the computation.
+# c = mm(a, b) a.0 - c.0 a.1 - (sum of mm) b.0 - (sum of mm) b.1 - c.1
+# Vertices are dimensions of tensors and reduction axes of operators; the labels of an operator
+# (``magis.ops.splits``) are its edges. A connected component is an axis that runs through the step; the operators
+# that have exactly one way to be cut along it are the sub-graph that it induces. We depart from the paper in this:
+# weight updates, which float, and random operators are never in it; dimensions count from 0; what an operator
+# without labels does is unknown, it has no vertex; an axis ends where windows overlap (halo rows), on the side that
+# needs rows of other parts.
+
+
+class Vertex(NamedTuple):
+    """A dimension of a tensor ("dim", value, dimension), or a reduction axis ("axis", position of the operator, number
+    of its split)."""
+
+    kind: str
+    of: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """A connected component of the D-Graph, and the operators (by position) with exactly one way to be cut in it."""
+
+    vertices: frozenset[Vertex]
+    cuts: Mapping[int, Split]
+
+
+def vertices_of(graph: Graph, position: int, number: int, split: Split) -> tuple[list[Vertex], list[Vertex]]:
+    """Vertices of a split of the operator at a position: those of its inputs, and those of its outputs with the
+    reduction axis, if the parts of an output combine."""
+    op = graph.ops[position]
+    taken = zip(op.inputs(), split.inputs, strict=True)
+    sources = [Vertex("dim", value, dim) for value, dim in taken if isinstance(dim, int)]
+    made = list(zip(op.outputs, split.outputs, strict=True))
+    targets = [Vertex("dim", value, how) for value, how in made if value is not None and isinstance(how, int)]
+    if any(not isinstance(how, int) and how not in (None, "same") for _, how in made):
+        targets.append(Vertex("axis", position, number))
+    return list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
+
+
+def dimension_edges(graph: Graph) -> Iterator[tuple[Vertex, Vertex]]:
+    """The edges, in program order; where a split has vertices on one side only, it joins them in a row."""
+    for position, number, split in _ways(graph):
+        sources, targets = vertices_of(graph, position, number, split)
+        if sources and targets:
+            yield from ((source, target) for source in sources for target in targets)
+        else:
+            alone = sources or targets
+            yield from zip(alone[:1] + alone[:-1], alone, strict=True)
+
+
+def _ways(graph: Graph) -> Iterator[tuple[int, int, Split]]:
+    """Position, number and split, of the operators that may be split."""
+    for position, op in enumerate(graph.ops):
+        if op.random or op.phase == "update" or op.body is not None:
+            continue
+        for number, split in enumerate(splits(op, graph.values)):
+            yield position, number, split
+
+
+def components(graph: Graph) -> tuple[Component, ...]:
+    """The connected components, in the order in which the program meets them."""
+    number_of: dict[Vertex, int] = {}
+    links: rx.PyGraph[Vertex, None] = rx.PyGraph(multigraph=False)
+    for source, target in dimension_edges(graph):
+        for vertex in (source, target):
+            if vertex not in number_of:
+                number_of[vertex] = links.add_node(vertex)
+        if source != target:
+            links.add_edge(number_of[source], number_of[target], None)
+    groups = sorted(sorted(group) for group in rx.connected_components(links))
+    owner = {node: index for index, group in enumerate(groups) for node in group}
+    ways: list[dict[int, list[Split]]] = [{} for _ in groups]
+    for position, number, split in _ways(graph):
+        sources, targets = vertices_of(graph, position, number, split)
+        for vertex in (sources or targets)[:1]:
+            ways[owner[number_of[vertex]]].setdefault(position, []).append(split)
+    return tuple(
+        Component(frozenset(links[node] for node in group), {p: each[0] for p, each in own.items() if len(each) == 1})
+        for group, own in zip(groups, ways, strict=True)
+    )

@@ -1,0 +1,190 @@
+"""Incremental scheduling (paper, Algorithm 2): after a rewrite only the stretch of the order around it is ordered anew.
+
+old order                a b [c d e f] g h        d, e are replaced by x
+spliced                  a b  c x f    g h        survivors as they stood, new nodes as soon as they can run
+extended to waists       a [b c x f g] h
+ordered anew             a [b x c g f] h          if the evaluator finds it no worse, else as spliced
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable
+
+import numba
+import numpy as np
+
+from magis.graph import Op
+from magis.schedule.dynamic import WIDEST
+from magis.schedule.stretches import MOST, Steps, cuts, forced, improved, lives_of
+from magis.schedule.waists import NARROW, OUTSIDE, Precedence, in_parts, turned
+from magis.simulate.arrays import Step
+from magis.simulate.compiled_problem import Compiled, Group
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem
+
+FURTHEST = 20
+"""Nodes that the interval grows by on either side (paper)."""
+ENOUGH = 4
+"""It stops growing where a node has fewer beside it (paper), once they get more."""
+
+
+def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
+    """A legal order by rank: of nodes that may run the one of least rank comes first, then that of least number.
+
+    ``rank`` [v]: position in the old order, -1 for a new node. That one runs as soon as it can if what dies with it is
+    as large as what it makes, or if all shall be ``early``; else right before its first reader.
+    """
+    needs = steps.needs
+    order = np.arange(len(rank))
+    after_ptr, after_idx = turned(needs)
+    placed = rank.copy()
+    for node in order[rank < 0][::-1].tolist():  # as late as may be
+        followers = after_idx[after_ptr[node] : after_ptr[node + 1]]
+        placed[node] = placed[followers].min(initial=len(rank))
+    for node in order[rank < 0].tolist():
+        before = placed[needs.before(node)].max(initial=-1)
+        if early or placed[node] == len(rank) or _frees(steps, node, placed):
+            placed[node] = before
+    return _by_rank(needs, after_ptr, after_idx, placed)
+
+
+def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
+    """Whether a new node lets go of as many bytes as it makes, where it stands between old ones."""
+    problem = steps.problem
+    freed = 0
+    for storage in problem.inputs(node).tolist():
+        others = [placed[other] for other in steps.released_by(storage) if other != node]
+        if not problem.to_end[storage] and max(others) < placed[node]:
+            freed += int(problem.nbytes[storage])
+    return freed >= int(problem.nbytes[problem.outputs(node)].sum())
+
+
+@numba.njit(cache=True)
+def _by_rank(needs: Precedence, after_ptr: Int32s, after_idx: Int32s, rank: Int64s) -> Int32s:
+    nodes = len(rank)
+    waits = needs.ptr[1:] - needs.ptr[:-1]
+    order = np.empty(nodes, dtype=np.int32)
+    key = rank * nodes + np.arange(nodes)
+    ready = [key[node] for node in range(nodes) if waits[node] == 0]
+    heapq.heapify(ready)
+    for place in range(nodes):
+        node = heapq.heappop(ready) % nodes
+        order[place] = node
+        for k in range(after_ptr[node], after_ptr[node + 1]):
+            other = after_idx[k]
+            waits[other] -= 1
+            if waits[other] == 0:
+                heapq.heappush(ready, key[other])
+    return order
+
+
+def intervals(narrowness: Int64s, order: Int32s, touched: Iterable[int]) -> list[tuple[int, int]]:
+    """Positions from each touched node to behind it, extended on both sides to where the step is narrow; those that
+    are closer to each other than a stretch is wide are joined.
+
+    The paper takes all from the first to the last touched node, which is most of a step where a rewrite changes
+    a part of the forward pass and of the backward pass.
+    """
+    position = np.empty(len(order), dtype=np.int64)
+    position[order] = np.arange(len(order))
+    beside = narrowness[order]
+    found: list[tuple[int, int]] = []
+    for place in sorted(int(position[node]) for node in touched):
+        if found and place < found[-1][1]:
+            continue
+        low = _narrow(beside, place - 1, -1) + 1  # behind what runs before the interval
+        high = _narrow(beside, place, 1) + 1
+        if found and low - found[-1][1] < WIDEST:
+            low, _ = found.pop()
+        found.append((low, high))
+    return found
+
+
+@numba.njit(cache=True)
+def _narrow(beside: Int64s, at: int, step: int) -> int:
+    """The narrowest position on the way from ``at``; the end of the order is narrow."""
+    best = at
+    for _ in range(FURTHEST):
+        if not 0 <= at < len(beside) or not 0 <= at + step < len(beside):
+            return -1 if step < 0 else len(beside) - 1
+        if beside[best] == 0:
+            break
+        at += step
+        if beside[at] < beside[best]:
+            best = at
+        elif beside[best] < min(ENOUGH, beside[at]) and beside[at] != OUTSIDE:
+            break
+    return best
+
+
+def incremental_order(
+    evaluator: Evaluator, flags: Int8s, touched: Collection[int], *, steps: Steps | None = None, most: int = MOST
+) -> Int32s:
+    """The evaluator's order with the interval around touched nodes ordered anew; never with a higher peak."""
+    if not len(touched):
+        return evaluator.order
+    problem = evaluator.problem
+    steps = Steps(problem, evaluator.step) if steps is None else steps
+    before, _ = evaluator.quick(flags)
+    found = intervals(steps.narrowness, evaluator.order, touched)
+    stretches = [each for low, high in found for each in cuts(steps.narrowness, evaluator.order, low, high)]
+    order = improved(steps, evaluator.order, stretches, lives_of(evaluator), most)
+    if np.array_equal(order, evaluator.order):
+        return evaluator.order
+    after, _ = Evaluator(problem, order, evaluator.step).quick(flags)
+    return order if after <= before else evaluator.order
+
+
+def survivors(old: Compiled, order: Int32s, new: Compiled) -> Int64s:
+    """[v] position in the old order of each node of the new graph; -1: it is not in the old one."""
+    place = {node_name(old.nodes[node]): at for at, node in enumerate(order.tolist())}
+    return np.array([place.get(node_name(group), -1) for group in new.nodes], dtype=np.int64)
+
+
+def node_name(group: Group) -> tuple[object, ...]:
+    """Tells the nodes of a graph apart, and stays the same where a rewrite leaves a node alone."""
+    return tuple(_op_name(op) for op in group)
+
+
+def _op_name(op: Op) -> tuple[object, ...]:
+    if op.body is None:
+        return op.target, op.made(), op.inputs()
+    inside = tuple((each.origin, _op_name(each)) for each in op.body.graph.ops)
+    return op.target, op.made(), op.inputs(), op.body.parts, inside
+
+
+def rescheduled(
+    problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: Step | None = None, most: int = MOST
+) -> tuple[Int32s, Int32s]:
+    """For a rewritten step the better splice (``rank`` as there), and that ordered anew around new nodes."""
+    steps = Steps(problem, step)
+    flags = np.full(problem.n_storages, KEEP, dtype=np.int8) if flags is None else flags
+    judges = [Evaluator(problem, splice(steps, rank, early=early), steps.step) for early in (False, True)]
+    judge = min(judges, key=lambda each: each.quick(flags)[0])
+    new = np.flatnonzero(rank < 0).tolist()
+    after_ptr, after_idx = turned(steps.needs)
+    touched = {*new, *(int(other) for node in new for other in steps.needs.before(node))}
+    touched.update(int(other) for node in new for other in after_idx[after_ptr[node] : after_ptr[node + 1]])
+    return judge.order, incremental_order(judge, flags, touched, steps=steps, most=most)
+
+
+# Full scheduling (paper, Algorithm 2): the whole step cut at narrow waists, every part in its best order.
+# A part of more than ``dynamic.WIDEST`` nodes is cut where it is narrowest, and once more around those cuts.
+
+
+def full_order(problem: Problem, *, step: Step | None = None, most: int = MOST) -> Int32s:
+    """A legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
+    steps = Steps(problem, step)
+    program = np.arange(problem.n_nodes, dtype=np.int32)
+    order = in_parts(steps.needs, steps.waists, program)
+    stretches = cuts(steps.narrowness, order, 0, len(order))
+    seams = list(forced(steps.narrowness, order, stretches, NARROW))
+    order = improved(steps, order, stretches, most=most)
+    around = [(max(0, seam - WIDEST // 2), min(len(order), seam + WIDEST // 2)) for seam in seams]
+    order = improved(steps, order, around, most=most)
+    judge = Evaluator(problem, program, steps.step)
+    flags = np.full(problem.n_storages, KEEP, dtype=np.int8)
+    before, _ = judge.quick(flags)
+    after, _ = Evaluator(problem, order, judge.step).quick(flags)
+    return order if after < before else program

@@ -1,0 +1,298 @@
+"""A step with any loops, side by side and nested, compiled level by level and judged with one set of decisions.
+
+Every body is a step of its own at the size of a part; to the step around it a loop is one node, whose time is that of
+its body times the number of parts and whose workspace is the body's peak. A decision (storage of the original step ->
+flag of ``simulate.events``) holds wherever the tensor is made: outside of loops, or in a body as a part of it, which is
+known by ``Op.origin``. What a loop hands out is never recomputed from outside, which would run the whole loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.fission.expand import expand as as_loop
+from magis.fission.region import Region, region_problems
+from magis.graph import Graph, Loop, Op
+from magis.ops.splits import Split, splits
+from magis.paper.ftree import FTree, Node
+from magis.rewrite.realize import realize
+from magis.search.moves import giving_back, hot, saving
+from magis.simulate.arrays import Step
+from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
+from magis.simulate.evaluator import Evaluator, expand
+from magis.simulate.problem import KEEP, SWAP, Bools, Int8s, Int32s
+
+Decisions = Mapping[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """A compiled graph and the frames of the loops in it."""
+
+    compiled: Compiled
+    evaluator: Evaluator
+    """On program order, with the figures of loops as they were compiled: without any decision."""
+    names: tuple[int, ...]
+    """[s] the storage of the original step that each storage is, or is a part of; -1: of none."""
+    places: Mapping[int, tuple[int, ...]]
+    """The way back."""
+    handed: Bools
+    """[s] made by a loop."""
+    inner: tuple[tuple[int, Frame], ...]
+    """Loops by node."""
+    parts: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Peak bytes of a level (persistent ones included), the same without workspace, nanoseconds of one part."""
+
+    peak: int
+    tensor_peak: int
+    latency_ns: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor of the original step gets another flag; ``inside``: in a loop's body."""
+
+    storage: int
+    flag: int
+    inside: bool
+    rank: int = field(default=0, compare=False)
+    """Among those of its kind and level, most bytes per nanosecond first."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What is to be seen at the peak of a judged step."""
+
+    figures: Figures
+    evaluator: Evaluator
+    """Of the outermost level."""
+    hot: Mapping[int, int]
+    """Memory hot-spots: storage of the original step -> bytes in memory at the peak."""
+    moves: tuple[Move, ...]
+    """Rematerializations, swaps and their inverses on hot-spots."""
+
+
+def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False) -> Frame:
+    """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``paper.loops``)."""
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    problem = compiled.problem
+    known = _body_names(graph, original) if inside else {storage: storage for storage in original.storages}
+    names = tuple(known.get(storage, -1) for storage in compiled.storages)
+    places: dict[int, tuple[int, ...]] = {}
+    for place, name in enumerate(names):
+        if name >= 0:
+            places[name] = (*places.get(name, ()), place)
+    inner: list[tuple[int, Frame]] = []
+    for node, group in enumerate(compiled.nodes):
+        body = group[0].body
+        if body is not None:
+            inner.append((node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True)))
+    handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
+    evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    return Frame(compiled, evaluator, names, places, handed, tuple(inner), parts)
+
+
+def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
+    """Storage of a body -> storage of the original step that it is a part of."""
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.origin is None or op.target.startswith("magis."):
+            continue
+        for mine, theirs in zip(op.outputs, original.ops[op.origin].outputs, strict=True):
+            if mine is not None and theirs is not None:
+                found.setdefault(graph.values[mine].storage, original.values[theirs].storage)
+    return found
+
+
+def flags_of(level: Frame, decisions: Decisions) -> Int8s:
+    """The flags of one level; tensors without a decision stay until nobody needs them."""
+    flags = np.full(len(level.names), KEEP, dtype=np.int8)
+    for storage, flag in decisions.items():
+        for place in level.places.get(storage, ()):
+            if flag == SWAP or not level.handed[place]:
+                flags[place] = flag
+    return flags
+
+
+def judge(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Figures:
+    """What a level costs; ``order`` is that of its nodes, program order if None."""
+    return _judged(level, decisions, order)[0]
+
+
+def filled(level: Frame, decisions: Decisions) -> Step:
+    """The evaluator's arrays of a level, with what its loops cost under these decisions."""
+    step = level.evaluator.step
+    if not level.inner:
+        return step
+    ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
+    for node, other in level.inner:
+        figures = judge(other, decisions)
+        ns[:, node] = other.parts * figures.latency_ns
+        ws[:, node] = figures.peak
+        tensor[:, node] = figures.tensor_peak
+    return step._replace(ns=ns, ws=ws, tensor=tensor)
+
+
+def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
+    evaluator = level.evaluator
+    if level.inner or order is not None:
+        order = evaluator.order if order is None else order
+        evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
+    found = evaluator.evaluate(flags_of(level, decisions))
+    return Figures(found.peak, found.tensor_peak, found.latency_ns), evaluator
+
+
+def look(level: Frame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> View:
+    """Judge a level and look around at its peak; a loop that runs there is looked into."""
+    figures, evaluator = _judged(level, decisions, order)
+    flags = flags_of(level, decisions)
+    alive = hot(evaluator)
+    nbytes = evaluator.problem.nbytes
+    found = {level.names[s]: int(nbytes[s]) for s in np.flatnonzero(alive).tolist() if level.names[s] >= 0}
+    moves = list(_moves(level, evaluator, flags, alive, inside=inside))
+    at = int(evaluator.runs[evaluator.peak_run]) >> 1
+    for node, other in level.inner:
+        if node == at:
+            below = look(other, decisions, inside=True)
+            found = {**below.hot, **found}
+            moves += below.moves
+    return View(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
+
+
+def _moves(level: Frame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
+    swaps = evaluator.problem.xfer_ns_per_byte > 0.0
+    for rank, (storage, flag) in enumerate(saving(evaluator, flags, len(flags) * 2, allow_swap=swaps)):
+        if level.names[storage] >= 0 and (flag == SWAP or not level.handed[storage]):
+            yield Move(level.names[storage], flag, inside, rank)
+    for rank, storage in enumerate(giving_back(evaluator, flags)):
+        if level.names[storage] >= 0 and alive[storage]:
+            yield Move(level.names[storage], KEEP, inside, rank)
+
+
+def realized(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Graph:
+    """The graph of a level with its decisions carried out, everything inside included."""
+    compiled, problem = level.compiled, level.compiled.problem
+    ops, nodes = list(compiled.graph.ops), list(compiled.nodes)
+    ns, ws, tensor = problem.node_ns.copy(), problem.node_ws.copy(), problem.node_tensor.copy()
+    for node, other in level.inner:
+        figures = judge(other, decisions)
+        ns[node], ws[node], tensor[node] = other.parts * figures.latency_ns, figures.peak, figures.tensor_peak
+        (op,) = nodes[node]
+        if op.body is None:
+            raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
+        new = replace(op, body=Loop(op.body.parts, realized(other, decisions)))
+        nodes[node] = (new,)
+        ops[ops.index(op)] = new
+    problem = replace(problem, node_ns=ns, node_ws=ws, node_tensor=tensor, redo_ns=problem.redo_ns.copy())
+    graph = replace(compiled.graph, ops=tuple(ops))
+    order = level.evaluator.order if order is None else order
+    events = expand(problem, order, flags_of(level, decisions))
+    return realize(Compiled(graph, problem, tuple(nodes), compiled.storages, compiled.blocks), events)
+
+
+# The enabled nodes of an F-Tree as loops, nested ones as loops within loops.
+# nodes {0-8, n = 2} > {3-5, n = 4} -> a loop of 2 parts whose body holds a loop of 4 parts
+# Every operator in a body says, as its ``origin``, which operator of the graph it is a part of, at any depth.
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the enabled nodes cannot all be loops."""
+
+    reason: str
+
+
+def apply(graph: Graph, tree: FTree) -> Graph | Refusal:
+    """The graph with a loop for every enabled node.
+
+    Each candidate was legal by itself on the whole graph. Together, or at the sizes of a part, they need not be: two
+    regions may wait for each other, and what had one way to be cut may have none in a part of size 1.
+    """
+    return _loops(graph, _Original(graph), tree, -1)
+
+
+class _Original:
+    """Which operator of the original graph an operator stands for."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.ops = graph.ops
+        self.maker = {value: position for position, op in enumerate(graph.ops) for value in op.made()}
+
+    def position(self, op: Op, *, inside: bool) -> int:
+        """In a body by its origin, outside by what it makes; -1 for loops, and what only loops have."""
+        if op.target.startswith("magis."):
+            return -1
+        if inside:
+            return -1 if op.origin is None else op.origin
+        return next((self.maker[value] for value in op.made()), -1)
+
+
+def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph | Refusal:
+    """The graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
+    for index in _next_enabled(tree, parent):
+        found = _loop(graph, original, tree, index, inside=parent >= 0)
+        if isinstance(found, Refusal):
+            return found
+        graph = found
+    return graph
+
+
+def _next_enabled(tree: FTree, parent: int) -> list[int]:
+    """Enabled nodes whose closest enabled ancestor is ``parent``."""
+    return [
+        index
+        for index in tree.enabled()
+        if next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1) == parent
+    ]
+
+
+def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph | Refusal:
+    """The graph with the loop of one node, and what is in it."""
+    node = tree.nodes[index]
+    place = {original.position(op, inside=inside): at for at, op in enumerate(graph.ops)}
+    cuts = _cuts(graph, node, place)
+    if isinstance(cuts, Refusal):
+        return cuts
+    region = Region(cuts, node.parts)
+    for problem in region_problems(graph, region):
+        return Refusal(problem)
+    try:
+        looped = as_loop(graph, region)
+    except VerifyError as error:  # a kernel refuses the size of a part: known by asking it only
+        return Refusal(str(error))
+    stands = {graph.ops[at].id: position for position, at in place.items()}
+    known = {id(op.body) for op in graph.ops if op.body is not None}
+    at = next(at for at, op in enumerate(looped.ops) if op.body is not None and id(op.body) not in known)
+    op = looped.ops[at]
+    if op.body is None:
+        return Refusal("no loop was made")
+    body = op.body.graph
+    named = [replace(each, origin=stands[each.origin] if each.origin is not None else None) for each in body.ops]
+    filled = _loops(replace(body, ops=tuple(named)), original, tree, index)
+    if isinstance(filled, Refusal):
+        return filled
+    return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(op.body.parts, filled)), *looped.ops[at + 1 :]))
+
+
+def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split] | Refusal:
+    """Where the node's operators stand in a graph, and how each is cut there: at a part's size, as at its own."""
+    found: dict[int, Split] = {}
+    for position in node.positions:
+        if position not in place:
+            return Refusal(f"operator {position} of the step is not where its region is")
+        at, wanted = place[position], node.cuts[position]
+        ways = [
+            split for split in splits(graph.ops[at], graph.values) if replace(split, extent=wanted.extent) == wanted
+        ]
+        if len(ways) != 1:
+            return Refusal(f"operator {position} of the step cannot be cut within a part as it can be cut whole")
+        found[at] = ways[0]
+    return found

@@ -1,0 +1,195 @@
+"""The subjects of a process: made once per model, shared by its cases."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from magis.capture import Workload
+from magis.cost.devices import device_names
+from magis.dtypes import check_dtype
+from magis.errors import UsageError, nearest
+from magis.models.model_names import is_factory
+from magis.models.registry import PRESETS, ModelSpec, get
+from magis.planner.device_profiles import Pricing, Profiles
+from magis.planner.shared_searches import Sharing
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source, running_seconds
+from magis.ranks import Agents, RankPool
+from magis.report.text_store import Kept
+from magis.results import Case
+
+KEPT = 2
+Make: TypeAlias = Callable[[int], Workload]
+"""Makes a workload from a seed."""
+
+
+class Bench:
+    """Keeps the last subjects, so that cases of one model capture and measure the original once.
+
+    ``processes`` share the work of searches with fission; in the folder ``resume`` is kept what they have found so far.
+    ``profiles`` says where operator profiles are looked for; without one, latencies are estimated. In the folder
+    ``kept`` plans are kept from run to run and, with ``keep_results``, whole results: one of an unchanged step is then
+    handed back without running anything, and its note says so. ``agents`` lend the ranks of distributed strategies,
+    else these are processes of this machine; ``close`` ends them.
+    """
+
+    def __init__(
+        self,
+        *,
+        processes: int = 1,
+        resume: Path | None = None,
+        profiles: Profiles | None = None,
+        kept: Path | None = None,
+        keep_results: bool = False,
+        agents: Agents | None = None,
+    ) -> None:
+        self.kept = None if kept is None else Kept(kept)
+        self.keeps_results = keep_results
+        self._results: dict[Case, str] = {}
+        self._agents = agents
+        self._pool: RankPool | None = None
+        self._sharing = Sharing(processes, resume)
+        self._profiles = profiles or Profiles()
+        self._pricings: dict[tuple[str, str], Pricing] = {}
+        self._subjects: OrderedDict[tuple[object, ...], Subject] = OrderedDict()
+
+    def subject(self, case: Case, make: Make | None = None) -> Subject:
+        """The subject of a case, made by ``make``, else by what the model's name stands for; cases with the same
+        function share it. Raises UsageError for an unknown model, preset, data type or device.
+        """
+        if case.preset not in PRESETS:
+            raise UsageError(f"unknown preset {case.preset!r}", hint=f"use one of {', '.join(PRESETS)}")
+        check_device(case.device)
+        seconds = running_seconds(case.seconds)
+        if make is not None:
+            dtype = _checked(case.dtype or "", case.device)
+            source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
+            return self.keep((case.model, make), source)
+        spec = get(case.model)
+        build = functools.partial(spec.build, case.preset)
+        dtype, of_user = _dtype(spec, case), is_factory(case.model)
+        source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
+        return self.keep((case.model, case.preset), source)
+
+    def keep(self, what: tuple[object, ...], source: Source) -> Subject:
+        """The subject of a source; ``what`` tells sources of one name apart."""
+        key = (*what, source.dtype, source.device, source.seed, source.running_seconds)
+        subject = self._subjects.pop(key, None) or Subject(
+            source, self._sharing, self.pricing(source.device, source.dtype), self.kept
+        )
+        self._subjects[key] = subject
+        while len(self._subjects) > KEPT:
+            self._subjects.popitem(last=False)
+        return subject
+
+    def pool_for(self, subject: Subject, make: Make | None) -> Callable[[int, str], RankPool] | None:
+        """Hands out the ranks that can measure a subject, started when they are first asked for; None where it can only
+        be predicted: there is no such device, or not enough of it, or its network is a function of this process."""
+        if make is not None or subject.simulated_only or not subject.runs:
+            return None
+        return self._pool_of
+
+    def _pool_of(self, size: int, device: str) -> RankPool:
+        if self._pool is None or (self._pool.size, self._pool.device) != (size, device):
+            self.close()
+            self._pool = RankPool(size, device, agents=self._agents)
+        return self._pool
+
+    def close(self) -> None:
+        """End the ranks, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def forget(self) -> None:
+        """Let go of all subjects, and of their tensors."""
+        self._subjects.clear()
+
+    def remember(self, case: Case, key: str) -> None:
+        """Note under which key the result of a case is kept."""
+        self._results[case] = key
+
+    def measure_again(self, case: Case) -> None:
+        """Keep the result of a case no longer: it is to be measured again."""
+        key = self._results.pop(case, None)
+        if key is not None and self.kept is not None:
+            self.kept.drop(key)
+
+    def pricing(self, device: str, dtype: str) -> Pricing:
+        """The prices of a device. Raises ProfileError where a profile is corrupt, or the named one of no use."""
+        if (device, dtype) not in self._pricings:
+            self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
+        return self._pricings[device, dtype]
+
+
+def check_profile(case: Case, *, cache: Bench | None = None) -> None:
+    """Raise ProfileError, in one line, where the profile that prices a case is corrupt or, named, of no use for it."""
+    (cache if cache is not None else Bench()).pricing(case.device, _dtype(get(case.model), case))
+
+
+def _dtype(spec: ModelSpec, case: Case) -> str:
+    """What tensors are converted to; empty: each stays as it was built. UsageError for an unknown data type."""
+    return _checked(case.dtype or (spec.paper_dtype if case.preset == "paper" else spec.dtype), case.device)
+
+
+def _checked(dtype: str, device: str) -> str:
+    if dtype:
+        check_dtype(dtype, device)
+    return dtype
+
+
+def available_devices() -> tuple[str, ...]:
+    """Devices that cases can run on here, the default one first; simulated ones last."""
+    real = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return (*real, *(name for name in device_names() if name.startswith("sim:")))
+
+
+def default_device() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return available_devices()[0]
+
+
+def check_device(name: str) -> None:
+    """Raise UsageError unless cases can run on the device here."""
+    if name in available_devices():
+        return
+    if name == "cuda":
+        raise UsageError("device 'cuda' asked for, but torch finds no GPU", hint="use cpu or sim:<name>")
+    raise UsageError(f"unknown device {name!r}", hint=nearest(name, available_devices()))
+
+
+# How float32 matrix products are rounded while a case runs.
+
+
+@contextmanager
+def products_of(dtype: str) -> Iterator[None]:
+    """For "tf32", products and convolutions of float32 tensors may run in tf32 inside, and as before afterwards.
+
+    Other data types leave torch's settings as they are, which eager's step reads as well.
+    """
+    if dtype != "tf32":
+        yield
+        return
+    products, convolutions = torch.backends.cuda.matmul, _untyped(torch.backends.cudnn)
+    places = (products, convolutions.conv, convolutions.rnn)
+    before = [place.fp32_precision for place in places]
+    products.allow_tf32 = convolutions.allow_tf32 = True
+    try:
+        yield
+    finally:
+        # torch keeps the older and the newer form of the setting, and refuses to read them where they differ
+        products.allow_tf32, convolutions.allow_tf32 = (state == "tf32" for state in before[:2])
+        for place, state in zip(places, before, strict=True):
+            place.fp32_precision = state
+
+
+def _untyped(module: Any) -> Any:
+    """torch's stubs lack some of what it holds."""
+    return module

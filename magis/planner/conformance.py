@@ -1,0 +1,177 @@
+"""Compares a captured step with what eager really runs, at the real size where that fits, else on a small batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from magis.capture import Captured, Workload, capture
+from magis.capture.captured import record_eager
+from magis.capture.eager_run import Heard
+from magis.capture.refusals import BranchError
+from magis.errors import CaptureError
+from magis.graph import Graph, Op, Ref, Value
+from magis.ops.generators import generators_kept
+
+# Whether a captured step is what eager runs: the operators, their order and their results, recorded on real
+# tensors.
+# Capture looks at a step without computing it. Code that tells the two apart, or reads what it should not, takes
+# another way through a library; then plan and prediction would be of another step than the user's.
+
+
+class ConformanceError(CaptureError):
+    """The captured step is another one than eager's."""
+
+
+def check_conforms(captured: Graph, eager: Graph) -> None:
+    """Raise ConformanceError, naming the first operator and module that differ, unless both are one step."""
+    difference = first_difference(captured, eager)
+    if difference:
+        raise ConformanceError(
+            f"the captured step is not what eager runs: {difference}",
+            hint="something in it depends on more than shapes (a counter, the time, who is watching): take that out",
+        )
+
+
+def first_difference(captured: Graph, eager: Graph) -> str:
+    """In words, where two recordings of a step part before the update; empty if they are one."""
+    pairs = zip(_steps(captured), _steps(eager), strict=False)
+    for ours, theirs in pairs:
+        if ours != theirs:
+            there, here = _told(theirs), _told(ours)
+            if there == here:
+                there, here = f"{there}, {_given(eager, theirs[0])},", _given(captured, ours[0])
+            return f"{there} in eager, {here} captured"
+    rest = len([*_steps(eager)]) - len([*_steps(captured)])
+    if rest:
+        return f"{abs(rest)} operators {'more' if rest > 0 else 'fewer'} in eager"
+    return ""
+
+
+_Step = tuple[Op, tuple[Value | None, ...]]
+
+
+def _steps(graph: Graph) -> Iterator[_Step]:
+    """The operators before the update, and what they return."""
+    for op in graph.ops:
+        if op.phase != "update":
+            yield op, tuple(None if value is None else graph.values[value] for value in op.outputs)
+
+
+def _told(step: _Step) -> str:
+    op, results = step
+    shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in results if value is not None)
+    return f"{op.target} -> {shapes} in module {op.module or '(root)'!r}{f' at {op.line}' if op.line else ''}"
+
+
+def _given(graph: Graph, op: Op) -> str:
+    """What an operator is called with: numbers as they are, tensors by their names or by who made them."""
+    makers = {value: other for other in graph.ops for value in other.made()}
+
+    def told(value: int) -> str:
+        name, maker = graph.values[value].name, makers.get(value)
+        return name or (f"%{value}" if maker is None else f"{maker.target} of {maker.module or '(root)'!r}")
+
+    def shown(arg: object) -> str:
+        if isinstance(arg, tuple):
+            return f"({', '.join(map(shown, arg))})"
+        return told(arg.value) if isinstance(arg, Ref) else str(arg)
+
+    return f"given {shown((*op.args, *(value for _, value in op.kwargs)))}"
+
+
+WHOLE = "whole step"
+UNCHECKED = "not checked"
+SMALL_BATCH = 2
+MOST_BYTES = 1 << 30
+"""Of the peak of a step that is run for no other purpose than this; a CPU takes seconds for it."""
+
+
+def conformance(
+    work: Workload,
+    captured: Captured | None,
+    peak_bytes: int,
+    weight_bytes: int,
+    *,
+    autocast: str | None,
+    start: Callable[[], None],
+    mends: bool,
+) -> tuple[str, Captured | None]:
+    """How far a step was compared with eager's own operators: "whole step", "batch of 2", or "not checked: <why>".
+
+    `work` is on real CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets
+    the generators, and `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and
+    module that differ, for a step that eager does not run so; where only layouts differ and it `mends`, the capture
+    that follows eager's is returned, too.
+    """
+    if peak_bytes <= MOST_BYTES:
+        return _checked(work, captured, autocast, start, WHOLE, follows=mends)
+    if 4 * weight_bytes > MOST_BYTES:
+        return f"{UNCHECKED}: the parameters alone are too large to run a step here", captured
+    small = _smaller(work)
+    if small is None:
+        why = "the step is too large to run here, and its tensors have no batch dimension in common"
+        return f"{UNCHECKED}: {why}", captured
+    said, _ = _checked(small, None, autocast, start, f"batch of {SMALL_BATCH}", follows=False)
+    return said, captured
+
+
+def _checked(
+    work: Workload,
+    captured: Captured | None,
+    autocast: str | None,
+    start: Callable[[], None],
+    said: str,
+    *,
+    follows: bool,
+) -> tuple[str, Captured | None]:
+    try:
+        return said, _check(work, captured, autocast, start, follows=follows)
+    except ConformanceError:
+        raise
+    except CaptureError as error:  # who runs the step for its own sake says so
+        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
+
+
+def _check(
+    work: Workload, captured: Captured | None, autocast: str | None, start: Callable[[], None], *, follows: bool
+) -> Captured:
+    explicit = work.explicit_attention
+    expects = captured is not None and captured.expects
+
+    def eager() -> Captured:
+        start()
+        return record_eager(*work.parts, explicit_attention=explicit, autocast=autocast, expects=expects)
+
+    def anew(heard: Heard | None) -> Captured:
+        start()
+        return capture(*work.parts, explicit_attention=explicit, autocast=autocast, heard=heard)
+
+    with generators_kept():
+        try:
+            found = captured or anew(None)
+        except BranchError:
+            expects = True
+            found = anew(eager().heard)
+        theirs = eager()
+        if follows and first_difference(found.graph, theirs.graph):
+            other = anew(theirs.heard)
+            found = found if first_difference(other.graph, theirs.graph) else other
+    check_conforms(found.graph, theirs.graph)
+    return found
+
+
+def _smaller(work: Workload) -> Workload | None:
+    """The same on the first samples of the batch; None where its tensors do not share a first dimension."""
+    sizes = {tensor.shape[0] for tensor in (*work.inputs, *work.targets) if tensor.dim()}
+    if len(sizes) != 1:
+        return None
+
+    def few(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(tensor[:SMALL_BATCH].clone() if tensor.dim() else tensor for tensor in tensors)
+
+    with torch.no_grad():
+        return replace(work, inputs=few(work.inputs), targets=few(work.targets))

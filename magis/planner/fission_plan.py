@@ -1,0 +1,285 @@
+"""Plans with fission: parts of the step in loops, where that is worth sums in another order than eager's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from magis.errors import VerifyError
+from magis.fission.loss_suffix import blocked
+from magis.fission.proof import verify_fission
+from magis.graph import Graph, Op
+from magis.planner.plans import Plan, Scratch, approached, attempts, searched
+from magis.planner.subject import Subject
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import Cut, FissionFront, Point, joined, place_front
+from magis.search.loop_nest import Level, Solution, bound, level, realize_level, repeats, solution, solve, with_body
+from magis.search.split_at_peak import Relieved, relieve
+from magis.simulate.compiled_problem import Costs
+from magis.simulate.evaluator import evaluate
+
+# Fission in the search: where the step is cut into parts, into how many, and what is recomputed inside and outside.
+# A configuration is a place of the forward pass with a number of parts: everything from there to the loss and back,
+# or as far as it can be cut, runs as a loop (``magis.fission.loss_suffix``). The front of all configurations
+# (``magis.search.fission_pareto``) says which of them are the best under a goal; these are planned thoroughly. Loops
+# within loops are never tried.
+
+FINALISTS = 3
+"""Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
+SQUEEZES = 8
+"""Attempts to get below the peak of a finalist."""
+FIRST_SQUEEZE = 8
+"""The first step is this share of the peak; each failure makes the next one a third as long."""
+LEAST_ROOM = 40
+"""A peak less than this share of itself above what the configuration needs at least is not squeezed."""
+FAILURES = 3
+"""After so many, a finalist stands."""
+
+
+@dataclass(frozen=True, eq=False)
+class Divided:
+    """A planned step with loops."""
+
+    cuts: tuple[Cut, ...]
+    level: Level
+    solution: Solution
+    states: int = 0
+
+
+def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None = None) -> Divided | None:
+    """The best divided step under the goal, of those on a step's front (``magis.search.fission_pareto.divided_front``).
+
+    None if there is none, or only such that are no better than the ``known`` plan (its peak in bytes and its latency in
+    ns). The states of the front count.
+    """
+    return _best(front.points, wanted, front.states, known)
+
+
+def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divided:
+    """The same configuration planned with other costs, or under another goal."""
+    here = level(found.level.compiled.graph, costs, reuse=reuse)
+    front = place_front([(found.cuts[0], here)], over=wanted.over)
+    best = _best(front.points, wanted, front.states, None)
+    return found if best is None else best
+
+
+def _best(points: tuple[Point, ...], wanted: Wanted, states: int, known: tuple[int, int] | None) -> Divided | None:
+    """The best configurations of a front planned thoroughly, and the best of that."""
+    ranked = sorted(points, key=lambda point: wanted.key(point.peak, point.latency_ns))
+    by_cut: dict[Cut | None, Point] = {}
+    for point in ranked:
+        by_cut.setdefault(point.cut, point)
+    finalists = list(by_cut.values())
+    best: Divided | None = None
+    for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
+        if point.cut is None:
+            continue
+        start = point.solution()
+        solution, spent = (start, 0) if wanted.over() else _thoroughly(point.level, start, wanted)
+        states += spent
+        if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
+            best = Divided((point.cut,), point.level, solution)
+    if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
+        return None
+    return replace(best, states=states)
+
+
+def _key(divided: Divided, wanted: Wanted) -> tuple[int, int]:
+    return wanted.key(divided.solution.peak, divided.solution.latency_ns)
+
+
+def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
+    """The best plan for a configuration, no worse than ``start``, and the states that it took."""
+    limit = wanted.goal.memory_limit
+    if limit is None:
+        squeezed, states = _squeezed(here, start, wanted)
+        last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
+        return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
+    tried = _solved(here, limit, wanted)
+    return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
+
+
+def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
+    """The same under a latency limit: plans for memory limits below the best peak so far."""
+    floor = bound(here)
+    best, states, failures = start, 0, 0
+    step = min(start.peak // FIRST_SQUEEZE, (start.peak - floor) // 2)
+    for _ in range(SQUEEZES):
+        if best.peak - floor < best.peak // LEAST_ROOM:
+            break
+        tried = _solved(here, max(floor, best.peak - step), wanted)
+        states += tried.states
+        if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
+            best = tried
+        else:
+            failures, step = failures + 1, step // 3
+        if failures == FAILURES or wanted.over():
+            break
+    return best, states
+
+
+def to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
+    """The same plan around a leaner body, which may take what is left of the time."""
+    inner, limit = start.inner, wanted.goal.latency_limit_ns
+    if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
+        return replace(start, states=0)
+    left = Goal(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
+    body = solve(here.inner, left, max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+    problem = with_body(here, body)
+    found = evaluate(problem, start.result.order, start.result.flags)
+    result = replace(start.result, peak=found.peak, latency_ns=found.latency_ns, states=1)
+    return solution(here, problem, result, body)
+
+
+def _solved(here: Level, limit: int, wanted: Wanted) -> Solution:
+    return solve(here, Goal(memory_limit=limit), max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+
+
+FREE = 1.01
+"""Latency, as a multiple of the original's, up to which a plan without fission is good enough."""
+GAIN = 0.01
+"""Share of the original's latency (or of the peak, under a latency limit) that fission must win to be chosen."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a search for plans with fission."""
+
+    subject: Subject
+    scratch: Scratch
+    wanted: Wanted
+
+
+def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
+    """Whether fission has anything to win over a plan without it.
+
+    Steps that run on a CPU are cut only where they fit in no other way: measured, small parts cost far more there than
+    the roofline says (docs/notes/fission.md).
+    """
+    if not plain.feasible:
+        return not subject.is_hopeless(goal)
+    if subject.source.device == "cpu":
+        return False
+    return goal.memory_limit is None or plain.latency_ns > FREE * subject.original_ns
+
+
+def divided(request: Request, plain: Plan) -> Plan:
+    """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof."""
+    try:
+        return _divided(request, plain)
+    except VerifyError as error:
+        return replace(plain, unsplit=f"a cut failed its proof: {error}")
+
+
+def _divided(request: Request, plain: Plan) -> Plan:
+    """That plan; raises VerifyError.
+
+    What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
+    with those that are known.
+    """
+    subject, wanted = request.subject, request.wanted
+    graph, reuse, goal = subject.aggregated, subject.source.reuse, wanted.goal
+    known = (plain.planned.peak_bytes, plain.latency_ns)
+    found = divide(joined(subject.sketched, subject.divided_front(wanted)), wanted, known=known)
+    attempt, states = None, 0
+    if found is not None:
+        verify_fission(found.level.compiled.graph, graph)
+        attempt, states = _of_divided(request, found), found.states
+    elif goal.memory_limit is None or not plain.feasible:
+        eased = relieve(graph, subject.roofline, wanted, reuse=reuse)
+        if eased is not None:
+            verify_fission(eased.graph, graph)
+            attempt, states = _of_relieved(request, eased), eased.states
+    if attempt is None:
+        return _without(request, plain)
+    best = approached(goal, attempt)
+    verify_fission(best.graph)
+    chosen = best if _better(goal, best, plain, subject.original_ns) else _without(request, plain)
+    return replace(
+        chosen,
+        states=plain.states + states + best.states,
+        workspaces={**plain.workspaces, **best.workspaces},
+        stopped_by_seconds=plain.stopped_by_seconds or wanted.over(),
+    )
+
+
+def _without(request: Request, plain: Plan) -> Plan:
+    """The plan without fission, with the reason."""
+    if request.wanted.over():
+        return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
+    return replace(plain, unsplit=blocked(request.subject.untangled) or "no cut is worth its time")
+
+
+def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
+    if ours.feasible != plain.feasible:
+        return ours.feasible
+    if goal.memory_limit is None or not ours.feasible:
+        return ours.planned.peak_bytes < (1 - GAIN) * plain.planned.peak_bytes
+    return ours.latency_ns < plain.latency_ns - GAIN * original_ns
+
+
+def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
+    """Plans of a step cut along its batch."""
+    subject, scratch = request.subject, request.scratch
+    around = searched(found.level.compiled.graph)
+    known = scratch.known((subject.captured.original.graph, *around))
+
+    def planned(aim: Goal) -> Divided:
+        if not known and aim == request.wanted.goal:
+            return replace(found, states=0)  # planned with the same costs already
+        return replan(found, subject.costs(known), replace(request.wanted, goal=aim), reuse=subject.source.reuse)
+
+    def attempt(aim: Goal) -> Plan:
+        again = planned(aim)
+        plan = plan_of_level(scratch, again.level, again.solution, around)
+        feasible = aim.met(again.solution.peak, again.solution.latency_ns)
+        return replace(plan, states=again.states, feasible=feasible)
+
+    return attempt
+
+
+def plan_of_level(scratch: Scratch, level: Level, solution: Solution, around: Iterable[Graph]) -> Plan:
+    """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
+    graph = realize_level(level, solution)
+    memory, relied = scratch.judged(graph, around)
+    recomputed, swapped = repeats(solution)
+    loop = next((op for op in graph.ops if op.body is not None), None)
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=solution.latency_ns,
+        states=0,
+        seconds=0.0,
+        stopped_by_seconds=False,
+        feasible=True,
+        recomputed_ops=recomputed,
+        swapped_bytes=swapped,
+        workspaces=relied,
+        fission="" if loop is None else described(loop),
+    )
+
+
+def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
+    """Plans of a step with loops around single operators."""
+    wanted = request.wanted
+    plain = attempts(request.scratch, found.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
+    return lambda aim: replace(plain(aim), fission=listed(found.loops))
+
+
+def described(loop: Op) -> str:
+    """What a loop runs in parts, in words."""
+    if loop.body is None:
+        return ""
+    ops = loop.body.graph.ops
+    through = any("loss" in op.target for op in ops) and any(op.phase == "backward" for op in ops)
+    first = next((op.module for op in ops if op.module), "") or "its beginning"
+    if through:
+        return f"from {first} to the loss and back in {loop.body.parts} parts"
+    own = sum(not op.target.startswith("magis.") for op in ops)
+    return f"{own} operators from {first} on in {loop.body.parts} parts"
+
+
+def listed(loops: Sequence[str]) -> str:
+    """Several loops in words: the first, and how many more."""
+    first, *others = loops
+    return f"{first}, and {len(others)} more" if others else first

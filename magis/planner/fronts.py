@@ -1,0 +1,164 @@
+"""The whole front of a model: how much memory for how much time, in seconds rather than one search per limit."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from magis.errors import UsageError
+from magis.planner.bench import Bench, default_device
+from magis.planner.fission_plan import plan_of_level
+from magis.planner.plans import Plan, Scratch, searched
+from magis.planner.subject import Subject
+from magis.results import Case, FrontPoint, ParetoFront
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Over, Wanted, never
+from magis.search.fission_pareto import HASTY, Point, joined, whole_front
+from magis.search.pareto_sweep import pareto as undominated
+from magis.search.pareto_sweep import spread
+
+POINTS = 32
+"""Points of a front at most: each of them is realized and judged."""
+WHOLE = 0.4
+"""Share of a cap on seconds by which the front without fission must end."""
+
+
+class Ending(Protocol):
+    """Says whether a share of the time is over."""
+
+    def __call__(self, share: float = 1.0, /) -> bool: ...
+
+
+def _never(_share: float = 1.0, /) -> bool:
+    return False
+
+
+def pareto(
+    model: str,
+    *,
+    device: str | None = None,
+    preset: str | None = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    budget: int | None = None,
+    seconds: float | None = None,
+    points: int = POINTS,
+    processes: int = 1,
+    resume: Path | None = None,
+    cache: Bench | None = None,
+) -> ParetoFront:
+    """Peak memory against latency of a training step, simulated: a registered model or "package.module:factory".
+
+    ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
+    the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
+    found until then, which depends on the machine. At most ``points`` plans are realized, evenly spread
+    over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
+    ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
+    the front's own ``seconds``. Raises MagisError for what cannot be captured or asked for.
+    """
+    for name, number, least in (
+        ("points", points, 2),
+        ("budget", budget, 1),
+        ("seed", seed, 0),
+        ("processes", processes, 1),
+    ):
+        if number is not None and number < least:
+            raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
+    if seconds is not None and not _is_amount(seconds):
+        raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
+    device = default_device() if device is None else device
+    preset = ("small" if device == "cpu" else "paper") if preset is None else preset
+    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
+    bench = Bench(processes=processes, resume=resume) if cache is None else cache
+    return front_of(case, bench.subject(case), points)
+
+
+def _is_amount(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < math.inf
+
+
+def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
+    """The front of a subject; of the case only names, seed, budget and seconds count."""
+    original = subject.captured.original.graph
+    eager_ms = subject.latency_ns(original) / 1e6
+    started = time.perf_counter()
+
+    def over(share: float = 1.0, /) -> bool:
+        return case.seconds is not None and time.perf_counter() - started >= share * case.seconds
+
+    found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
+    eager = FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, "")
+    behind = subject.behind_ns
+    found = [replace(plan, latency_ns=plan.latency_ns + behind) for plan in found]
+    return ParetoFront(
+        model=case.model,
+        device=case.device,
+        preset=case.preset,
+        dtype=subject.source.dtype,
+        seed=case.seed,
+        original=eager,
+        lower_bound_bytes=subject.lower_bound,
+        points=_with_eager([_figures(plan) for plan in found], eager),
+        states=states,
+        seconds=time.perf_counter() - started,
+        provenance=subject.provenance(original),
+    )
+
+
+def _figures(plan: Plan) -> FrontPoint:
+    return FrontPoint(
+        plan.planned.peak_bytes, plan.latency_ns / 1e6, plan.recomputed_ops, plan.swapped_bytes, plan.fission
+    )
+
+
+def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint) -> tuple[FrontPoint, ...]:
+    """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both."""
+
+    def beats(one: FrontPoint, other: FrontPoint) -> bool:
+        return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
+
+    if any(beats(point, eager) for point in points):
+        return tuple(points)
+    return (*(point for point in points if not beats(eager, point)), eager)
+
+
+def realized_front(
+    subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS, over: Ending = _never
+) -> tuple[list[Plan], int]:
+    """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
+    scratch = Scratch(subject, None)
+    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
+    known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
+    costs, reuse = subject.costs(known), subject.source.reuse
+    hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
+    whole = joined(hasty, subject.whole_front(known, partial(over, WHOLE)))
+    divided = joined(sketched, subject.divided_front(wanted))
+    chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
+    plans = [_plan_of(scratch, point) for point in chosen]
+    return undominated(plans), whole.states + divided.states
+
+
+def _worth_their_parts(subject: Subject, divided: Sequence[Point], whole: Sequence[Point]) -> Iterator[Point]:
+    """On a CPU only what needs less memory than any whole step (docs/notes/fission.md), elsewhere everything."""
+    leanest = min((point.peak for point in whole), default=0)
+    return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)
+
+
+def _plan_of(scratch: Scratch, point: Point) -> Plan:
+    return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
+
+
+def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan, over: Over = never) -> Plan:
+    """The plan, or the best one of the whole step's front where that one is better under the goal."""
+    front = subject.whole_front({}, over)
+    best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
+    found = _plan_of(scratch, best)
+    states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()
+    if goal.key(found.peak, found.latency_ns) >= goal.key(plan.peak, plan.latency_ns):
+        return replace(plan, states=states, stopped_by_seconds=stopped)
+    feasible = goal.met(found.peak, found.latency_ns)
+    return replace(found, states=states, feasible=feasible, stopped_by_seconds=stopped)

@@ -1,0 +1,230 @@
+"""Plans kept from run to run: an unchanged step under unchanged settings is not searched again.
+
+The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
+only where the graph is legal, made of the step's operators, and simulates to the very figures that stand beside it;
+a search that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now:
+kept is which operators of the step have them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import Any, NoReturn
+
+from magis.cost.cost_model import CostModel
+from magis.cost.families import FAMILIES, name_of
+from magis.errors import MagisError
+from magis.fission.proof import verify_fission
+from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
+from magis.graph.hazards import is_pure_view
+from magis.ops.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
+from magis.planner.plans import Plan, Scratch
+from magis.planner.subject import Subject
+from magis.report.text_store import UNSOUND, Kept
+from magis.results import Memory
+from magis.runtime.measure import device_identity
+from magis.search.budgeted_evaluator import Goal
+from magis.simulate.compiled_problem import GENERATOR_NS
+
+# What a graph from a file may make a step do: operators of the step itself, and what plans are made of.
+
+FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
+"""What operators of a step turn into."""
+
+
+def foreign_operator(graph: Graph, step: Graph) -> str | None:
+    """An operator of the graph that is neither one of the step's nor one that plans are made of, if any."""
+    own = {op.target for op, _ in every_op(step)}
+    for op, _ in every_op(graph):
+        plain = op.target.startswith("aten.") and name_of(op.target) in FAMILIES
+        of_plans = op.target.startswith("magis.") and op.target.count(".") == 1
+        if not (op.target in own or op.target in FORMS or plain or of_plans):
+            return op.target
+    return None
+
+
+FORMAT = 1
+MOST = 1 << 62
+"""Of any figure: bytes and nanoseconds are 64 bits."""
+MOVES = ("magis.store", "magis.wait", "magis.load")
+LINES = "lines"
+FIGURES = tuple(field.name for field in fields(Plan) if field.name not in ("graph", "seconds", "stopped_by_seconds"))
+
+
+class KeptPlans:
+    """The plans of one subject in a folder."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+
+    def key(
+        self,
+        subject: Subject,
+        goal: Goal,
+        search: str,
+        budget: int | None,
+        seed: int,
+        stored: Mapping[str, int] | None,
+    ) -> str:
+        """What a search depends on: step, limit, effort, prices and scratch."""
+        return self._kept.key(
+            "plan",
+            FORMAT,
+            subject.digest,
+            (subject.source.device, subject.kind, subject.source.reuse),
+            (goal.memory_limit, goal.latency_limit_ns, search, budget, seed),
+            (subject.roofline, subject.pricing.digest if subject.kind != "cpu" else ""),
+            sorted((stored if stored is not None else subject.base_workspaces).items()),
+            stored is not None,
+            sorted(device_identity(subject.source.device).items()),
+        )
+
+    def load(self, key: str, scratch: Scratch, goal: Goal) -> Plan | None:
+        """The plan under the key, with 0 seconds; None, with a warning, for one that is not what it says."""
+        return self._kept.load(key, lambda text: _read(text, scratch, goal))
+
+    def save(self, key: str, plan: Plan, scratch: Scratch, goal: Goal) -> None:
+        """Keep a plan, if it reads back as it is."""
+        if plan.stopped_by_seconds:
+            return
+        text = _text(plan, scratch.subject.captured.graph)
+        try:
+            again = _read(text, scratch, goal)
+        except UNSOUND:
+            return
+        if _same(again, plan):
+            self._kept.save(key, text)
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return digest(one.graph) == digest(other.graph) and _figures(one) == _figures(other)
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    found = {name: getattr(plan, name) for name in FIGURES}
+    return found | {"planned": asdict(plan.planned), "workspaces": dict(plan.workspaces)}
+
+
+def _text(plan: Plan, step: Graph) -> str:
+    data = {**_figures(plan), LINES: _places(plan.graph, step)}
+    return f"{json.dumps(data, sort_keys=True)}\n{dump(plan.graph)}"
+
+
+def _places(graph: Graph, step: Graph) -> list[int]:
+    """For every operator the first one of the step that stands in the same line, best with the same name in the same
+    module; -1 for operators without a line."""
+    alike: dict[tuple[str, ...], int] = {}
+    for place, op in enumerate(step.ops):
+        for key in ((op.line,), (op.line, op.target, op.module)):
+            alike.setdefault(key, place)
+    return [
+        alike.get((op.line, op.target, op.module), alike.get((op.line,), -1)) if op.line else -1
+        for op, _ in every_op(graph)
+    ]
+
+
+def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Graph:
+    """The graph with the lines that the step's operators at these places have now."""
+    found = []
+    for op in graph.ops:
+        place = next(places)
+        body = None if op.body is None else replace(op.body, graph=_with_lines(op.body.graph, places, step))
+        found.append(replace(op, line=step[place].line if place >= 0 else "", body=body))
+    return replace(graph, ops=tuple(found))
+
+
+def _read(text: str, scratch: Scratch, goal: Goal) -> Plan:
+    """The plan of a text. Raises one of ``UNSOUND`` for one that is not sound, or not of this step and goal."""
+    head, _, body = text.partition("\n")
+    given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
+    if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
+        raise MagisError("it has other figures than a plan")
+    graph = parse(body)
+    _check_graph(graph, scratch.subject)
+    places, step = given.pop(LINES), scratch.subject.captured.graph.ops
+    if len(places) != sum(1 for _ in every_op(graph)) or any(
+        type(place) is not int or not -1 <= place < len(step) for place in places
+    ):
+        raise MagisError("its lines are not those of its operators")
+    graph = _with_lines(graph, iter(places), step)
+    figures = _checked(given)
+    found = Plan(graph=graph, seconds=0.0, stopped_by_seconds=False, **figures)
+    _check_figures(found, scratch, goal)
+    return found
+
+
+def _refuse(text: str) -> NoReturn:
+    raise MagisError(f"a figure is {text[:20]}, which is not whole")
+
+
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a plan from JSON: whole numbers where such are due, and so on."""
+    planned, workspaces = given["planned"], given["workspaces"]
+    whole = [given[name] for name in ("latency_ns", "states", "recomputed_ops", "swapped_bytes")]
+    whole += [planned["tensor_bytes"], planned["peak_bytes"], *workspaces.values()]
+    if any(type(number) is not int or not 0 <= number < MOST for number in whole):
+        raise MagisError("a figure is no whole number that can be one")
+    if type(given["feasible"]) is not bool or any(type(given[name]) is not str for name in ("fission", "unsplit")):
+        raise MagisError("a figure is of another kind")
+    return {**given, "planned": Memory(planned["tensor_bytes"], planned["peak_bytes"]), "workspaces": dict(workspaces)}
+
+
+def _check_graph(graph: Graph, subject: Subject) -> None:
+    """Raise MagisError unless the graph is legal and could be a plan of the step, by its operators and its memory."""
+    verify(graph)
+    verify_fission(graph)
+    step = subject.captured.graph
+    foreign = foreign_operator(graph, step)
+    if foreign is not None:
+        raise MagisError(f"it holds {foreign}, which the step has not")
+    if graph.persistent_bytes() != step.persistent_bytes() or len(graph.outputs) != len(step.outputs):
+        raise MagisError("it is of another step")
+    largest = subject.original_with({}).peak_bytes
+    for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
+        if any(storage.nbytes > largest for storage in storages.values()):
+            raise MagisError("it needs more memory for one tensor than the original for all")
+
+
+def _check_figures(plan: Plan, scratch: Scratch, goal: Goal) -> None:
+    """Raise MagisError unless the graph simulates to the figures.
+
+    Latency exactly without swaps and loops. A swap takes up to its copies' time more, a loop is planned with or without
+    the views in its body.
+    """
+    memory, _ = scratch.judged(plan.graph, ())
+    if memory != plan.planned:
+        raise MagisError(f"its peak is {memory.peak_bytes:,} bytes, not {plan.planned.peak_bytes:,}")
+    costs = scratch.subject.costs(scratch.known((plan.graph,)))
+    least, most = _least_ns(plan.graph, costs), _most_ns(plan.graph, costs)
+    if not least <= plan.latency_ns <= most:
+        raise MagisError(f"its latency is {least:,} ns or more, up to {most:,}, not {plan.latency_ns:,}")
+    if plan.feasible != goal.met(plan.peak, plan.latency_ns):
+        raise MagisError("it keeps its limit, or not, otherwise than it says")
+
+
+def _least_ns(graph: Graph, costs: CostModel) -> int:
+    """With every copy hidden, and views for nothing."""
+    total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
+    for op in _timed(graph):
+        inside = op.body
+        total += (
+            costs.nanoseconds(op, graph.values) if inside is None else inside.parts * _least_ns(inside.graph, costs)
+        )
+    return total
+
+
+def _most_ns(graph: Graph, costs: CostModel) -> int:
+    """With no copy hidden."""
+    total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
+    total += sum(costs.nanoseconds(op, graph.values) for op in _timed(graph))
+    copied = [value for op in graph.ops if op.target in MOVES for value in op.made()]
+    return total + sum(costs.transfer_ns(graph.storages[graph.values[value].storage].nbytes) for value in copied)
+
+
+def _timed(graph: Graph) -> Iterator[Op]:
+    """The operators that take time of their own: no views, copies beside the operators, or states of generators."""
+    for op in graph.ops:
+        if not (op.target in MOVES or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
+            yield op

@@ -1,0 +1,174 @@
+"""From a limit to a verified graph: search, realize, and check with the exact simulator; without and with fission."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from magis.errors import VerifyError
+from magis.fission.proof import verify_fission
+from magis.graph import Graph
+from magis.paper.coordinated_search import STATES, Published, published
+from magis.paper.ftree import LEVELS
+from magis.planner.fission_plan import Request, described, divided, listed, worth_dividing
+from magis.planner.fronts import best_on_front
+from magis.planner.kept_plans import KeptPlans
+from magis.planner.plans import Plan, Scratch, approached, attempts, searched
+from magis.planner.subject import Subject
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Wanted
+from magis.simulate.peak_breakdown import changes
+
+# A plan made by the paper's own method: its coordinated search, realized, proved and simulated as every plan is.
+
+
+def paper_plan(scratch: Scratch, goal: Goal, *, budget: int | None, over: Callable[[], bool]) -> Plan:
+    """The plan that Algorithm 3 finds under a limit, from the step in program order.
+
+    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed); `over` ends the search.
+    Without fission where the proof of a cut fails: the plan says so.
+    """
+    states = STATES if budget is None else budget
+    try:
+        return approached(goal, _attempts(scratch, states, LEVELS, over))
+    except VerifyError as error:
+        plain = approached(goal, _attempts(scratch, states, 0, over))
+        return replace(plain, unsplit=f"a cut failed its proof: {error}")
+
+
+def _attempts(scratch: Scratch, states: int, levels: int, over: Callable[[], bool]) -> Callable[[Goal], Plan]:
+    subject = scratch.subject
+    step = subject.untangled
+    around = searched(step)
+    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
+
+    def attempt(aim: Goal) -> Plan:
+        found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        if found.loops:
+            verify_fission(found.frame.compiled.graph, step)
+        return _realized(scratch, found, aim, around)
+
+    return attempt
+
+
+def _realized(scratch: Scratch, found: Published, aim: Goal, around: tuple[Graph, ...]) -> Plan:
+    graph = found.realized()
+    if found.loops:
+        verify_fission(graph)
+    memory, relied = scratch.judged(graph, around)
+    done = changes(graph)
+    loops = [described(op) for op in graph.ops if op.body is not None]
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=found.figures.latency_ns,
+        states=found.states,
+        seconds=0.0,
+        stopped_by_seconds=found.stopped,
+        feasible=aim.met(found.figures.peak, found.figures.latency_ns),
+        recomputed_ops=sum(row.count for row in done if row.kind == "recomputed"),
+        swapped_bytes=sum(row.nbytes for row in done if row.kind == "swapped"),
+        workspaces=relied,
+        fission=listed(loops) if loops else "",
+    )
+
+
+WHOLE, FRONT = 0.3, 0.45
+"""Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
+cannot be kept without fission, which has the rest. A CPU has no front, and seldom fission: all is for the search."""
+
+
+def planning_workspaces(
+    subject: Subject, stored: Mapping[str, int] | None, expected_graph: str | None
+) -> Mapping[str, int] | None:
+    """Workspaces to plan with: the baseline's where it is about this very graph, else None (this machine's own)."""
+    if stored is None or expected_graph != subject.digest:
+        return None
+    return stored
+
+
+def plan(
+    subject: Subject,
+    *,
+    memory_limit: int | None,
+    latency_limit_ns: int | None,
+    budget: int | None,
+    seconds: float | None,
+    seed: int,
+    stored: Mapping[str, int] | None,
+    search: str = "magis",
+) -> Plan:
+    """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
+
+    ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
+
+    Where the subject keeps plans, one that was kept stands for the search.
+    """
+    started = time.perf_counter()
+    behind = subject.behind_ns
+    goal = Goal(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
+    scratch = Scratch(subject, stored)
+    if search == "paper":
+        by = partial(_by_paper, scratch, goal, budget, seconds)
+    else:
+        budget = DEFAULT_BUDGET if budget is None else budget
+        by = partial(_searched, scratch, goal, budget, seconds, seed)
+    if subject.kept is None:
+        best = by()
+    else:
+        plans = KeptPlans(subject.kept)
+        key = plans.key(subject, goal, search, budget, seed, stored)
+        known = plans.load(key, scratch, goal)
+        if known is None:
+            known = by()
+            plans.save(key, known, scratch, goal)
+        best = known
+    return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
+
+
+def _by_paper(scratch: Scratch, goal: Goal, budget: int | None, seconds: float | None) -> Plan:
+    started = time.perf_counter()
+    return paper_plan(
+        scratch, goal, budget=budget, over=lambda: seconds is not None and time.perf_counter() - started >= seconds
+    )
+
+
+def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, seed: int) -> Plan:
+    """The best plan of all searches, without seconds."""
+    started = time.perf_counter()
+    subject = scratch.subject
+
+    def over(share: float = 1.0) -> bool:
+        return seconds is not None and time.perf_counter() - started >= share * seconds
+
+    def left() -> float | None:
+        return None if seconds is None else max(share * seconds - (time.perf_counter() - started), seconds / 10)
+
+    has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
+    share = WHOLE if has_front else 1.0
+    request = Request(subject, scratch, Wanted(goal, seed, budget, over))
+    best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
+    if has_front:
+        best = (
+            replace(best, stopped_by_seconds=True)
+            if over()
+            else best_on_front(subject, scratch, goal, best, partial(over, FRONT))
+        )
+    if worth_dividing(subject, goal, best):
+        best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
+    return best
+
+
+def plan_whole(
+    subject: Subject,
+    scratch: Scratch,
+    goal: Goal,
+    *,
+    budget: int = DEFAULT_BUDGET,
+    seed: int = 0,
+    left: Callable[[], float | None] = lambda: None,
+) -> Plan:
+    """The best plan without fission; ``left`` says how many seconds the search may still take."""
+    attempt = attempts(scratch, subject.normal, budget=budget, seed=seed, left=left)
+    return approached(goal, attempt, hopeless=subject.is_hopeless(goal))

@@ -1,0 +1,168 @@
+"""A realized plan, and what it was planned with: scratch of operators by signature.
+
+A plan is only believed when the realized graph evaluates to no more bytes than the search was promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from magis.graph import Graph, verify
+from magis.planner.subject import Subject
+from magis.planner.traced_model import redo_graph, signatures
+from magis.results import Memory
+from magis.rewrite.realize import realize
+from magis.search.budgeted_evaluator import Goal, Over, never
+from magis.search.driver import SearchResult, search
+from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.simulate.evaluator import expand
+
+ATTEMPTS = 3
+"""Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The best plan found, realized. ``planned`` is its memory with the workspaces that planning used."""
+
+    graph: Graph
+    planned: Memory
+    latency_ns: int
+    states: int
+    seconds: float
+    stopped_by_seconds: bool
+    feasible: bool
+    recomputed_ops: int
+    swapped_bytes: int
+    workspaces: Mapping[str, int]
+    """Non-zero workspaces that planning relied on, by signature."""
+    fission: str = ""
+    """What runs in parts, in words; empty: nothing does."""
+    unsplit: str = ""
+    """Why nothing runs in parts although that was tried, in words."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes, with the workspaces that planning used."""
+        return self.planned.peak_bytes
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Where the workspaces of a plan come from: measured here or, with ``stored``, all from a baseline.
+
+    Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine.
+    """
+
+    subject: Subject
+    stored: Mapping[str, int] | None
+
+    def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
+        """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
+        subject = self.subject
+        if self.stored is not None:
+            return {**dict.fromkeys((key for graph in graphs for key in signatures(graph)), 0), **self.stored}
+        if subject.kind != "cpu":
+            return {}
+        return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
+
+    def judged(self, graph: Graph, around: Iterable[Graph]) -> tuple[Memory, Mapping[str, int]]:
+        """Memory of a realized graph, verified, and the non-zero workspaces that it and planning relied on.
+
+        ``around`` are the graphs that the search worked on.
+        """
+        verify(graph)
+        graphs = (self.subject.captured.original.graph, *around, graph)
+        table = self.known(graphs)
+        profile = self.subject.replayed(graph, self.subject.costs(table))
+        keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
+        return (
+            Memory(profile.tensor_bytes, profile.peak_bytes),
+            {key: table[key] for key in keys if table.get(key, 0) > 0},
+        )
+
+
+def searched(graph: Graph) -> tuple[Graph, Graph]:
+    """A graph as a search sees it: every operator as it stands, and as it is recomputed."""
+    return graph, redo_graph(graph)
+
+
+def attempts(
+    scratch: Scratch,
+    graph: Graph,
+    *,
+    budget: int,
+    seed: int,
+    left: Callable[[], float | None] = lambda: None,
+    over: Over = never,
+) -> Callable[[Goal], Plan]:
+    """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
+
+    ``left`` says how many seconds a search may still take, ``over`` ends one.
+    """
+    subject = scratch.subject
+    around = searched(graph)
+    known = scratch.known((subject.captured.original.graph, *around))
+    compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
+
+    def attempt(aim: Goal) -> Plan:
+        result = search(
+            compiled.problem,
+            memory_limit=aim.memory_limit,
+            latency_limit_ns=aim.latency_limit_ns,
+            budget=budget,
+            seconds=left(),
+            seed=seed,
+            over=over,
+        )
+        return _realized(scratch, compiled, result, around)
+
+    return attempt
+
+
+def _realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
+    events = expand(compiled.problem, result.order, result.flags)
+    graph = realize(compiled, events)
+    recomputed, swapped = events.repeats(compiled.problem.nbytes)
+    memory, relied = scratch.judged(graph, around)
+    return Plan(
+        graph=graph,
+        planned=memory,
+        latency_ns=result.latency_ns,
+        states=result.states,
+        seconds=0.0,
+        stopped_by_seconds=result.stopped_by_seconds,
+        feasible=result.feasible,
+        recomputed_ops=recomputed,
+        swapped_bytes=swapped,
+        workspaces=relied,
+    )
+
+
+def approached(goal: Goal, attempt: Callable[[Goal], Plan], hopeless: bool = False) -> Plan:
+    """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit; not
+    where that is ``hopeless``."""
+    aim = goal
+    tried: list[Plan] = []
+    for _ in range(ATTEMPTS):
+        found = attempt(aim)
+        limit = goal.memory_limit
+        if limit is None or aim.memory_limit is None:
+            return found
+        met = replace(found, feasible=found.planned.peak_bytes <= limit)
+        tried.append(met)
+        if hopeless or met.feasible or not found.feasible:
+            break
+        aim = Goal(memory_limit=aim.memory_limit - (found.planned.peak_bytes - limit))
+    best = min(tried, key=lambda each: (not each.feasible, each.planned.peak_bytes))
+    return replace(
+        best,
+        states=sum(each.states for each in tried),
+        stopped_by_seconds=any(each.stopped_by_seconds for each in tried),
+        # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
+        workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
+    )
+
+
+# What is known of the scratch of a subject's operators, each signature found out once.

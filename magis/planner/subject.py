@@ -1,0 +1,399 @@
+"""A model under test: everything that its cases share, made when first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+
+from magis.capture import Captured
+from magis.capture.with_optimizer import before_update, without_state
+from magis.cost.cost_model import CostModel, RooflineCosts, shares
+from magis.cost.devices import DeviceModel, find_device
+from magis.cost.operator_latency import Prices
+from magis.dtypes import autocast_type
+from magis.errors import UsageError
+from magis.fission.lower_bound import Floor, floor, with_behind
+from magis.graph import Graph, digest, verify
+from magis.planner.conformance import MOST_BYTES, conformance
+from magis.planner.device_profiles import UNPRICED, Pricing
+from magis.planner.shared_searches import Sharing
+from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
+from magis.planner.workload_source import Memo, Source, too_slow
+from magis.report.text_store import Kept
+from magis.results import Memory, Provenance
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.rewrite.rules.greedy import quickest
+from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
+from magis.runtime.optimizer_behind import BehindStep
+from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
+from magis.runtime.timing import alone
+from magis.search.budgeted_evaluator import Goal, Over, Wanted, never
+from magis.search.fission_pareto import FissionFront, Work, places_front, sketch, whole_front, work_of
+from magis.simulate.cuda_caching_allocator import reserved
+from magis.simulate.simulator import MemoryProfile, replay
+from magis.strategies.technique import loss_of_shares
+
+ROUNDS_ALONE = 5
+_OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured"})
+"""Members that everything comes from that hangs on how the captured step lays its tensors out."""
+ALONE = Sharing()
+
+
+class Subject(TracedModel):
+    """One model at one size, data type and device. Heavy members are made once and kept."""
+
+    def __init__(
+        self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED, kept: Kept | None = None
+    ) -> None:
+        super().__init__(source)
+        self.pricing = pricing
+        self.kept = kept
+        self._share = sharing if sharing.needed else None
+        self.scratches = Scratches()
+        self._fronts: dict[int, FissionFront] = {}
+        self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
+        self.memo = Memo()
+
+    @cached_property
+    def conformance(self) -> str:
+        """How far the captured step was compared with what eager runs (`conformance`). Raises CaptureError where it is
+        another one."""
+        if self.traced.optimizer.kind == "none":  # torch's fused layers step aside where anybody watches
+            return "not checked: inference"
+        if not self.runs and not self._asked.of_user:
+            return "not checked: built in, and simulated"
+        if self.too_slow:
+            return f"not checked: {self.too_slow}"
+        on_cpu = self.captured if self.kind == "cpu" else None
+        weights = sum(p.numel() * p.element_size() for p in self.traced.module.parameters())
+        try:
+            work = self._settled if 4 * weights <= MOST_BYTES else self.traced
+        except UsageError as error:
+            if self.runs:
+                raise
+            return f"not checked: {error}"
+        cast = autocast_type(self._asked.dtype)
+        mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
+        said, found = conformance(
+            work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
+        )
+        if on_cpu is not None and found is not None and found is not on_cpu:
+            found = self.followed(found, work)
+            verify(found.graph)
+            verify(found.original.graph)
+            self.captured = found
+        return said
+
+    def whole_front(self, workspaces: Mapping[str, int], over: Over = never) -> FissionFront:
+        """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
+        key = tuple(sorted(workspaces.items()))
+        known = self._whole.get(key)
+        if known is not None:
+            return known
+        found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, over=over)
+        if not over():  # else it may be incomplete
+            self._whole[key] = found
+        return found
+
+    @cached_property
+    def _work(self) -> Work:
+        return work_of(self.aggregated, self.roofline, reuse=self.source.reuse)
+
+    @cached_property
+    def sketched(self) -> FissionFront:
+        """A first, hasty answer to what parts of the step in loops give."""
+        return sketch(self._work)
+
+    def divided_front(self, wanted: Wanted) -> FissionFront:
+        """The front of the step cut into parts, without the hasty look; kept, since cases of one model share it."""
+        known = self._fronts.get(wanted.budget)
+        if known is not None:
+            return known
+        found = places_front(self._work, wanted, self._share)
+        if not wanted.over():  # else it may be incomplete
+            self._fronts[wanted.budget] = found
+        return found
+
+    @cached_property
+    def normal(self) -> Graph:
+        """The step in the form that the search works on."""
+        graph = functionalize(self.captured.graph)
+        verify(graph)
+        return graph
+
+    @cached_property
+    def untangled(self) -> Graph:
+        """The same without order constraints that are none in truth."""
+        graph = untangle(self.normal)
+        verify(graph)
+        return graph
+
+    @cached_property
+    def aggregated(self) -> Graph:
+        """The same with small calls merged into large ones, where that saves time: the form that is cut into parts."""
+        graph = quickest(self.untangled, self.latency_ns)
+        verify(graph)
+        return graph
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the captured step; with the optimizer that runs by itself behind it."""
+        captured = self.captured if self.captured.behind is None else self.captured.original
+        return digest(captured.graph)
+
+    # -- costs --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def roofline(self) -> CostModel:
+        """Costs without any measurement."""
+        return self.costs({})
+
+    def costs(self, workspaces: Mapping[str, int]) -> CostModel:
+        """Costs with these workspaces where they are known."""
+        prices = self._prices
+        return RooflineCosts(prices.device, prices.profile, workspaces, prices)
+
+    @cached_property
+    def _prices(self) -> Prices:
+        """What searches work with. A CPU's profile is of one machine: plans must be the same on all of them."""
+        gpu = torch.cuda.get_device_name() if self.source.device == "cuda" else ""
+        device = find_device(self.source.device, gpu)
+        return (UNPRICED if self.kind == "cpu" else self.pricing).prices(device)
+
+    @property
+    def device_model(self) -> DeviceModel:
+        """The device's constants."""
+        return self._prices.device
+
+    @cached_property
+    def predicting(self) -> RooflineCosts:
+        """What latencies are predicted with: the profile of this machine, where there is one."""
+        prices = self.pricing.prices(self._prices.device)
+        return RooflineCosts(prices.device, prices.profile, {}, prices)
+
+    def workspaces(self, graph: Graph, *, runs: bool = True) -> Mapping[str, int]:
+        """Workspace bytes of this machine for every operator of the graph, which `runs` as a step.
+
+        Empty (estimates then take their place) on other devices than the CPU, and where not even the best plan fits.
+        """
+        if self.kind != "cpu" or not self.may_run:
+            return {}
+        behind, limit = self.captured.behind, None if self.runs else self.free_bytes
+        if behind is not None:
+            self.scratches.add(behind.graph, limit, None)
+            graph = before_update(graph)
+        step = partial(self.stopped, graph) if self.runs and runs else None
+        self.scratches.add(graph, limit, step)
+        return self.scratches.known
+
+    @cached_property
+    def base_workspaces(self) -> Mapping[str, int]:
+        """Those of the original step, of its normal form, and of operators as they are recomputed."""
+        for graph in (self.captured.original.graph, self.normal):
+            self.workspaces(graph)
+        return dict(self.workspaces(redo_graph(self.normal), runs=False))
+
+    # -- the original -------------------------------------------------------------------------------------------
+
+    def simulate(self, captured: Captured) -> MemoryProfile:
+        """Eager's memory, by its own lifetimes."""
+        return self._profile(captured, self.workspaces(captured.graph))
+
+    def _profile(self, captured: Captured, workspaces: Mapping[str, int]) -> MemoryProfile:
+        graph = captured.graph
+        costs = self.costs(workspaces)
+        numbers = captured.numbers if self.kind == "cpu" else ()
+        return replay(graph, costs.workspace, deaths=captured.deaths, rounding=costs.rounding, numbers=numbers)
+
+    @cached_property
+    def original(self) -> Memory:
+        """Simulated memory of the original step."""
+        profile = self.simulate(self.captured.original)
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    @cached_property
+    def original_measured(self) -> Memory:
+        """Measured memory of the original step."""
+        step = self.eager()
+        for _ in range(2):  # the first step makes the optimizer's state
+            step.prepare()
+            step.run()
+        return self.measure(step)
+
+    @cached_property
+    def original_times_ms(self) -> tuple[float, ...]:
+        """Times of the original step alone."""
+        return alone(whole_step(self.eager()), ROUNDS_ALONE, self.torch_device)
+
+    def original_with(self, workspaces: Mapping[str, int]) -> Memory:
+        """The original's memory if operators had these workspaces, and none where there is no entry."""
+        known = {**dict.fromkeys(signatures(self.captured.original.graph), 0), **workspaces}
+        profile = self._profile(self.captured.original, known)
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def simulate_graph(self, graph: Graph) -> Memory:
+        """What this machine should measure for a graph of ours."""
+        profile = self.replayed(graph, self.costs(self.workspaces(graph)))
+        return Memory(profile.tensor_bytes, profile.peak_bytes)
+
+    def replayed(self, graph: Graph, costs: CostModel) -> MemoryProfile:
+        """Memory of a graph of ours at these costs, of the optimizer that runs by itself behind it, too."""
+        whole = self.whole(graph)
+        if whole is None:
+            return replay(graph, costs.workspace, rounding=costs.rounding)
+        return replay(whole.graph, costs.workspace, deaths=whole.deaths, rounding=costs.rounding)
+
+    def is_hopeless(self, goal: Goal) -> bool:
+        """Whether an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
+        limit = goal.memory_limit
+        return self.captured.behind is not None and limit is not None and limit < self.lower_bound
+
+    @cached_property
+    def behind_ns(self) -> int:
+        """Simulated latency of an optimizer that runs by itself behind every step, planned or not; 0 without one."""
+        behind = self.captured.behind
+        return 0 if behind is None else self.latency_ns(behind.graph)
+
+    @property
+    def original_ns(self) -> int:
+        """Simulated latency of the original step, without what runs behind it."""
+        return self.latency_ns(self.captured.original.graph) - self.behind_ns
+
+    def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:
+        """What a GPU's caching allocator should reserve for a step (``deaths``: eager's); None on a CPU."""
+        if self.kind == "cpu":
+            return None
+        return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
+
+    def latency_ns(self, graph: Graph) -> int:
+        """Simulated latency of a graph without swaps."""
+        return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
+
+    def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
+        """The latency that is reported for a graph: what it was planned with, or where plans are made with other prices
+        (on a CPU) that of this machine's profile."""
+        if self.kind != "cpu" or self.pricing.profile is None:
+            return planned_ns
+        return sum(self.predicting.nanoseconds(op, graph.values) for op in graph.ops)
+
+    def provenance(self, graph: Graph) -> Provenance:
+        """What the latency that is reported for a graph rests on."""
+        found = shares(self.predicting, graph)
+        by = self.pricing
+        return Provenance(
+            found.measured, found.interpolated, found.estimated, found.error, by.source, by.digest, by.note
+        )
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        storages = self.captured.graph.storages.values()
+        return sum(storage.nbytes for storage in storages if storage.kind == "parameter")
+
+    @property
+    def lower_bound(self) -> int:
+        """Bytes below which no plan gets: persistent ones and what one operator needs whole."""
+        return self.floor.nbytes
+
+    @cached_property
+    def floor(self) -> Floor:
+        """That bound, and what makes it."""
+        known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
+        return self._floor(self.costs(known))
+
+    def _floor(self, costs: CostModel) -> Floor:
+        found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
+        whole = self.whole(self.captured.graph)
+        if own is None or whole is None:
+            return found
+        start = len(self.captured.graph.ops)
+        return with_behind(found, f"{own.name}.step", whole.graph, costs.workspace, whole.deaths, costs.rounding, start)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Free memory that running the case takes: two modules with their state beside one step's peak."""
+        return self._step_bytes + 2 * self.captured.original.graph.persistent_bytes()
+
+    @cached_property
+    def _step_bytes(self) -> int:
+        """The peak of the original step, by estimates alone."""
+        step, costs = self.captured.original, self.roofline
+        return replay(step.graph, costs.workspace, deaths=step.deaths, rounding=costs.rounding).peak_bytes
+
+    @cached_property
+    def runs(self) -> bool:
+        """Whether cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
+        return not self.simulated_only and self.predicted_bytes <= self.free_bytes and not self.too_slow
+
+    @cached_property
+    def too_slow(self) -> str:
+        """Why a step that fits is not run: it would take too long. Empty: it would not."""
+        if self._asked.running_seconds == math.inf:
+            return ""
+        fits = self.kind == "cpu" and self.predicted_bytes <= self.free_bytes
+        return too_slow(self.eager, self._asked.running_seconds) if fits else ""
+
+    @cached_property
+    def may_run(self) -> bool:
+        """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
+        if self.runs or self.simulated_only or self.too_slow:
+            return self.runs
+        return self._floor(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
+
+    @cached_property
+    def runs_together(self) -> bool:
+        """Whether the original and the optimized step can take turns: on a CPU with memory for both.
+
+        Not for inference: torch's fused layers step aside where anybody watches its functions.
+        """
+        if self.traced.optimizer.kind == "none":
+            return False
+        return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
+
+    @cached_property
+    def free_bytes(self) -> int:
+        return free_device_memory(self.source.device)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def eager(self, *, shares: int = 1, stops: bool = False) -> EagerStep:
+        """Eager's step; of several equal ``shares`` of the batch one by one, if there are. One that ``stops`` has no
+        optimizer that runs by itself."""
+        work = self.fresh()
+        rule = replace(work.optimizer, kind="gradients") if stops and work.optimizer.own is not None else work.optimizer
+        by_shares = None if shares == 1 else loss_of_shares(work, shares)
+        return EagerStep(
+            work.module, work.inputs, work.targets, work.loss_fn, rule,
+            explicit_attention=work.explicit_attention, around=self._around,
+            transform=None if by_shares is None else lambda _: by_shares,
+            seed=self._step_seed,
+        )  # fmt: skip
+
+    def generated(self, graph: Graph) -> GraphStep | BehindStep:
+        """A step that runs the graph, and the optimizer that runs by itself behind it."""
+        step, own = self.stopped(graph), self._settled.optimizer.own
+        return step if own is None else BehindStep(step, own, self.captured.graded)
+
+    def stopped(self, graph: Graph) -> GraphStep:
+        """The same without that optimizer."""
+        work = self.fresh()
+        return GraphStep(
+            graph if work.optimizer.own is None else without_state(graph),
+            work.module, work.inputs, work.targets, work.optimizer, device=self.torch_device,
+            loss_fn=work.loss_fn, seed=self._step_seed, cached=self.captured.cached,
+        )  # fmt: skip
+
+    def measure(self, step: Step, *, compiled: bool = False) -> Memory:
+        """Measured memory of one step that has run before. In compiled code tensors are not told from scratch."""
+        persistent = self.captured.graph.persistent_bytes()
+        if isinstance(step, (EagerStep, BehindStep)):
+            step.settle()
+        step.prepare()
+        peak = window_peak(step.run, self.torch_device)
+        step.prepare()
+        tensors = peak.peak_bytes if compiled else tensor_peak(step.run)
+        reserved_bytes = None if peak.reserved_bytes is None else persistent + peak.reserved_bytes
+        return Memory(persistent + tensors, persistent + peak.peak_bytes, reserved_bytes)

@@ -1,0 +1,154 @@
+"""Where a workload comes from."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from magis.capture import Workload
+from magis.ops.generators import seed_all
+from magis.runtime.steps import Step
+from magis.runtime.time_slices import Watched
+
+STEPS = 50
+"""Steps that a case runs, of eager and of its own together: to compare numbers, to measure memory, to time."""
+RUNNING_SECONDS, LEAST_SECONDS = 600.0, 60.0
+"""What running a case may take: without a cap in seconds, and at least."""
+COLD = 3
+"""Times as long a first step may take: it builds kernels and maps memory."""
+
+Clock = Callable[[], float]
+
+
+class _OverrunError(Exception):
+    """The deadline has gone by."""
+
+
+class _Deadline:
+    """What is called between operators: raises once the time is up."""
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self._clock = clock
+        self._end = clock() + seconds
+
+    def __call__(self, _gradients: object = None) -> None:
+        if self._clock() > self._end:
+            raise _OverrunError
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        yield
+
+
+def running_seconds(seconds: float | None) -> float:
+    """How long running a case may take whose search has this cap, or none."""
+    return RUNNING_SECONDS if seconds is None else max(LEAST_SECONDS, seconds)
+
+
+def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.thread_time) -> str:
+    """Why the cases of a step are not run in so many seconds, in words; empty if they are.
+
+    A step that fails is not too slow: whoever runs it says what is wrong. The generator is left as it was.
+    """
+    each = seconds / STEPS
+    state = torch.get_rng_state()
+    try:
+        found = step_seconds(make(), each, clock)
+    except Exception:  # noqa: BLE001  (said where the step is run for its own sake)
+        return ""
+    finally:
+        torch.set_rng_state(state)
+    if found <= each:
+        return ""
+    return f"a step takes more than {each:.3g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
+
+
+def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
+    """Seconds of one step, if these are at most ``most``, else infinite. A slow first step gets a second chance."""
+    for deadline in (COLD * most, most):
+        step.prepare()
+        begun = clock()
+        try:
+            with Watched(_Deadline(deadline, clock)):
+                step.run()
+        except _OverrunError:
+            return math.inf
+        if clock() - begun <= most:
+            return clock() - begun
+    return math.inf
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a workload comes from: a recipe (seed -> workload), and the case's settings that shape it."""
+
+    name: str
+    make: Callable[[int], Workload]
+    dtype: str
+    """What every floating-point tensor is converted to; empty: each stays as it was built."""
+    device: str
+    seed: int
+    of_user: bool = False
+    """Whether a user wrote the recipe, which may then do on real tensors what fake ones cannot."""
+    reuse: bool = True
+    """Whether an operator may take over the memory of an input that dies with it."""
+    running_seconds: float = RUNNING_SECONDS
+    """How long running a case may take; what takes longer is simulated."""
+    seeded: bool = True
+    """Whether the step is captured with generators seeded so; else with these as they are."""
+    keeps_results: bool = False
+    """Whether tensors that the forward leaves in attributes are results of the step."""
+
+    def start(self) -> None:
+        """Set the generators as they are when the step begins."""
+        if self.seeded:
+            seed_all(self.seed)
+
+
+def own_dtype(workload: Workload) -> str:
+    """The data type of the first floating-point parameter, else of such an input; float32 where there is none."""
+    for tensor in (*workload.module.parameters(), *workload.inputs):
+        if tensor.is_floating_point():
+            return str(tensor.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether converting a module to a data type would change tensors that have memory behind them."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(each.is_floating_point() and each.dtype != dtype and type(each.data) is torch.Tensor for each in tensors)
+
+
+# Small things that several kinds of cases need: statistics of timings, and what is made once.
+
+_Made = TypeVar("_Made")
+
+
+def median(times: Sequence[float] | None) -> tuple[float | None, float | None]:
+    """Median and half the interquartile range; None of nothing."""
+    if not times:
+        return None, None
+    ordered = sorted(times)
+    count = len(ordered)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2
+
+
+class Memo:
+    """What one case has made and the next ones use as well."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], Any] = {}
+
+    def get(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What ``make`` has made under this key, called the first time only."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: _Made = self._made[key]
+        return found

@@ -1,0 +1,231 @@
+"""How long one rank's step should take: its operators at a device's prices, and its messages over the links.
+
+An estimate to compare techniques with, not to gate: it knows nothing of contention or of the host's work between
+kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is `Links`, which reports print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from magis.capture import Workload
+from magis.cost.devices import DeviceModel
+from magis.cost.operator_latency import roofline_ns
+from magis.graph import Const, Op, Ref, Value
+from magis.predict.rank_memory import predict_rank
+from magis.results import RankMemory
+from magis.strategies.technique import RankStep, Technique, World, Wrapping
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between the ranks of one machine."""
+
+    bytes_per_s: float
+    """Of one rank to the next, in one direction, in long messages."""
+    message_ns: int = 20_000
+    """To begin a message."""
+    hidden: float = 0.5
+    """Part of the operators' time behind which messages that need not be waited for can hide: the backward."""
+
+
+LINKS: Mapping[str, Links] = {
+    "cpu": Links(2e9, 100_000),
+    "rtx3090": Links(12e9),
+    "v100": Links(77e9),
+    "a100": Links(230e9),
+    "h100": Links(350e9),
+    "h200": Links(350e9),
+}
+"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it, some 77% (of a V100 among four: four
+links of 25 GB/s each)."""
+
+_BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
+"""Techniques on DistributedDataParallel, of whose messages no operator tells."""
+_ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
+_SHARED = frozenset(
+    {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
+    | {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor"}
+    | {"alltoall_base_", "alltoall_", "all_to_all_single", "all_gather_into_tensor_out"}
+)
+_TWICE = frozenset({"allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_"})
+
+
+class Pace(TorchDispatchMode):
+    """Adds up what the operators under it would take."""
+
+    def __init__(self, device: DeviceModel, links: Links) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._links = links
+        self.compute_ns: int = 0
+        self.exposed_ns: float = 0.0
+        """Messages that are waited for."""
+        self.hidden_ns: float = 0.0
+        """Messages beside other work."""
+        self._updating = 0
+        """Optimizers that are at it, one within the other: the backward is over, nothing hides a message."""
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *_: self._update(1)),
+            register_optimizer_step_post_hook(lambda *_: self._update(-1)),
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for hook in self._hooks:
+            hook.remove()
+
+    def _update(self, by: int) -> None:
+        self._updating += by
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # its parts' operators come by
+        result = func(*args, **(kwargs or {}))
+        space, _, name = str(func._schema.name).partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            self._message(func, name, args, result)
+        elif space == "aten":
+            self.compute_ns += _ns(self._device, func, args, kwargs or {}, result)
+        return result
+
+    def ms(self, *, stages: int = 1, chunks: int = 1) -> float:
+        """Of the whole step; a pipeline of ``stages`` stands idle while ``chunks`` micro-batches come and go."""
+        compute = self.compute_ns * (chunks + stages - 1) / chunks
+        beside = max(0.0, self.hidden_ns - self._links.hidden * compute)
+        return (compute + self.exposed_ns + beside) / 1e6
+
+    def add_hidden(self, nbytes: int, ranks: int) -> None:
+        """An all-reduce that no operator tells of: of DistributedDataParallel."""
+        self.hidden_ns += 2 * (ranks - 1) / ranks * nbytes / self._links.bytes_per_s * 1e9
+
+    def _message(self, func: Any, name: str, args: tuple[Any, ...], result: object) -> None:
+        ranks = _group_size(args)
+        if ranks < 2:
+            return
+        factor = 2 * (ranks - 1) / ranks if name in _TWICE else (ranks - 1) / ranks if name in _SHARED else 0.0
+        if name in _ONCE:
+            factor = 1.0
+        if not factor:  # waits, barriers; what is received is somebody's send
+            return
+        sizes = [*map(_nbytes, args[:2]), _nbytes(result) if name in _SHARED else 0]  # the whole, not the pieces
+        took = self._links.message_ns + factor * max(sizes) / self._links.bytes_per_s * 1e9
+        if _is_asynchronous(func, args) and not self._updating:
+            self.hidden_ns += took
+        else:
+            self.exposed_ns += took
+
+
+def predict_step(
+    technique: Technique,
+    make_work: Callable[[], Workload],
+    world_size: int,
+    rank: int,
+    device: DeviceModel,
+    kind: str = "cpu",
+) -> tuple[RankMemory, float]:
+    """Memory and milliseconds of a step of rank ``rank``, by one run on fake tensors (see `predict_rank`).
+
+    ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
+    """
+    pace = Pace(device, LINKS[device.name.removeprefix("sim:")])
+    seen = _Seen(technique)
+    memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
+    if technique.name in _BY_TORCH:
+        pace.add_hidden(seen.trained_bytes, world_size)
+    return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
+
+
+@dataclass
+class _Seen(Wrapping):
+    """A technique, of whose step is noted what no operator tells."""
+
+    technique: Technique
+    trained_bytes: int = 0
+    chunks: int = 1
+    """Micro-batches of a pipeline."""
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        step = self.technique.prepare(work, world)
+        self.trained_bytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
+        if self.stages > 1:
+            self.chunks = int(getattr(step, "count", 1))
+        return step
+
+
+def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    """Of one call, as of an operator of a graph."""
+    values: dict[int, Value] = {}
+
+    def known(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            number = len(values)
+            storage = item.untyped_storage()._cdata
+            looks = (tuple(map(int, item.shape)), tuple(map(int, item.stride())))
+            values[number] = Value(number, *looks, str(item.dtype).removeprefix("torch."), storage)
+            return Ref(number)
+        if isinstance(item, torch.dtype | torch.device | torch.layout | torch.memory_format):
+            kind = {"dtype": "dtype", "device": "device", "layout": "layout"}.get(type(item).__name__, "memory_format")
+            return Const(kind, str(item).removeprefix("torch."))
+        return item
+
+    def taken(item: Any) -> Any:
+        return tuple(map(taken, item)) if isinstance(item, (list, tuple)) else known(item)
+
+    given = tuple(map(taken, args)), tuple((key, taken(value)) for key, value in kwargs.items())
+    inputs = {value.storage for value in values.values()}
+    outputs = tuple(known(leaf).value for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+    if func.is_view:
+        return device.view_ns
+    writes = tuple((values[v].storage, 1) for v in outputs if values[v].storage in inputs and func._schema.is_mutable)
+    target = f"aten.{func._schema.name.partition('::')[2]}.{func._schema.overload_name or 'default'}"
+    op = Op(0, target, given[0], given[1], outputs, writes=writes)
+    return roofline_ns(device, op, values)
+
+
+def _is_asynchronous(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call says that nobody waits for it; an argument that has its default value is not handed on."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "async_op":
+            return bool(args[index] if index < len(args) else argument.default_value)
+    return False
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    """Ranks of the group that a call is for."""
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+    for arg in args:
+        if isinstance(arg, str):
+            try:
+                return int(resolve(arg).size())
+            except (RuntimeError, ValueError, LookupError):
+                continue
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(arg).size())
+            except (RuntimeError, TypeError):
+                continue
+    return 1

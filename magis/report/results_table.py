@@ -1,0 +1,373 @@
+"""results.csv: one row per case.
+
+The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
+the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
+columns after them name their unit, and every ratio says that it is optimized / original (opt/ori).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
+
+from magis.dtypes import tensor_type
+from magis.errors import UsageError
+from magis.report.atomic_files import write_text_atomically
+from magis.results import CaseResult, RankMemory, StepFigures
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Cell: TypeAlias = "str | int | float | bool | None"
+"""A value of a row; None is an empty field."""
+
+SEED_COLUMNS = (
+    "name",
+    "device memory limit",
+    "latency limit",
+    "memory limit",
+    "latency limit ratio",
+    "memory limit ratio",
+    "weight memory",
+    "opt-is-prof-result",
+    "opt-latency",
+    "opt-memory",
+    "opt-simul-latency",
+    "opt-simul-memory",
+    "ori-is-prof-result",
+    "ori-latency",
+    "ori-memory",
+    "ori-simul-latency",
+    "ori-simul-memory",
+)
+
+OWN_COLUMNS = (
+    "device",
+    "preset",
+    "dtype",
+    "strategy",
+    "search",
+    "ranks",
+    "figures",
+    "samples per second",
+    "samples per second spread",
+    "memory ratio reached (opt/ori)",
+    "latency ratio reached (opt/ori)",
+    "latency ratio low (opt/ori)",
+    "latency ratio high (opt/ori)",
+    "timed pairs",
+    "opt peak bytes",
+    "ori peak bytes",
+    "opt tensor bytes",
+    "ori tensor bytes",
+    "opt workspace bytes",
+    "ori workspace bytes",
+    "opt reserved bytes (predicted)",
+    "ori reserved bytes (predicted)",
+    "opt reserved bytes (measured)",
+    "ori reserved bytes (measured)",
+    "memory limit bytes",
+    "lower bound bytes",
+    "persistent bytes",
+    "opt memory error bytes (simulated - measured)",
+    "opt memory error % (of measured)",
+    "ori memory error bytes (simulated - measured)",
+    "ori memory error % (of measured)",
+    "opt latency error % (of measured)",
+    "ori latency error % (of measured)",
+    "opt latency spread ms",
+    "ori latency spread ms",
+    "search seconds",
+    "states evaluated",
+    "stopped by seconds",
+    "feasible",
+    "recomputed operators",
+    "swapped bytes",
+    "fission",
+    "measured latency share",
+    "interpolated latency share",
+    "estimated latency share",
+    "interpolation off by % (typical)",
+    "priced by",
+    "peak bytes of each rank",
+    "predicted peak of the worst rank by terms",
+    "numbers",
+    "conformance",
+    "verdict",
+    "note",
+    "graph digest",
+    "torch version",
+    "device identity",
+)
+
+COLUMNS = SEED_COLUMNS + OWN_COLUMNS
+
+
+def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None = None) -> dict[str, Cell]:
+    """The row of one case, in the order of COLUMNS. `note` stands in for the result's own note if given."""
+    from magis.graph import ITEM_SIZE
+
+    item_size = ITEM_SIZE.get(tensor_type(result.dtype))
+    if item_size is None:
+        raise UsageError(f"results.csv: unknown data type {result.dtype!r} of {result.case.model}")
+    case = result.case
+    limit = result.memory_limit_bytes
+    seed: dict[str, Cell] = {
+        "name": case.model,
+        "device memory limit": result.device_memory_bytes / item_size,
+        "latency limit": result.latency_limit_ms,
+        "memory limit": None if limit is None else limit / item_size,
+        "latency limit ratio": case.latency_ratio,
+        "memory limit ratio": case.memory_ratio,
+        "weight memory": result.weight_bytes / item_size,
+        **_seed_step("opt", result.optimized, item_size),
+        **_seed_step("ori", result.original, item_size),
+    }
+    interval, search = result.ratio, result.search
+    latency_ratio = interval.ratio if interval else _latency_ratio(result.optimized, result.original)
+    own: dict[str, Cell] = {
+        "device": case.device,
+        "preset": case.preset,
+        "dtype": result.dtype,
+        "strategy": case.strategy,
+        "search": case.search,
+        "ranks": case.ranks,
+        "figures": "predicted" if result.is_predicted else "measured",
+        "samples per second": result.samples_per_s,
+        "samples per second spread": result.samples_per_s_spread,
+        "memory ratio reached (opt/ori)": _ratio(result.memory.peak_bytes, result.original_memory.peak_bytes),
+        "latency ratio reached (opt/ori)": latency_ratio,
+        "latency ratio low (opt/ori)": interval.low if interval else None,
+        "latency ratio high (opt/ori)": interval.high if interval else None,
+        "timed pairs": interval.pairs if interval else None,
+        "opt peak bytes": result.memory.peak_bytes,
+        "ori peak bytes": result.original_memory.peak_bytes,
+        "opt tensor bytes": result.memory.tensor_bytes,
+        "ori tensor bytes": result.original_memory.tensor_bytes,
+        "opt workspace bytes": result.memory.workspace_bytes,
+        "ori workspace bytes": result.original_memory.workspace_bytes,
+        "opt reserved bytes (predicted)": result.optimized.reserved_bytes,
+        "ori reserved bytes (predicted)": result.original.reserved_bytes,
+        "opt reserved bytes (measured)": result.optimized.measured_reserved_bytes,
+        "ori reserved bytes (measured)": result.original.measured_reserved_bytes,
+        "memory limit bytes": limit,
+        "lower bound bytes": result.lower_bound_bytes,
+        "persistent bytes": result.persistent_bytes,
+        **_errors("opt", result.optimized),
+        **_errors("ori", result.original),
+        "opt latency spread ms": result.optimized.spread_ms,
+        "ori latency spread ms": result.original.spread_ms,
+        "search seconds": search.seconds,
+        "states evaluated": search.states,
+        "stopped by seconds": search.stopped_by_seconds,
+        "feasible": search.feasible,
+        "recomputed operators": search.recomputed_ops,
+        "swapped bytes": search.swapped_bytes,
+        "fission": search.fission or (f"none: {search.unsplit}" if search.unsplit else ""),
+        "measured latency share": result.provenance.measured,
+        "interpolated latency share": result.provenance.interpolated,
+        "estimated latency share": result.provenance.estimated,
+        "interpolation off by % (typical)": 100 * result.provenance.error if result.provenance.interpolated else None,
+        "priced by": result.provenance.source,
+        "peak bytes of each rank": "; ".join(f"{rank.rank}: {_rank_bytes(rank)}" for rank in result.ranks),
+        "predicted peak of the worst rank by terms": _terms(result.ranks),
+        "numbers": result.numbers,
+        "conformance": result.conformance,
+        "verdict": verdict,
+        "note": result.note if note is None else note,
+        "graph digest": result.graph_digest,
+        "torch version": result.identity.get("torch", ""),
+        "device identity": ", ".join(f"{key}={value}" for key, value in sorted(result.identity.items())),
+    }
+    return {column: (seed | own)[column] for column in COLUMNS}
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
+    """Replace `path` by a header and `rows`, in one step. Columns that only some rows have come last.
+
+    Raises UsageError for a path that cannot be written; the old file is then untouched.
+    """
+    columns = tuple(dict.fromkeys((*COLUMNS, *(column for row in rows for column in row))))
+    write_text_atomically(path, _to_csv(rows, columns, header=True))
+
+
+def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
+    """Append `rows` to an open text file (`open("results.csv", "a")`), with the header only where it is empty.
+
+    A file that already has other columns keeps them: values go under their own names, columns that it lacks are left
+    out, and those that are not ours stay empty. Raises UsageError when its first line is no header of results.
+    """
+    if _is_empty(stream):
+        stream.write(_to_csv(rows, COLUMNS, header=True))
+    else:
+        columns, ends_with_newline = _existing_header(stream)
+        stream.write(("" if ends_with_newline else "\n") + _to_csv(rows, columns, header=False))
+    stream.flush()
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """results.csv as a data frame: byte counts as whole numbers, empty fields as missing values."""
+    import pandas as pd
+
+    try:
+        return pd.read_csv(path, dtype_backend="numpy_nullable")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _rank_bytes(rank: RankMemory) -> int | str:
+    memory = rank.measured or rank.predicted
+    return "" if memory is None else memory.peak_bytes
+
+
+def _terms(ranks: Sequence[RankMemory]) -> str:
+    """ "parameters 4096 + gradients 4096", of the rank with the highest predicted peak."""
+    known = [rank for rank in ranks if rank.predicted is not None and rank.terms]
+    if not known:
+        return ""
+    worst = max(known, key=lambda rank: rank.predicted.peak_bytes if rank.predicted else 0)
+    return " + ".join(f"{term.name} {term.nbytes}" for term in worst.terms)
+
+
+def _seed_step(prefix: str, step: StepFigures, item_size: int) -> dict[str, Cell]:
+    return {
+        f"{prefix}-is-prof-result": step.is_measured,
+        f"{prefix}-latency": _latency(step),
+        f"{prefix}-memory": (step.measured or step.simulated).peak_bytes / item_size,
+        f"{prefix}-simul-latency": step.simulated_ms,
+        f"{prefix}-simul-memory": step.simulated.peak_bytes / item_size,
+    }
+
+
+def _errors(prefix: str, step: StepFigures) -> dict[str, Cell]:
+    """How far the simulator is off, where the step ran."""
+    error_bytes = step.simulated.peak_bytes - step.measured.peak_bytes if step.measured else None
+    memory_share = _ratio(error_bytes, step.measured.peak_bytes if step.measured else None)
+    latency_share = _ratio(step.simulated_ms, step.measured_ms)
+    return {
+        f"{prefix} memory error bytes (simulated - measured)": error_bytes,
+        f"{prefix} memory error % (of measured)": None if memory_share is None else 100 * memory_share,
+        f"{prefix} latency error % (of measured)": None if latency_share is None else 100 * (latency_share - 1),
+    }
+
+
+def _latency(step: StepFigures) -> float | None:
+    """Milliseconds of a step: measured where it ran (None if it ran untimed), else simulated."""
+    return step.measured_ms if step.is_measured else step.simulated_ms
+
+
+def _latency_ratio(optimized: StepFigures, original: StepFigures) -> float | None:
+    """Of like with like: where only one of the steps ran, both are simulated."""
+    if optimized.is_measured != original.is_measured:
+        return _ratio(optimized.simulated_ms, original.simulated_ms)
+    return _ratio(_latency(optimized), _latency(original))
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
+
+
+def _to_csv(rows: Iterable[Mapping[str, Cell]], columns: Sequence[str], *, header: bool) -> str:
+    import pandas as pd
+
+    # object columns: otherwise one empty field turns a column of whole bytes into floats
+    frame = pd.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns), dtype=object)
+    text: str = frame.to_csv(index=False, header=header, lineterminator="\n")
+    return text
+
+
+def _is_empty(stream: IO[str]) -> bool:
+    try:
+        return stream.tell() == 0
+    except (OSError, io.UnsupportedOperation):
+        return True  # a pipe: nobody has written to this end of it before
+
+
+def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
+    """Columns of the file behind `stream`, and whether its last line is complete; ours if there is no such file."""
+    name = getattr(stream, "name", None)
+    if not isinstance(name, str) or not Path(name).is_file():
+        return list(COLUMNS), True
+    stream.flush()
+    with Path(name).open("rb") as existing:
+        first = existing.readline().decode("utf-8", errors="replace")
+        existing.seek(-1, io.SEEK_END)
+        ends_with_newline = existing.read(1) == b"\n"
+    columns = next(csv.reader([first]), [])
+    if not {"name", "opt-memory", "ori-memory"} <= set(columns):
+        raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")
+    return columns, ends_with_newline
+
+
+# A CaseResult as plain JSON types and back, so that it can travel between processes and into reports.
+
+
+def to_plain(result: CaseResult) -> dict[str, Any]:
+    """`result` as nested dictionaries of str, int, float, bool and None; `from_plain` gives an equal one back."""
+    return dataclasses.asdict(result)
+
+
+def from_plain(data: Mapping[str, Any]) -> CaseResult:
+    """The CaseResult that `to_plain` wrote as `data`, also after JSON. Raises UsageError for anything else."""
+    built = _build(CaseResult, data, "result")
+    if not isinstance(built, CaseResult):  # a Mapping always builds one; this tells the type checker
+        raise UsageError("result: not a case's result")
+    return built
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """`value` as `kind`: a record, an optional one, a dictionary, a tuple of any length, or a plain value."""
+    if isinstance(kind, types.UnionType):
+        return _build_union(kind, value, where)
+    if dataclasses.is_dataclass(kind):
+        return _build_record(kind, value, where)
+    if typing.get_origin(kind) is dict:
+        key_kind, value_kind = typing.get_args(kind)
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{where}: expected a dictionary, found {type(value).__name__}")
+        return {_build(key_kind, key, where): _build(value_kind, item, f"{where}.{key}") for key, item in value.items()}
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise UsageError(f"{where}: expected a list, found {type(value).__name__}")
+        (item_kind, _) = typing.get_args(kind)
+        return tuple(_build(item_kind, item, f"{where}[{index}]") for index, item in enumerate(value))
+    # JSON knows no difference between 1.0 and 1; a bool is no number
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise UsageError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
+    return value
+
+
+def _build_union(kind: types.UnionType, value: Any, where: str) -> Any:
+    if value is None and type(None) in kind.__args__:
+        return None
+    (only,) = (option for option in kind.__args__ if option is not type(None))
+    return _build(only, value, where)
+
+
+def _build_record(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{where}: expected a record, found {type(value).__name__}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(value) - set(hints))
+    if unknown:
+        raise UsageError(f"{where}: unknown field {unknown[0]!r}")
+    missing = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in value
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UsageError(f"{where}: field {missing[0]!r} is missing")
+    return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()})

@@ -1,0 +1,197 @@
+"""In-place operators on memory of the step itself become functional ones, for the search to move and repeat.
+
+    x = f(...); x.relu_(); use(x)   ->   x = f(...); y = relu(x); use(y)
+
+Eager's in-place re-use is won back where a plan is realized: an operator whose input dies takes over its memory, which
+happens wherever eager does it and in many other places. Weight updates stay in place, and so does all that writes
+random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
+from magis.graph.hazards import fills, row_major
+from magis.ops.facts import FUNCTIONAL_FORM, may_change_place
+
+
+def functionalize(graph: Graph) -> Graph:
+    """The same step without in-place writes to temporary storages, where these can be told apart."""
+    targets = {storage for storage in _written(graph) if _can_split(graph, storage)}
+    if not targets:
+        return graph
+    storages = dict(graph.storages)
+    values = dict(graph.values)
+    ops = []
+    current: dict[int, tuple[int, int]] = {storage: (storage, 0) for storage in targets}
+    for op in graph.ops:
+        new = replace(op, reads=_renamed(op.reads, current))
+        hit = [storage for storage, _ in op.writes if storage in targets]
+        if hit:
+            (old,) = hit
+            fresh = Storage(len(storages), graph.storages[old].nbytes, "temporary")
+            storages[fresh.id] = fresh
+            current[old] = (fresh.id, dict(op.writes)[old])
+            new = replace(new, target=FUNCTIONAL_FORM[op.target], writes=())
+        for value in new.made():
+            owner = graph.values[value].storage
+            if owner in targets:
+                values[value] = replace(values[value], storage=current[owner][0])
+        ops.append(new)
+    return replace(graph, storages=storages, values=values, ops=tuple(ops))
+
+
+def _renamed(versions: tuple[tuple[int, int], ...], current: dict[int, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    renamed = []
+    for storage, version in versions:
+        owner, base = current.get(storage, (storage, 0))
+        renamed.append((owner, version - base))
+    return tuple(renamed)
+
+
+def _written(graph: Graph) -> list[int]:
+    found = {storage for op in graph.ops for storage, _ in op.writes if op.phase != "update"}
+    return sorted(s for s in found if graph.storages[s].kind == "temporary")
+
+
+def _can_split(graph: Graph, storage: int) -> bool:
+    """Whether every write to the storage is a functionalizable one that covers it, read only through its result."""
+    seen: set[int] = set()  # values that show the newest contents
+    for op in graph.ops:
+        touched = [value for value in op.inputs() if graph.values[value].storage == storage]
+        if any(value not in seen for value in touched):
+            return False
+        made = [value for value in op.made() if graph.values[value].storage == storage]
+        if any(s == storage for s, _ in op.writes):
+            if not _covers(graph, op, storage, touched):
+                return False
+            seen = set(made)
+        else:
+            seen.update(made)
+    return True
+
+
+def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
+    if op.target not in FUNCTIONAL_FORM or op.random or len(touched) != 1 or len(op.writes) != 1:
+        return False
+    value = graph.values[touched[0]]
+    if not may_change_place(FUNCTIONAL_FORM[op.target], op.args, op.kwargs, dtype=value.dtype):
+        return False
+    # A result of another data type than the written tensor's is no longer the same operator; masks do not widen it.
+    masked = op.target.startswith("aten.masked_fill_")
+    if not masked and any(graph.values[other].dtype != value.dtype for other in op.inputs()):
+        return False
+    return op.inputs()[0] == value.id and fills(value, graph.storages[storage])
+
+
+# Order constraints that are none in truth, taken out of a step so that more of it can be split or moved.
+# ones_like(loss) -> full([], 1) only the shape of ``loss`` mattered nll_loss(x, t) by mean -> nll_loss(x, t) by sum
+# / (t != ignored).sum()
+# The second lets the loss and its gradient be split together: how many targets count depends on the targets alone,
+# so the backward pass of a part need not wait for the loss of the others. Both compute what the original computes,
+# bit for bit.
+
+_FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
+_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+MEAN, SUM = 1, 2
+
+
+def untangle(graph: Graph) -> Graph:
+    """The same step without needless constraints."""
+    found = _Rewritten(dict(graph.storages), dict(graph.values))
+    for op in graph.ops:
+        if _only_shape(graph, op):
+            found.ops.append(_factory(graph, op))
+        elif op.target in _LOSSES and _mean_of_counted(op):
+            found.loss(op)
+        else:
+            found.ops.append(op)
+    ops = tuple(replace(op, id=number) for number, op in enumerate(found.ops))
+    return replace(graph, storages=found.storages, values=found.values, ops=ops)
+
+
+def _only_shape(graph: Graph, op: Op) -> bool:
+    """Whether a factory looks at nothing but the shape of its input, and lays its result out row by row."""
+    if op.target not in (*_FILL, "aten.empty_like.default", "aten.full_like.default"):
+        return False
+    value = graph.values[op.made()[0]]
+    return value.stride == row_major(value.shape) and not op.writes
+
+
+def _factory(graph: Graph, op: Op) -> Op:
+    value = graph.values[op.made()[0]]
+    given = dict(op.kwargs)
+    order = tuple(pair for pair in op.reads if graph.storages[pair[0]].kind == "generator")
+    kwargs: tuple[tuple[str, Arg], ...] = (
+        ("device", given.get("device") or Const("device", "cpu")),
+        ("dtype", Const("dtype", value.dtype)),
+    )
+    if op.target == "aten.empty_like.default":
+        return replace(op, target="aten.empty.memory_format", args=(value.shape,), kwargs=kwargs, reads=order)
+    fill: Arg = op.args[1] if op.target == "aten.full_like.default" else _FILL[op.target]
+    return replace(op, target="aten.full.default", args=(value.shape, fill), kwargs=kwargs, reads=order)
+
+
+def _mean_of_counted(op: Op) -> bool:
+    """A mean over targets that all weigh the same."""
+    return op.args[2] is None and op.args[3] == MEAN and len(op.made()) == 2
+
+
+@dataclass
+class _Rewritten:
+    """The step while it is being rewritten."""
+
+    storages: dict[int, Storage]
+    values: dict[int, Value]
+    ops: list[Op] = field(default_factory=list)
+
+    def loss(self, op: Op) -> None:
+        """The mean as a sum divided by the number of targets that count, which is known ahead."""
+        loss, weight = (value for value in op.outputs if value is not None)
+        target = op.args[1]
+        ignored = op.args[4]
+        if not isinstance(target, Ref):
+            self.ops.append(op)
+            return
+        labels, total = self.values[target.value], self.values[weight]
+        counted = self._fresh(labels.shape, "bool")
+        reads = tuple(pair for pair in op.reads if pair[0] == labels.storage)
+        self._emit(op, "aten.ne.Scalar", (target, ignored), (counted,), reads)
+        met: tuple[tuple[int, int], ...] = ((self.values[counted].storage, 0),)
+        exact = total.dtype in ("float32", "float64")
+        count = weight if exact else self._fresh((), "float32")
+        dtype: tuple[tuple[str, Arg], ...] = (("dtype", Const("dtype", self.values[count].dtype)),)
+        self._emit(op, "aten.sum.default", (Ref(counted),), (count,), met, dtype)
+        if not exact:
+            met = ((self.values[count].storage, 0),)
+            dtype = (("dtype", Const("dtype", total.dtype)),)
+            self._emit(op, "aten._to_copy.default", (Ref(count),), (weight,), met, dtype)
+        looks = self.values[loss]
+        parts, unused = self._fresh(looks.shape, looks.dtype), self._fresh((), total.dtype)
+        args = (*op.args[:3], SUM, *op.args[4:])
+        self.ops.append(replace(op, args=args, outputs=(parts, unused)))
+        met = ((self.values[parts].storage, 0), (total.storage, 0))
+        self._emit(op, "aten.div.Tensor", (Ref(parts), Ref(weight)), (loss,), met)
+
+    def _emit(
+        self,
+        like: Op,
+        target: str,
+        args: tuple[Arg, ...],
+        outputs: tuple[int, ...],
+        reads: tuple[tuple[int, int], ...],
+        kwargs: tuple[tuple[str, Arg], ...] = (),
+    ) -> None:
+        self.ops.append(
+            Op(
+                0, target, args, kwargs, outputs,
+                reads=tuple(sorted(reads)), phase=like.phase, module=like.module, line=like.line,
+            )
+        )  # fmt: skip
+
+    def _fresh(self, shape: tuple[int, ...], dtype: str) -> int:
+        storage, value = max(self.storages) + 1, max(self.values) + 1
+        self.values[value] = Value(value, shape, row_major(shape), dtype, storage)
+        self.storages[storage] = Storage(storage, self.values[value].nbytes, "temporary")
+        return value

@@ -1,0 +1,249 @@
+"""What the operators of patterns stand for: which calls they are seen in, and which calls they make.
+
+    mm(a, b)         product of matrices, or of two batches of them
+    addmm(c, a, b)   c + a b, with a vector c along the last dimension
+    conv(x, w)       convolution of images without groups or bias; convb(x, w, c) with one
+    add, sub, mul    element by element, of two tensors of one shape and data type
+    scale(x)         x times a number
+    unary(x)         any element-wise call on one tensor; binary(a, b): on two of the same shape
+    t(x)             the last two dimensions swapped
+    view(x)          another shape on the same memory
+    cat, split       along a dimension; the pieces of a split are windows
+
+``scale``, ``unary``, ``binary`` and ``view`` bring along literals, which stay as they were seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from magis.graph import Arg, Op, Ref, Value
+from magis.ops.splits.reductions import POINTWISE, pointwise
+
+ABSOLUTE = "aten.as_strided"
+"""How the names of calls begin that address memory, not dimensions."""
+
+Values: TypeAlias = Mapping[int, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call as patterns see it.
+
+    ``args`` are the tensors it takes; ``dim`` is negative. Calls with equal ``key`` do the same to other tensors.
+    """
+
+    args: tuple[int, ...]
+    dim: int | None = None
+    key: Hashable = None
+
+
+Form: TypeAlias = Callable[[Op, Values], Seen | None]
+
+_ELEMENTWISE = frozenset(
+    name
+    for name, rule in POINTWISE.items()
+    if rule is pointwise and not name.endswith(("_like", "_copy", "copy", "fill"))
+) - {
+    "zero", "lift", "lift_fresh", "detach", "alias", "clone", "polar", "complex", "angle", "real", "_conj", "_neg_view",
+}  # fmt: skip
+
+
+def name_of(op: Op) -> str:
+    """The operator's name alone: "mm" of aten.mm.default; "" for operators of our own."""
+    return op.target.split(".")[1] if op.target.startswith("aten.") else ""
+
+
+def is_elementwise(op: Op) -> bool:
+    """Whether every element of the result depends on the same element of the tensors alone."""
+    return name_of(op) in _ELEMENTWISE and not op.many and not op.writes and not op.random
+
+
+def _tensors(op: Op, count: int) -> tuple[int, ...] | None:
+    """The tensors of a call that takes so many, first, and nothing else."""
+    found = tuple(arg.value for arg in op.args if isinstance(arg, Ref))
+    return found if len(found) == len(op.args) == count and not op.kwargs else None
+
+
+def _product(op: Op, _: Values) -> Seen | None:
+    found = _tensors(op, 2) if op.target in ("aten.mm.default", "aten.bmm.default") else None
+    return None if found is None else Seen(found, key=op.target)
+
+
+def _addmm(op: Op, values: Values) -> Seen | None:
+    found = _tensors(op, 3) if op.target == "aten.addmm.default" else None
+    if found is None or len(values[found[0]].shape) != 1 or values[found[0]].shape != values[op.made()[0]].shape[1:]:
+        return None
+    return Seen(found)
+
+
+def _conv(op: Op, values: Values) -> Seen | None:
+    """Without groups, not transposed; the literals and all sizes but batch and channels out must agree."""
+    if op.target != "aten.convolution.default" or op.kwargs or len(op.args) != 9:
+        return None
+    if op.args[6] is not False or op.args[8] != 1:
+        return None
+    image, weight = (values[number] for number in op.inputs()[:2])
+    if len(image.shape) != 4 or len(weight.shape) != 4:
+        return None
+    return Seen(op.inputs(), key=(op.args[3:], weight.shape[1:], image.shape[1:]))
+
+
+def _conv_plain(op: Op, values: Values) -> Seen | None:
+    found = _conv(op, values)
+    return found if found is not None and len(found.args) == 2 else None
+
+
+def _conv_bias(op: Op, values: Values) -> Seen | None:
+    found = _conv(op, values)
+    return found if found is not None and len(found.args) == 3 else None
+
+
+def _complex(op: Op, values: Values) -> bool:
+    """Whether a call is about complex numbers: how their products are rounded depends on which factor is the first, and
+    on where in a row an element stands."""
+    return any(values[number].dtype.startswith("complex") for number in (*op.inputs(), *op.made()))
+
+
+def _pair(target: str) -> Form:
+    def see(op: Op, values: Values) -> Seen | None:
+        found = _tensors(op, 2) if op.target == target else None
+        if found is None:
+            return None
+        looks = {(values[number].shape, values[number].dtype) for number in (*found, *op.made())}
+        if target == "aten.mul.Tensor" and _complex(op, values):
+            return None
+        return Seen(found) if len(looks) == 1 else None
+
+    return see
+
+
+def _scale(op: Op, values: Values) -> Seen | None:
+    if op.target not in ("aten.mul.Scalar", "aten.mul.Tensor") or op.kwargs or len(op.args) != 2:
+        return None
+    tensor, number = op.args
+    if not isinstance(tensor, Ref) or not isinstance(number, float):
+        return None
+    looks = values[tensor.value]
+    if not looks.dtype.startswith(("float", "bfloat")) or looks.dtype != values[op.made()[0]].dtype:
+        return None
+    return Seen((tensor.value,), key=(op.target, repr(number)))
+
+
+def _elementwise(count: int) -> Form:
+    def see(op: Op, values: Values) -> Seen | None:
+        if not is_elementwise(op) or len(op.made()) != 1 or len(op.inputs()) != count:
+            return None
+        shape = values[op.made()[0]].shape
+        if any(values[number].shape != shape for number in op.inputs()) or any(isinstance(a, tuple) for a in op.args):
+            return None
+        if _complex(op, values):
+            return None
+        dtypes = tuple(values[number].dtype for number in op.inputs())
+        return Seen(op.inputs(), key=(op.target, repr(_literals(op)), dtypes))
+
+    return see
+
+
+def _literals(op: Op) -> Hashable:
+    return tuple(None if isinstance(a, Ref) else (a,) for a in op.args), tuple(
+        (name, None if isinstance(a, Ref) else (a,)) for name, a in op.kwargs
+    )
+
+
+def _transpose(op: Op, values: Values) -> Seen | None:
+    if op.kwargs or not op.inputs():
+        return None
+    rank = len(values[op.inputs()[0]].shape)
+    if op.target == "aten.t.default" and rank == 2:
+        return Seen(op.inputs())
+    if op.target != "aten.transpose.int" or rank < 2:
+        return None
+    dims = {dim % rank for dim in op.args[1:] if isinstance(dim, int)}
+    return Seen(op.inputs()) if dims == {rank - 2, rank - 1} else None
+
+
+def _view(op: Op, values: Values) -> Seen | None:
+    if op.target not in ("aten.view.default", "aten._unsafe_view.default") or op.kwargs:
+        return None
+    (tensor,) = op.inputs()
+    return Seen((tensor,), key=(values[tensor].shape, op.args[1]))
+
+
+def _cat(op: Op, values: Values) -> Seen | None:
+    if op.target != "aten.cat.default" or op.kwargs or len(op.inputs()) < 2:
+        return None
+    looks = values[op.made()[0]]
+    dim = op.args[1] if len(op.args) > 1 else 0
+    rank = len(looks.shape)
+    if not isinstance(dim, int) or any(values[n].dtype != looks.dtype for n in op.inputs()):
+        return None
+    if any(len(values[number].shape) != rank for number in op.inputs()):
+        return None  # torch lets empty vectors stand among tensors of another rank
+    return Seen(op.inputs(), dim=dim % rank - rank)
+
+
+def sizes_of_split(op: Op, values: Values) -> tuple[int, ...]:
+    """Sizes of the pieces of a call that ``split`` sees."""
+    seen = _split(op, values)
+    return () if seen is None or seen.dim is None else tuple(values[n].shape[seen.dim] for n in op.made())
+
+
+def _split(op: Op, values: Values) -> Seen | None:
+    if op.target not in ("aten.split.Tensor", "aten.split_with_sizes.default") or op.kwargs or None in op.outputs:
+        return None
+    (tensor,) = op.inputs()
+    rank = len(values[tensor].shape)
+    dim = op.args[2] if len(op.args) > 2 else 0
+    if not isinstance(dim, int) or len(op.outputs) < 2:
+        return None
+    return Seen((tensor,), dim=dim % rank - rank)
+
+
+FORMS: dict[str, Form] = {
+    "mm": _product, "addmm": _addmm, "conv": _conv_plain, "convb": _conv_bias,
+    "add": _pair("aten.add.Tensor"), "sub": _pair("aten.sub.Tensor"), "mul": _pair("aten.mul.Tensor"),
+    "scale": _scale, "unary": _elementwise(1), "binary": _elementwise(2),
+    "t": _transpose, "view": _view, "cat": _cat, "split": _split,
+}  # fmt: skip
+"""How each operator of the language is recognized."""
+
+BRINGS_LITERALS = ("conv", "convb", "scale", "unary", "binary", "view")
+"""Operators whose calls are made after one that was matched."""
+
+
+def made_like(op: Op, tensors: tuple[int, ...]) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """Target and arguments of the same call on other tensors."""
+    rest = iter(tensors)
+
+    def swapped(arg: Arg) -> Arg:
+        return Ref(next(rest)) if isinstance(arg, Ref) else arg
+
+    args = tuple(swapped(arg) for arg in op.args)
+    return op.target, args, tuple((name, swapped(arg)) for name, arg in op.kwargs)
+
+
+def made_call(
+    form: str, tensors: tuple[int, ...], dim: int | None, values: Values, sizes: tuple[int, ...]
+) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
+    """Target and arguments of a call without literals of its own."""
+    refs: tuple[Arg, ...] = tuple(Ref(number) for number in tensors)
+    rank = len(values[tensors[0]].shape)
+    where = (dim % rank,) if dim is not None and dim % rank else ()  # as torch hands calls on: without defaults
+    match form:
+        case "mm":
+            return ("aten.mm.default" if rank == 2 else "aten.bmm.default"), refs, ()
+        case "addmm" | "add" | "sub" | "mul":
+            return f"aten.{form}.{'default' if form == 'addmm' else 'Tensor'}", refs, ()
+        case "t":
+            return (
+                ("aten.t.default", refs, ()) if rank == 2 else ("aten.transpose.int", (*refs, rank - 2, rank - 1), ())
+            )
+        case "cat":
+            return "aten.cat.default", (refs, *where), ()
+        case "split":
+            return "aten.split_with_sizes.default", (*refs, sizes, *where), ()
+        case _:
+            raise KeyError(form)

@@ -1,0 +1,285 @@
+"""Old calls out, new ones in: the graph that a draft stands for."""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import rustworkx as rx
+
+from magis.cost.shapes import Made, describe
+from magis.cost.signature import signature
+from magis.errors import VerifyError
+from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
+from magis.graph.hazards import dependency_graph, fills, row_major
+from magis.ops.facts import is_view
+from magis.rewrite.rules.draft import Draft, Refused, landed
+from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise, name_of
+
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+)  # fmt: skip
+"""Attention kernels: their random numbers go by batch, head, query and key, wherever these lie. Other random operators
+draw in the order of memory."""
+_ANY_LAYOUT = frozenset(
+    f"{name}{suffix}"
+    for suffix in ("", "_backward")
+    for name in (
+        "mm", "bmm", "addmm", "baddbmm", "cat", "sum", "mean", "clone", "_to_copy", "convolution", "native_batch_norm",
+        *_ATTENTION,
+    )
+)  # fmt: skip
+"""Operators besides views and element-wise ones that are known to compute the same on windows; the others, some of
+which ignore strides, get a dense copy where a rule would hand them a window (docs/rules.md)."""
+
+
+def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Graph:
+    """The graph in which every user of a value takes the one that stands in ``instead``, and without the calls of
+    ``ops`` and of what only they needed. Refused where no legal graph is left."""
+    change = _Change(draft, instead)
+    gone = frozenset(ops)
+    places = [position for position, op in enumerate(draft.graph.ops) if op.id in gone]
+    first, last = places[0], places[-1]
+    rows: list[tuple[int, Op]] = []
+    for position, op in enumerate(draft.graph.ops):
+        if position == first:
+            rows.extend((2 * first, new) for new in draft.added)
+        rows.extend((2 * position + 1, new) for new in change.renewed(op))
+    outputs = tuple(change.returned(value) for value in draft.graph.outputs)
+    rows = _pruned(rows, outputs, gone | {op.id for op in draft.added}, draft.graph)
+    placed = _ordered(draft, rows, change, (2 * first, 2 * last + 1))
+    graph = Graph(change.storages, change.values, placed, draft.graph.inputs, outputs)
+    return _swept(replace(graph, constants=draft.graph.constants))
+
+
+class _Change:
+    """Operators taking other values than before, and what follows for the looks of what they make."""
+
+    def __init__(self, draft: Draft, instead: Mapping[int, int]) -> None:
+        self.before = draft.graph
+        self.values = draft.values
+        self.storages = draft.storages
+        self._instead = dict(instead)
+        self._changed = set(instead.values())
+        self._next_op = max((op.id for op in (*draft.graph.ops, *draft.added)), default=0) + 1
+        for old, new in instead.items():
+            one, other = self.values[old], self.values[new]
+            if (one.shape, one.dtype, one.bits) != (other.shape, other.dtype, other.bits):
+                raise Refused("the results look different")
+
+    def renewed(self, op: Op) -> list[Op]:
+        """The operator on the new values, after copies that it may need."""
+        taken = [self._instead.get(value, value) for value in op.inputs()]
+        if not any(value in self._changed for value in taken):
+            return [op]
+        if op.target.startswith("magis."):
+            # A loop knows where its tensors lie; what is swapped out is freed whole.
+            raise Refused(f"{op.target} would meet another tensor")
+        new = _with(op, self._instead)
+        if op.target.startswith(ABSOLUTE) and any(self._elsewhere(value) for value in op.inputs()):
+            raise Refused(f"{op.target} names a place in memory, which would be another one")
+        if signature(op, self.before.values) == signature(new, self.values):
+            return [self._relocated(op, new)]
+        if not self._allowed(op):
+            return self._on_copies(op, new)
+        try:
+            made = describe(new, self.values)
+        except VerifyError:
+            return self._on_copies(op, new)
+        return [self._described(op, new, made)]
+
+    def _elsewhere(self, value: int) -> bool:
+        """Whether the tensor would lie at other places of its storage."""
+        new, old = self.values[self._instead.get(value, value)], self.before.values[value]
+        return (new.offset, new.stride) != (old.offset, old.stride)
+
+    def returned(self, value: int) -> int:
+        """What the caller gets: never a window on more memory than before."""
+        new = self._instead.get(value, value)
+        if new not in self._changed:
+            return value
+        old, looks = self.before.values[value], self.values[new]
+        same = (old.stride, old.offset) == (looks.stride, looks.offset)
+        if not same or not fills(looks, self.storages[looks.storage]):
+            raise Refused("the caller would get a window on larger memory")
+        return new
+
+    def _allowed(self, op: Op) -> bool:
+        if op.random and name_of(op) not in _ATTENTION:
+            return False
+        return is_view(op.target) or is_elementwise(op) or op.phase == "update" or name_of(op) in _ANY_LAYOUT
+
+    def _on_copies(self, op: Op, new: Op) -> list[Op]:
+        """The operator on dense copies of what has become a window."""
+        found, copies = [], {}
+        for old, value in zip(op.inputs(), new.inputs(), strict=True):
+            looks, now = self.before.values[old], self.values[value]
+            if looks.stride == now.stride or value in copies:
+                continue
+            if looks.stride != row_major(looks.shape):
+                raise Refused(f"{op.target} would meet another layout")
+            copies[value] = self._copy(value)
+            found.append(
+                Op(
+                    self._next_op, "aten.clone.default", (Ref(value),),
+                    (("memory_format", Const("memory_format", "contiguous_format")),), (copies[value],),
+                    reads=((now.storage, 0),), phase=op.phase, module=op.module, line=op.line,
+                )
+            )  # fmt: skip
+            self._next_op += 1
+        new = _with(new, copies)
+        if signature(op, self.before.values) != signature(new, self.values):
+            raise Refused(f"{op.target} would meet another layout")
+        return [*found, self._relocated(op, new)]
+
+    def _copy(self, value: int) -> int:
+        number, storage = max(self.values) + 1, max(self.storages) + 1
+        looks = self.values[value]
+        self.values[number] = replace(
+            looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name="", bits=()
+        )
+        self.storages[storage] = Storage(storage, looks.nbytes, "temporary")
+        self._changed.add(number)
+        return number
+
+    def _relocated(self, op: Op, new: Op) -> Op:
+        """The operator where all tensors look as before but lie elsewhere: so do the windows that it opens."""
+        for value in dict.fromkeys(new.made()):
+            old = self.before.values[value]
+            for taken, given in zip(op.inputs(), new.inputs(), strict=True):
+                source, target = self.before.values[taken], self.values[given]
+                if source.storage == old.storage:
+                    if (source.storage, source.offset) != (target.storage, target.offset):
+                        bytes_moved = (target.offset - source.offset) * ITEM_SIZE[source.dtype]
+                        moved = old.offset + bytes_moved // ITEM_SIZE[old.dtype]
+                        self.values[value] = replace(old, storage=target.storage, offset=moved)
+                        self._changed.add(value)
+                    break
+        return self._met(op, new)
+
+    def _described(self, op: Op, new: Op, made: tuple[Made | None, ...]) -> Op:
+        for value, each in zip(new.outputs, made, strict=True):
+            if value is None or each is None:
+                continue
+            old = self.before.values[value]
+            sources = [at for at, taken in enumerate(op.inputs()) if self.before.values[taken].storage == old.storage]
+            same = (old.shape, old.dtype, old.bits) == (each.shape, each.dtype, each.bits)
+            if bool(sources) != (each.base is not None) or not same:
+                raise Refused(f"{op.target} would make another kind of tensor")
+            if each.base is None:
+                looks = replace(old, stride=each.stride, offset=each.offset)
+                self.storages[old.storage] = replace(self.storages[old.storage], nbytes=each.nbytes)
+            else:
+                storage, offset = landed(self.values[new.inputs()[each.base]], each)
+                looks = replace(old, stride=each.stride, storage=storage, offset=offset)
+            if looks != old:
+                self.values[value] = looks
+                self._changed.add(value)
+        return self._met(op, new)
+
+    def _met(self, op: Op, new: Op) -> Op:
+        """With the versions of the memory on which its tensors lie now."""
+        moved: dict[int, set[int]] = {}  # what lay on one storage may lie on several now
+        for old, value in zip(op.inputs(), new.inputs(), strict=True):
+            left, storage = self.before.values[old].storage, self.values[value].storage
+            if left != storage:
+                moved.setdefault(left, set()).add(storage)
+        if any(storage in moved for storage, _ in op.writes):
+            raise Refused(f"{op.target} writes what would lie elsewhere")
+        still = {self.values[value].storage for value in new.inputs()}
+        reads = {pair for pair in op.reads if pair[0] not in moved or pair[0] in still}
+        reads |= {(storage, version) for left, version in op.reads for storage in moved.get(left, ())}
+        if len({storage for storage, _ in reads}) < len(reads):
+            raise Refused(f"{op.target} would meet two versions of one storage")
+        return replace(new, reads=tuple(sorted(reads)))
+
+
+def _with(op: Op, instead: Mapping[int, int]) -> Op:
+    mapping = dict(instead)
+    args = tuple(replace_refs(arg, mapping) for arg in op.args)
+    return replace(op, args=args, kwargs=tuple((name, replace_refs(arg, mapping)) for name, arg in op.kwargs))
+
+
+def _pruned(
+    rows: list[tuple[int, Op]], outputs: tuple[int, ...], candidates: frozenset[int], before: Graph
+) -> list[tuple[int, Op]]:
+    """Without the candidates that nobody needs, and without what only they needed."""
+    needed = {op.id for op in before.ops} - candidates
+    uses: dict[int, int] = dict.fromkeys(outputs, 1)
+    maker = {value: op for _, op in rows for value in op.made()}
+    for _, op in rows:
+        for value in op.inputs():
+            uses[value] = uses.get(value, 0) + 1
+    dead: set[int] = set()
+    waiting = [op for _, op in rows if op.id not in needed]
+    while waiting:
+        op = waiting.pop()
+        if op.id in dead or op.writes or op.random or any(uses.get(value, 0) for value in op.made()):
+            continue
+        dead.add(op.id)
+        for value in op.inputs():
+            uses[value] -= 1
+            if not uses[value] and value in maker:
+                waiting.append(maker[value])
+    return [(key, op) for key, op in rows if op.id not in dead]
+
+
+def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change, stretch: tuple[int, int]) -> tuple[Op, ...]:
+    """The operators as they stand if that is legal, else in the legal order that is closest to it.
+
+    Only those between the keys of the ``stretch``, from the first old call to the last, may move. Whatever follows must
+    find its tensors and versions as it stands: where what a rule puts in place of an old result is overwritten
+    later, it may not.
+    """
+    low, high = (bisect.bisect(rows, bound, key=lambda row: row[0]) for bound in (stretch[0] - 1, stretch[1]))
+    ops = [op for _, op in rows]
+    start = _Met(draft.graph)
+    if not all(start.runs(op) for op in ops[:low]):
+        raise Refused("what stands in front of the calls would meet something else")
+    middle, rest = ops[low:high], ops[high:]
+    if start.then([*middle, *rest]):
+        return tuple(ops)
+    dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), draft.graph.inputs, ()))
+    if not rx.is_directed_acyclic_graph(dag):
+        raise Refused("a call would need its own result")
+    order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[low + node][0]:09d}{node:09d}")
+    found = [middle[node] for node in order]
+    if not start.then([*found, *rest]):
+        raise Refused("no order meets the same versions")
+    return (*ops[:low], *found, *rest)
+
+
+class _Met:
+    """What there is after some operators: values, and versions of storages."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.values = set(graph.inputs)
+        self.versions: dict[int, int] = {}
+
+    def runs(self, op: Op) -> bool:
+        """Run an operator; whether it finds what it takes, in the version that it must meet."""
+        if not self.values.issuperset(op.inputs()):
+            return False
+        if any(self.versions.get(storage, 0) != version for storage, version in op.reads):
+            return False
+        self.versions.update(op.writes)
+        self.values.update(op.made())
+        return True
+
+    def then(self, ops: Sequence[Op]) -> bool:
+        """Whether operators run next, one after the other."""
+        after = copy.copy(self)
+        after.values, after.versions = set(self.values), dict(self.versions)
+        return all(after.runs(op) for op in ops)
+
+
+def _swept(graph: Graph) -> Graph:
+    """Without values that nothing makes and storages that nothing lies on."""
+    known = {*graph.inputs, *(value for op in graph.ops for value in op.made())}
+    values = {key: value for key, value in graph.values.items() if key in known}
+    used = {value.storage for value in values.values()}
+    storages = {k: s for k, s in graph.storages.items() if k in used or s.kind == "generator"}
+    return replace(graph, values=values, storages=storages)

@@ -1,0 +1,234 @@
+"""The rules: ``before -> after``, one row each. docs/rules.md says how to read and add one.
+
+Aggregations make one large call of several small ones. The interim rules compute the same in another way, and by that
+bring together what can be aggregated; they lead back and forth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from magis.graph import Graph, Op
+from magis.rewrite.rules.draft import Draft, Refused, build, with_merged_weights
+from magis.rewrite.rules.language import Pattern, parse_pattern
+from magis.rewrite.rules.matching import Bound, Index, occurrences
+from magis.rewrite.rules.replacement import replaced
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``text`` is "before -> after".
+
+    ``exact``: element by element the same operations, hence the same bits (as far as kernels keep to that for tensors
+    of other sizes). ``inverse`` names the rules that lead back, applied one after the other; none: nothing does, or
+    other parts of the project (rematerialization).
+    """
+
+    name: str
+    text: str
+    inverse: tuple[str, ...] = ()
+    exact: bool = False
+    where: Callable[[Bound], bool] | None = None
+    """A further condition, beyond that the calls of the right side take tensors of these sizes."""
+    find: Callable[[Index], Iterator[Bound]] | None = None
+    """Finds what no pattern says; the left side is then for the reader. The first of the bound list "a" is kept."""
+
+    @cached_property
+    def before(self) -> Pattern:
+        return parse_pattern(self.text.partition(" -> ")[0])
+
+    @cached_property
+    def after(self) -> Pattern:
+        return parse_pattern(self.text.partition(" -> ")[2])
+
+    def occurrences(self, index: Index) -> Iterator[Bound]:
+        """Where the left side occurs, whether or not the right side is possible there."""
+        found = occurrences(index, self.before) if self.find is None else self.find(index)
+        return (bound for bound in found if self.where is None or self.where(bound))
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place at which a rule applies; good for the graph that it was found in, and none other."""
+
+    rule: Rule
+    bound: Bound
+
+    @property
+    def ops(self) -> tuple[int, ...]:
+        """Ids of the operators that the rule looks at."""
+        return tuple(dict.fromkeys(self.bound.ops))
+
+
+def matches(rule: Rule, graph: Graph, index: Index | None = None) -> Iterator[Match]:
+    """Every place at which the rule applies, tried out. ``index`` may be shared by the rules of one graph."""
+    for bound in rule.occurrences(Index(graph) if index is None else index):
+        match = Match(rule, bound)
+        if attempt(graph, match) is not None:
+            yield match
+
+
+def apply(graph: Graph, match: Match) -> Graph:
+    """The graph with the rule applied; LookupError for a match of another graph."""
+    found = attempt(graph, match)
+    if found is None:
+        raise LookupError(f"{match.rule.name} does not apply at operators {match.ops}: a match of another graph?")
+    return found
+
+
+def attempt(graph: Graph, match: Match) -> Graph | None:
+    """The graph with the rule applied; None where the graph does not allow it."""
+    rule, bound = match.rule, match.bound
+    try:
+        placed = graph if rule.find is not None else with_merged_weights(graph, rule.after, bound)
+        draft = Draft(placed, match.ops)
+        made = build(draft, rule.after, bound)
+        results = made if isinstance(made, tuple) else (made,)
+        if len(results) != len(bound.roots):
+            raise Refused("other results than before")
+        instead = {old: new for old, new in zip(bound.roots, results, strict=True) if old != new}
+        return replaced(draft, match.ops, instead)
+    except Refused:
+        return None
+
+
+def twins(index: Index) -> Iterator[Bound]:
+    """Calls that compute the same from the same contents: the later ones are not needed."""
+    groups: dict[object, list[Op]] = {}
+    for op in index.graph.ops:
+        if op.inputs() and index.takes_part(op):
+            groups.setdefault((op.target, repr((op.args, op.kwargs)), op.reads), []).append(op)  # 0.0 == -0.0 == False
+    for group in groups.values():
+        first, *later = group
+        for op in later:
+            yield Bound(lists={"a": first.made()}, ops=(op.id,), roots=op.made())
+
+
+def some_are_left(bound: Bound) -> bool:
+    """A concatenation within a concatenation of itself alone is the same one."""
+    return bool(bound.lists["l"] or bound.lists["r"])
+
+
+AGGREGATIONS = (
+    # one input, several weights (query, key and value)
+    Rule("merge-mm", "mm(x, *a) -> split(mm(x, cat(*a, dim=-1)), *a, dim=-1)", inverse=("split-mm", "split-of-cat")),
+    Rule("merge-addmm", "addmm(*c, x, *a) -> split(addmm(cat(*c, dim=-1), x, cat(*a, dim=-1)), *a, dim=-1)",
+        inverse=("split-addmm", "split-of-cat", "split-of-cat")),
+    Rule("merge-conv", "conv(x, *w) -> split(conv(x, cat(*w, dim=-4)), *w, dim=-3)",
+        inverse=("split-conv", "split-of-cat")),
+    Rule("merge-conv-bias", "convb(x, *w, *c) -> split(convb(x, cat(*w, dim=-4), cat(*c, dim=-1)), *w, dim=-3)",
+        inverse=("split-conv-bias", "split-of-cat", "split-of-cat")),
+    # the same call on all pieces
+    Rule("merge-unary", "unary(*split(x, dim=d)) -> split(unary(x), dim=d)", inverse=("unary-to-pieces",), exact=True),
+    Rule("merge-binary", "binary(*split(x, dim=d), *split(y, dim=d)) -> split(binary(x, y), dim=d)",
+        inverse=("binary-to-pieces",), exact=True),
+    Rule("merge-unary-cat", "cat(unary(*a), dim=d) -> unary(cat(*a, dim=d))", inverse=("unary-into-cat",), exact=True),
+    Rule("merge-binary-cat", "cat(binary(*a, *b), dim=d) -> binary(cat(*a, dim=d), cat(*b, dim=d))",
+        inverse=("binary-into-cat",), exact=True),
+    # sums of products
+    Rule("merge-sum", "add(mm(a, b), mm(c, d)) -> mm(cat(a, c, dim=-1), cat(b, d, dim=-2))", inverse=("split-sum",)),
+    Rule("merge-sum-back", "add(mm(c, d), mm(a, b)) -> mm(cat(a, c, dim=-1), cat(b, d, dim=-2))",
+        inverse=("split-sum", "add-swap")),
+    Rule("merge-sum-views", "add(view(mm(a, b)), view(mm(c, d))) -> "
+        "view(mm(cat(a, c, dim=-1), cat(b, d, dim=-2)))", inverse=("split-sum", "view-of-add")),
+    Rule("merge-sum-views-back", "add(view(mm(c, d)), view(mm(a, b))) -> "
+        "view(mm(cat(a, c, dim=-1), cat(b, d, dim=-2)))", inverse=("split-sum", "view-of-add", "add-swap")),
+    Rule("merge-sum-chain", "add(add(r, view(mm(a, b))), view(mm(c, d))) -> "
+        "add(r, view(mm(cat(a, c, dim=-1), cat(b, d, dim=-2))))", inverse=("split-sum", "view-of-add", "add-left")),
+    Rule("merge-sum-chain-back", "add(add(r, view(mm(c, d))), view(mm(a, b))) -> "
+        "add(r, view(mm(cat(a, c, dim=-1), cat(b, d, dim=-2))))",
+        inverse=("split-sum", "view-of-add", "add-swap", "add-left")),
+    # several inputs, one weight; weight gradients of layers with one input
+    Rule("merge-mm-rows", "mm(*a, x) -> split(mm(cat(*a, dim=-2), x), *a, dim=-2)",
+        inverse=("split-mm-rows", "split-of-cat")),
+    Rule("merge-addmm-rows", "addmm(c, *a, x) -> split(addmm(c, cat(*a, dim=-2), x), *a, dim=-2)",
+        inverse=("split-addmm-rows", "split-of-cat")),
+    Rule("merge-conv-batch", "conv(*x, w) -> split(conv(cat(*x, dim=-4), w), *x, dim=-4)",
+        inverse=("split-conv-batch", "split-of-cat")),
+    # one call instead of two that compute the same
+    Rule("derematerialize", "f(a), f(a) -> *a", exact=True, find=twins),
+)  # fmt: skip
+
+INTERIM = (
+    # the inverses of the aggregations
+    Rule("split-mm", "split(mm(x, y), dim=-1) -> mm(x, *split(y, dim=-1))", inverse=("merge-mm", "cat-of-split")),
+    Rule("split-mm-rows", "split(mm(y, x), dim=-2) -> mm(*split(y, dim=-2), x)",
+        inverse=("merge-mm-rows", "cat-of-split")),
+    Rule("split-addmm", "split(addmm(c, x, y), dim=-1) -> addmm(*split(c, dim=-1), x, *split(y, dim=-1))",
+        inverse=("merge-addmm", "cat-of-split", "cat-of-split")),
+    Rule("split-addmm-rows", "split(addmm(c, y, x), dim=-2) -> addmm(c, *split(y, dim=-2), x)",
+        inverse=("merge-addmm-rows", "cat-of-split")),
+    Rule("split-conv", "split(conv(x, y), dim=-3) -> conv(x, *split(y, dim=-4))",
+        inverse=("merge-conv", "cat-of-split")),
+    Rule("split-conv-bias", "split(convb(x, y, c), dim=-3) -> convb(x, *split(y, dim=-4), *split(c, dim=-1))",
+        inverse=("merge-conv-bias", "cat-of-split", "cat-of-split")),
+    Rule("split-conv-batch", "split(conv(x, y), dim=-4) -> conv(*split(x, dim=-4), y)",
+        inverse=("merge-conv-batch", "cat-of-split")),
+    Rule("unary-to-pieces", "split(unary(x), dim=d) -> unary(*split(x, dim=d))", inverse=("merge-unary",), exact=True),
+    Rule("binary-to-pieces", "split(binary(x, y), dim=d) -> binary(*split(x, dim=d), *split(y, dim=d))",
+        inverse=("merge-binary",), exact=True),
+    Rule("unary-into-cat", "unary(cat(*a, dim=d)) -> cat(unary(*a), dim=d)", inverse=("merge-unary-cat",), exact=True),
+    Rule("binary-into-cat", "binary(cat(*a, dim=d), cat(*b, dim=d)) -> cat(binary(*a, *b), dim=d)",
+        inverse=("merge-binary-cat",), exact=True),
+    Rule("split-sum", "mm(cat(a, c, dim=-1), cat(b, d, dim=-2)) -> add(mm(a, b), mm(c, d))", inverse=("merge-sum",)),
+    # concatenations and splits
+    Rule("cat-of-split", "cat(*split(x, dim=d), dim=d) -> x", exact=True),
+    Rule("split-of-cat", "split(cat(*a, dim=d), *a, dim=d) -> *a", exact=True),
+    Rule("flatten-cat", "cat(*l, cat(*a, dim=d), *r, dim=d) -> cat(*l, *a, *r, dim=d)",
+        inverse=("nest-cat",), exact=True),
+    Rule("nest-cat", "cat(*l, *a, *r, dim=d) -> cat(*l, cat(*a, dim=d), *r, dim=d)",
+        inverse=("flatten-cat",), exact=True, where=some_are_left),
+    Rule("mm-of-cat", "mm(x, cat(*a, dim=-1)) -> cat(mm(x, *a), dim=-1)", inverse=("cat-of-mm",)),
+    Rule("cat-of-mm", "cat(mm(x, *a), dim=-1) -> mm(x, cat(*a, dim=-1))", inverse=("mm-of-cat",)),
+    Rule("mm-of-cat-rows", "mm(cat(*a, dim=-2), x) -> cat(mm(*a, x), dim=-2)", inverse=("cat-of-mm-rows",)),
+    Rule("cat-of-mm-rows", "cat(mm(*a, x), dim=-2) -> mm(cat(*a, dim=-2), x)", inverse=("mm-of-cat-rows",)),
+    # associativity, commutativity
+    Rule("add-right", "add(add(a, b), c) -> add(a, add(b, c))", inverse=("add-left",)),
+    Rule("add-left", "add(a, add(b, c)) -> add(add(a, b), c)", inverse=("add-right",)),
+    Rule("add-swap", "add(a, b) -> add(b, a)", inverse=("add-swap",), exact=True),
+    Rule("mul-right", "mul(mul(a, b), c) -> mul(a, mul(b, c))", inverse=("mul-left",)),
+    Rule("mul-left", "mul(a, mul(b, c)) -> mul(mul(a, b), c)", inverse=("mul-right",)),
+    Rule("mul-swap", "mul(a, b) -> mul(b, a)", inverse=("mul-swap",), exact=True),
+    Rule("mm-right", "mm(mm(a, b), c) -> mm(a, mm(b, c))", inverse=("mm-left",)),
+    Rule("mm-left", "mm(a, mm(b, c)) -> mm(mm(a, b), c)", inverse=("mm-right",)),
+    # distributivity
+    Rule("mul-over-add", "mul(add(a, b), c) -> add(mul(a, c), mul(b, c))", inverse=("add-of-mul",)),
+    Rule("add-of-mul", "add(mul(a, c), mul(b, c)) -> mul(add(a, b), c)", inverse=("mul-over-add",)),
+    Rule("mm-over-add", "mm(add(a, b), c) -> add(mm(a, c), mm(b, c))", inverse=("add-of-mm",)),
+    Rule("add-of-mm", "add(mm(a, c), mm(b, c)) -> mm(add(a, b), c)", inverse=("mm-over-add",)),
+    Rule("mm-over-add-right", "mm(c, add(a, b)) -> add(mm(c, a), mm(c, b))", inverse=("add-of-mm-right",)),
+    Rule("add-of-mm-right", "add(mm(c, a), mm(c, b)) -> mm(c, add(a, b))", inverse=("mm-over-add-right",)),
+    # transposes
+    Rule("t-of-t", "t(t(a)) -> a", exact=True),
+    Rule("t-of-mm", "t(mm(a, b)) -> mm(t(b), t(a))", inverse=("mm-of-t",)),
+    Rule("mm-of-t", "mm(t(b), t(a)) -> t(mm(a, b))", inverse=("t-of-mm",)),
+    Rule("t-of-add", "t(add(a, b)) -> add(t(a), t(b))", inverse=("add-of-t",), exact=True),
+    Rule("add-of-t", "add(t(a), t(b)) -> t(add(a, b))", inverse=("t-of-add",), exact=True),
+    Rule("cat-of-t", "cat(t(*a), dim=-1) -> t(cat(*a, dim=-2))", inverse=("t-of-cat",), exact=True),
+    Rule("cat-of-t-rows", "cat(t(*a), dim=-2) -> t(cat(*a, dim=-1))", inverse=("t-of-cat-rows",), exact=True),
+    Rule("t-of-cat", "t(cat(*a, dim=-2)) -> cat(t(*a), dim=-1)", inverse=("cat-of-t",), exact=True),
+    Rule("t-of-cat-rows", "t(cat(*a, dim=-1)) -> cat(t(*a), dim=-2)", inverse=("cat-of-t-rows",), exact=True),
+    # numbers
+    Rule("scale-of-mm", "scale(mm(a, b)) -> mm(scale(a), b)", inverse=("mm-of-scale",)),
+    Rule("mm-of-scale", "mm(scale(a), b) -> scale(mm(a, b))", inverse=("scale-of-mm",)),
+    Rule("scale-of-mm-right", "scale(mm(a, b)) -> mm(a, scale(b))", inverse=("mm-of-scale-right",)),
+    Rule("mm-of-scale-right", "mm(a, scale(b)) -> scale(mm(a, b))", inverse=("scale-of-mm-right",)),
+    Rule("scale-of-add", "scale(add(a, b)) -> add(scale(a), scale(b))", inverse=("add-of-scale",)),
+    Rule("add-of-scale", "add(scale(a), scale(b)) -> scale(add(a, b))", inverse=("scale-of-add",)),
+    Rule("scale-of-t", "scale(t(a)) -> t(scale(a))", inverse=("t-of-scale",), exact=True),
+    Rule("t-of-scale", "t(scale(a)) -> scale(t(a))", inverse=("scale-of-t",), exact=True),
+    # other shapes
+    Rule("add-of-view", "add(view(a), view(b)) -> view(add(a, b))", inverse=("view-of-add",), exact=True),
+    Rule("view-of-add", "view(add(a, b)) -> add(view(a), view(b))", inverse=("add-of-view",), exact=True),
+)  # fmt: skip
+
+RULES = (*AGGREGATIONS, *INTERIM)
+"""All of them. Rematerialization, the inverse of ``derematerialize``, is a move of the search (``rewrite.realize``);
+``a -> t(t(a))`` and ``a -> split(cat(a))`` apply everywhere and lead nowhere."""
+
+
+def rule(name: str) -> Rule:
+    """The rule of a name; KeyError without one."""
+    return {each.name: each for each in RULES}[name]

@@ -1,0 +1,255 @@
+"""A graph as straight-line Python: one line per operator, every tensor forgotten right after its last use.
+
+The source is meant to be read (``generate``), and runs below autograd: the graph holds the gradients already, so
+nothing is saved for a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from magis.graph import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
+from magis.graph.liveness import last_uses
+from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
+from magis.graph.text import complex_text
+from magis.ops.call import constant, resolve
+from magis.ops.fake_results import IN_TRAINING
+from magis.runtime.swap_streams import AnyHost, make_host
+
+# Halo rows at run time: stretches with the rows around them, taken from a whole tensor and added to one.
+
+
+def take_rows(whole: Tensor, dim: int, first: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """A copy, of this shape and these strides, of the rows of ``dim`` from ``first`` on; zeros outside of the whole."""
+    made = torch.empty_strided(shape, stride, dtype=whole.dtype, device=whole.device)
+    low, high = _within(whole, dim, first, shape[dim])
+    made.narrow(dim, 0, low - first).zero_()
+    made.narrow(dim, low - first, high - low).copy_(whole.narrow(dim, low, high - low))
+    made.narrow(dim, high - first, first + shape[dim] - high).zero_()
+    return made
+
+
+def add_rows(whole: Tensor, dim: int, first: int, part: Tensor, *, clear: bool) -> None:
+    """Add the part to the rows of ``dim`` from ``first`` on, as far as there are such; ``clear``: to zeros."""
+    if clear:
+        whole.zero_()
+    low, high = _within(whole, dim, first, part.shape[dim])
+    whole.narrow(dim, low, high - low).add_(part.narrow(dim, low - first, high - low))
+
+
+def _within(whole: Tensor, dim: int, first: int, count: int) -> tuple[int, int]:
+    """The rows from ``first`` on that the tensor has: the first of them, and the one behind the last."""
+    return max(first, 0), min(first + count, whole.shape[dim])
+
+
+Name: TypeAlias = Callable[[int], str]
+"""How the source calls a value."""
+
+Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor, ...]]
+"""Takes the tensors of ``graph.inputs`` in order and the named scalars; returns those of ``graph.outputs``."""
+
+_OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
+"""Operators of our own: what happens on the host."""
+_REDUCTION = {
+    "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
+    "mean": "{whole}.add_({part}, alpha={share!r}) if {i} else {whole}.copy_({part}).mul_({share!r})",
+    "max": "maximum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
+    "min": "minimum({whole}, {part}, out={whole}) if {i} else {whole}.copy_({part})",
+    "same": "{i} or {whole}.copy_({part})",
+}
+"""How the part of a tensor is taken into the whole, by kind of reduction; no neutral element: the first is copied."""
+
+
+def generate(graph: Graph) -> str:
+    """Python source of the step."""
+    lines = ["def step(tensors, scalars):"]
+    if graph.inputs:
+        lines.append(f"    ({', '.join(f'v{value}' for value in graph.inputs)},) = tensors")
+    names = sorted({name for op, _ in every_op(graph) for name in op.scalars()})
+    lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
+    lines.extend(_block(graph, {}, "    ", 0))
+    results = ", ".join(f"v{value}" for value in graph.outputs)
+    lines.append(f"    return ({results},)" if graph.outputs else "    return ()")
+    return "\n".join(lines) + "\n"
+
+
+def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, parts: int = 1) -> Iterator[str]:
+    """Lines of a graph's operators; ``outside`` names the values that come from the graph around a body."""
+
+    def name(value: int) -> str:
+        return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
+
+    where = None
+    arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
+    for op, forget in zip(graph.ops, last_uses(graph), strict=True):
+        here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
+        if here != where and op.target not in (PART, JOIN, REDUCE):
+            yield f"{indent}# {here}"
+            where = here
+        yield from _ready(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
+        if op.body is not None:
+            yield from _loop(op, op.body, graph, name, indent, depth + 1)
+        elif op.target in (PART, JOIN, REDUCE):
+            yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
+        else:
+            yield f"{indent}{_call(op, name)}"
+        if op.target == "magis.load":
+            arriving.update((graph.values[value].storage, value) for value in op.made())
+        if forget:
+            # Of what was loaded for nothing, too: its memory must not be filled when somebody else has it.
+            yield from _ready(arriving, [graph.values[value].storage for value in forget], name, indent)
+        gone = [name(value) for value in forget]
+        if op.many and None in op.outputs:
+            gone.append("none")  # some kernels make what nobody asked for
+        if gone:
+            yield f"{indent}del {', '.join(gone)}"
+    yield from _ready(arriving, list(arriving), name, indent)
+
+
+def _ready(arriving: dict[int, int], storages: Sequence[int], name: Name, indent: str) -> Iterator[str]:
+    """Lines that wait for what was loaded to these storages; once each."""
+    for storage in storages:
+        value = arriving.pop(storage, None)
+        if value is not None:
+            yield f"{indent}host.ready({name(value)})"
+
+
+def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int) -> Iterator[str]:
+    """A loop over parts: whole results first, then one part after another."""
+    victims = {graph.values[value].storage: value for value in op.inputs()}
+    for value in op.made():
+        whole = graph.values[value]
+        if whole.storage in victims:  # in place, stretch by stretch
+            yield f"{indent}{name(value)} = {name(victims[whole.storage])}"
+            continue
+        dtype = _constant(Const("dtype", whole.dtype))
+        yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
+    outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))
+    yield f"{indent}for i{depth} in range({loop.parts}):"
+    yield from _block(loop.graph, outside, f"{indent}    ", depth, loop.parts)
+
+
+def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
+    """Operators of our own at the border of a loop: stretches, joins, reductions."""
+    whole, how = op.inputs()[0], op.args[1 if op.target == PART else 2]
+    if op.target == REDUCE:
+        part_name = name(op.inputs()[1])
+        return _REDUCTION[str(how)].format(whole=name(whole), part=part_name, i=index, share=1 / parts)
+    part = graph.values[op.made()[0] if op.target == PART else op.inputs()[1]]
+    around = rows_around(op)
+    size = part.shape[how] - sum(around) if isinstance(how, int) else 0
+    if any(around):
+        first = f"{name(whole)}, {how}, {index} * {size} - {around[0]}"
+        if op.target == JOIN:
+            return f"add_rows({first}, {name(part.id)}, clear={index} == 0)"
+        return f"{name(part.id)} = take_rows({first}, {part.shape}, {part.stride})"
+    stretch = f"{name(whole)}.narrow({how}, {index} * {size}, {size})"
+    if op.target == JOIN:
+        return f"{stretch}.copy_({name(part.id)})"
+    if part.storage != graph.values[whole].storage:
+        like = f"{part.shape}, {part.stride}, dtype={name(whole)}.dtype, device=device"
+        return f"{name(part.id)} = empty({like}).copy_({stretch})"
+    return f"{name(part.id)} = {stretch}"
+
+
+def compile_step(
+    graph: Graph,
+    device: torch.device | str = "cpu",
+    between: Callable[[], None] | None = None,
+    host: AnyHost | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> Step:
+    """The step as a callable on ``device``; it runs without autograd and changes the weights in place.
+
+    ``between`` is called after every operator of torch. ``host`` keeps what it swaps out. ``generators`` are the step's
+    own, by name.
+    """
+    host = make_host(device) if host is None else host
+    namespace: dict[str, Any] = {
+        "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
+        "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
+    }  # fmt: skip
+    trains = any(op.phase == "backward" for op in graph.ops)
+    for op, values in every_op(graph):
+        if op.body is not None:
+            for value in op.made():
+                dtype = Const("dtype", values[value].dtype)
+                namespace[_constant(dtype)] = constant(dtype, device)
+        elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
+            # The builtin behind the overload: one Python call less per operator.
+            function = resolve(op.target)._op
+            if trains and op.target in IN_TRAINING:
+                function = torch.enable_grad()(function)
+            if between is not None and not op.target.startswith("magis."):
+                function = _followed(function, between)
+            namespace[_function(op.target)] = function
+        for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
+            namespace[_constant(const)] = constant(const, device, generators or {})
+    source = generate(graph)
+    exec(compile(source, "<magis step>", "exec"), namespace)  # noqa: S102  (our own source, made a line above)
+    body = namespace["step"]
+
+    def step(tensors: Sequence[Tensor], scalars: Mapping[str, float]) -> tuple[Tensor, ...]:
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+                return body(tensors, scalars)  # type: ignore[no-any-return]
+        except BaseException:
+            host.join()  # what a broken step leaves behind is freed now: no copy may still write there
+            raise
+
+    return step
+
+
+def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        between()
+        return result
+
+    return call
+
+
+def _call(op: Op, name: Name) -> str:
+    args = [_arg(arg, name) for arg in op.args] + [f"{key}={_arg(arg, name)}" for key, arg in op.kwargs]
+    function = _OWN.get(op.target) or _function(op.target)
+    call = f"{function}({', '.join(args)})"
+    names = [name(value) if value is not None else "none" for value in op.outputs]
+    if not names or (not op.many and names == ["none"]):
+        return call
+    return f"({', '.join(names)},) = {call}" if op.many else f"{names[0]} = {call}"
+
+
+def _arg(arg: Arg, name: Name) -> str:
+    if isinstance(arg, Ref):
+        return name(arg.value)
+    if isinstance(arg, Scalar):
+        return arg.name
+    if isinstance(arg, Const):
+        return _constant(arg)
+    if isinstance(arg, tuple):
+        return f"[{', '.join(_arg(item, name) for item in arg)}]"
+    if isinstance(arg, complex):
+        return f"complex({complex_text(arg)!r})"
+    if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):  # noqa: PLR0124
+        return f"float({str(arg)!r})"
+    return repr(arg)
+
+
+def _function(target: str) -> str:
+    return target.replace(".", "_")
+
+
+def _constant(const: Const) -> str:
+    return f"{const.kind}_{const.name}".replace(":", "_").replace(".", "\u00b7")  # paths of generators stay apart
+
+
+def _walk(arg: Arg) -> list[Arg]:
+    return [found for item in arg for found in _walk(item)] if isinstance(arg, tuple) else [arg]
+
+
+def _constants(arg: Arg) -> list[Const]:
+    return [item for item in _walk(arg) if isinstance(item, Const)]

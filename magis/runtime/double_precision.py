@@ -1,0 +1,224 @@
+"""The step in double precision, to judge rounding by.
+
+A plan with fission sums in another order than eager: its numbers differ in the last bits. They are right if they are as
+close to the exact ones as eager's own. The exact ones come from running the captured operators one by one in float64,
+random numbers drawn in the step's own data type, so that all three see the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import rustworkx as rx
+import torch
+from torch import Tensor
+
+from magis.graph import Arg, Const, Graph, Op, Value
+from magis.graph.hazards import is_pure_view
+from magis.ops.branches import EXPECT
+from magis.ops.call import call, made_generators
+from magis.simulate.compiled_problem import split
+
+# Whether two tensors hold the same numbers, where no number is one as well: a loss of nan is eager's if eager's is.
+
+
+def same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether every element of one is that of the other, or both are nan."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    return torch.equal(ours, theirs) or bool(agreeing(ours, theirs).all())
+
+
+def agreeing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Element by element."""
+    return (ours == theirs) | (ours.isnan() & theirs.isnan())
+
+
+def furthest(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two elements that do not agree; nan where one of them is no number."""
+    wide = torch.complex128 if ours.is_complex() or theirs.is_complex() else torch.float64
+    apart = ~agreeing(ours, theirs)
+    difference = (ours[apart].to(wide) - theirs[apart].to(wide)).abs()
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def off_by(ours: float, theirs: float) -> float:
+    """By which share of `theirs` a number is off; infinite where only one of them is finite."""
+    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+        return 0.0
+    difference = abs(ours - theirs) / max(abs(theirs), 1e-12)
+    return difference if math.isfinite(difference) else math.inf
+
+
+SLACK = 2.0
+RELATIVE = 1e-6
+
+
+def gradient_values(graph: Graph) -> dict[str, int]:
+    """Parameter name -> value of its gradient, as the weight update takes it."""
+    found = {}
+    shown = _looked_through(graph)
+    inputs = (graph.values[value] for value in graph.inputs)
+    parameters = {_window(each): each.name for each in inputs if each.name.startswith("parameter:")}
+    for block in _updates(graph):
+        made = {value for op in block for value in op.made()}
+        written = {storage for op in block for storage, _ in op.writes}
+        taken = [shown.get(value, value) for op in block for value in op.inputs()]
+        looks = (graph.values[value] for value in taken if graph.values[value].storage in written)
+        names = {  # by where they lie: a forward that writes to a parameter makes another value of it
+            parameters[_window(each)].removeprefix("parameter:") for each in looks if _window(each) in parameters
+        }
+        given = {
+            value: graph.values[value].storage
+            for value in taken
+            if value not in made and graph.storages[graph.values[value].storage].kind == "temporary"
+        }
+        if len(names) == 1 and len(set(given.values())) == 1:
+            found[names.pop()] = min(given)
+    return found
+
+
+def _window(value: Value) -> tuple[object, ...]:
+    return value.storage, value.offset, value.shape, value.stride, value.dtype
+
+
+def _looked_through(graph: Graph) -> dict[int, int]:
+    """For the views that an update opens (of complex tensors, as pairs of real numbers) what they are views of."""
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.phase == "update" and is_pure_view(graph, op):
+            found |= {value: found.get(op.inputs()[0], op.inputs()[0]) for value in op.made()}
+    return found
+
+
+def _updates(graph: Graph) -> list[list[Op]]:
+    """The operators that update each parameter. They share its values and its state's; a storage they may share with
+    other parameters' (``magis.rewrite.rules.merged_weights``), and so they may a gradient's."""
+    _, blocks = split(graph)
+    links: rx.PyGraph[int, None] = rx.PyGraph()
+    ops = [op for block in blocks for op in block]
+    links.add_nodes_from(range(len(ops)))
+    made = {value for op in ops for value in op.made()}
+    owner: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        for value in (*op.inputs(), *op.made()):
+            if value in made or graph.storages[graph.values[value].storage].persistent:
+                links.add_edge(owner.setdefault(value, index), index, None)
+    return [[ops[index] for index in sorted(group)] for group in rx.connected_components(links)]
+
+
+def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """The step that returns its gradients as well, behind its own outputs; and the parameters that they belong to."""
+    gradients = gradient_values(graph)
+    outputs = (*graph.outputs, *gradients.values())
+    return Graph(graph.storages, graph.values, graph.ops, graph.inputs, outputs, graph.constants), tuple(gradients)
+
+
+def exact(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[int],
+    generators: Mapping[str, torch.Generator] | None = None,
+) -> list[Tensor]:
+    """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged.
+
+    It draws from the default generator and from ``generators``, the step's own.
+    """
+    drawn_from = {**made_generators(graph), **(generators or {})}
+    known: dict[int, Tensor] = {}
+    shared: dict[int, Tensor] = {}
+    for number, tensor in zip(graph.inputs, tensors, strict=True):
+        storage = graph.values[number].storage
+        if storage not in shared:
+            shared[storage] = wide(tensor.detach().clone())
+        known[number] = shared[storage]
+    ops = [op for op in graph.ops if op.phase != "update" and op.target != EXPECT]
+    last = {number: op.id for op in ops for number in (*op.inputs(), *op.made())}
+    kept = set(outputs)
+    with torch.no_grad():
+        for op in ops:
+            results = _called(op, known, graph.values, drawn_from)
+            known.update(
+                {
+                    number: wide(made)
+                    for number, made in zip(op.outputs, results, strict=True)
+                    if number is not None and made is not None
+                }
+            )
+            for number in {*op.inputs(), *op.made()}:
+                if last[number] == op.id and number not in kept:
+                    known.pop(number, None)
+    return [known[number] for number in outputs]
+
+
+_WIDE = {
+    **dict.fromkeys(("float32", "bfloat16", "float16"), "float64"),
+    **dict.fromkeys(("complex32", "complex64"), "complex128"),
+}  # fmt: skip
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in double precision."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _widened(op: Op) -> Op:
+    """The call with float64 wherever it names a floating-point type, and complex128 wherever a complex one."""
+
+    def widened(arg: Arg) -> Arg:
+        if isinstance(arg, Const) and arg.kind == "dtype":
+            return Const("dtype", _WIDE.get(arg.name, arg.name))
+        return tuple(widened(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    args = tuple(widened(arg) for arg in op.args)
+    return Op(op.id, op.target, args, tuple((name, widened(arg)) for name, arg in op.kwargs), op.outputs, op.many)
+
+
+def _called(
+    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+) -> tuple[Tensor | None, ...]:
+    """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles."""
+    if not op.random:
+        try:
+            return call(_widened(op), known, {})
+        except (NotImplementedError, RuntimeError):  # a product of groups of rows, say
+            pass
+    return _narrow(op, known, values, generators)
+
+
+def _narrow(
+    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+) -> tuple[Tensor | None, ...]:
+    """A call in the step's own data type; what it writes goes back into the wide tensor."""
+    narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
+    results = call(op, narrow, {}, generators=generators)
+    written = {storage for storage, _ in op.writes}
+    for number, tensor in narrow.items():
+        if values[number].storage in written:
+            known[number].copy_(tensor)
+    return tuple(next((known[number] for number, tensor in narrow.items() if tensor is made), made) for made in results)
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far a tensor may be off, and is: ``share`` of what is allowed (1 is the limit)."""
+
+    name: str
+    share: float
+
+
+def closeness(name: str, ours: Tensor, theirs: Tensor, reference: Tensor) -> Closeness:
+    """|ours - exact| against 2 |eager - exact| + 1e-6 max |exact|, largest elements each."""
+    numbers = theirs.isfinite() | ~agreeing(ours, theirs)  # overflow is eager's, too
+    ours, theirs, reference = wide(ours[numbers]), wide(theirs[numbers]), reference[numbers]
+    error = (ours - reference).abs().max().item() if ours.numel() else 0.0
+    allowed = (theirs - reference).abs().max().item() if ours.numel() else 0.0
+    largest = reference.abs().max().item() if ours.numel() else 0.0
+    limit = SLACK * allowed + RELATIVE * largest
+    if not error <= limit:
+        return Closeness(name, float("inf") if limit == 0.0 or error != error else error / limit)  # noqa: PLR0124
+    return Closeness(name, error / limit if limit else 0.0)

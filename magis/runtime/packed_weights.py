@@ -1,0 +1,90 @@
+"""Weights that a graph wants side by side (``magis.rewrite.rules.merged_weights``), laid out so once, before a step.
+
+The parameters keep their identity, shape and values; their memory becomes a window on a common storage, as after
+``torch.nn.utils.rnn``'s flattening of weights. Saving, loading and optimizing them works as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from magis.errors import MagisError
+from magis.graph import Graph, Value
+
+MERGED = "merged"
+"""Kind of the graph's inputs (what stands before the colon in their names) that are several parameters in one."""
+
+
+def place(graph: Graph, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The merged weights of the graph by name; ``known`` are its parameters, which are moved where they do not lie
+    side by side already. Needs memory for one merged weight at a time besides."""
+    found = {}
+    for merged in _merged(graph):
+        parts = _parts(graph, merged)
+        whole = _as_they_lie(merged, {key: known[key] for key in parts}, parts)
+        if whole is None:
+            some = known[next(iter(parts))]
+            whole = torch.empty(merged.shape, dtype=some.dtype, device=some.device)
+            for name, part in parts.items():
+                _move(known[name], whole, part)
+        found[merged.name] = whole
+    return found
+
+
+def check_places(graph: Graph, tensors: Sequence[Tensor]) -> None:
+    """Raise MagisError if a parameter has left its place: moved to a device, say, or merged by another step.
+
+    ``tensors`` are those of ``graph.inputs``.
+    """
+    all_merged = _merged(graph)
+    if not all_merged:
+        return
+    known = {graph.values[number].name: tensor for number, tensor in zip(graph.inputs, tensors, strict=True)}
+    for merged in all_merged:
+        whole = known[merged.name]
+        for name, part in _parts(graph, merged).items():
+            if known[name].data_ptr() != whole.data_ptr() + part.offset * whole.element_size():
+                raise MagisError(
+                    f"{name} lies no longer in the memory that the step has for it",
+                    hint="make the step again after moving the module, and use one step of a module at a time",
+                )
+
+
+def _merged(graph: Graph) -> list[Value]:
+    inputs = (graph.values[number] for number in graph.inputs)
+    return [value for value in inputs if value.name.partition(":")[0] == MERGED]
+
+
+def _parts(graph: Graph, merged: Value) -> dict[str, Value]:
+    looks = (graph.values[number] for number in graph.inputs)
+    return {value.name: value for value in looks if value.storage == merged.storage and value.id != merged.id}
+
+
+def _as_they_lie(merged: Value, known: Mapping[str, Tensor], parts: Mapping[str, Value]) -> Tensor | None:
+    """The merged weight, if another step has laid its parts out already."""
+    name, part = next(iter(parts.items()))
+    first = known[name]
+    start = first.storage_offset() - part.offset
+    storage = first.untyped_storage()
+    if start < 0 or (start + merged.numel) * first.element_size() > storage.nbytes():
+        return None
+    for other, looks in parts.items():
+        tensor = known[other]
+        if (
+            tensor.untyped_storage().data_ptr() != storage.data_ptr()
+            or tensor.storage_offset() != start + looks.offset
+            or tensor.stride() != looks.stride
+        ):
+            return None
+    return first.detach().as_strided(merged.shape, merged.stride, start)
+
+
+def _move(tensor: Tensor, whole: Tensor, part: Value) -> None:
+    """Let a tensor lie on its window of the merged weight, with the values that it has."""
+    with torch.no_grad():
+        window = whole.as_strided(part.shape, part.stride, part.offset)
+        window.copy_(tensor)
+        tensor.set_(window)  # type: ignore[call-overload]

@@ -1,0 +1,301 @@
+"""Times of operators by signature: each measured by itself, but as a step meets it.
+
+A kernel that is called again and again finds its arguments, its results and its own code in the caches; in a step it
+does not. So operators are timed in batches that are larger than any cache, in rounds: every round runs each operator
+of the batch once, on arguments that all the others have pushed out since, and keeps the results until the next round,
+so that memory for new ones is not the block that was freed a moment ago. The time is the median of the rounds.
+
+Arguments are made up (`magis.runtime.isolated_scratch`): harmless numbers of the same shapes, strides and types. What a
+call writes in place is filled anew before every round, or it would drift into overflow and denormal numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from magis.cost.profile_store import Entry, target_of
+from magis.cost.shapes import made
+from magis.cost.signature import parse
+from magis.errors import MagisError
+from magis.ops.call import resolve, to_torch
+from magis.runtime.isolated_scratch import make_tensors, measure_workspaces
+from magis.units import MIB
+
+REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError)
+FILLING = 0.75
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to measure: bytes of arguments and results at once, rounds, and seconds after which LEAST will do."""
+
+    batch_bytes: int = 256 * MIB
+    rounds: int = 15
+    seconds: float = 10.0
+
+
+LEAST = 5
+
+
+class Stopwatch(Protocol):
+    """Times calls; may answer later than they return."""
+
+    def time(self, call: Callable[[], object]) -> object:
+        """What `call` returns."""
+
+    def times(self) -> Sequence[int]:
+        """Nanoseconds of the calls since this was last asked, in their order."""
+
+
+class Wall:
+    """The clock of the host: for a device whose calls return when they are done."""
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+
+    def time(self, call: Callable[[], object]) -> object:
+        start = time.perf_counter_ns()
+        result = call()
+        self._times.append(time.perf_counter_ns() - start)
+        return result
+
+    def times(self) -> Sequence[int]:
+        found, self._times = self._times, []
+        return found
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Signatures that are timed together, and the bytes that they hold."""
+
+    keys: tuple[str, ...]
+    nbytes: int
+
+
+def batches(keys: Iterable[str], limit: int) -> Iterator[Batch]:
+    """The signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
+
+    Those that this torch refuses, or that are larger than the limit by themselves, are left out.
+    """
+    held: list[str] = []
+    total = 0
+    for key in keys:
+        size = _size(key)
+        if size is None or size > limit:
+            continue
+        if held and total + size > limit:
+            yield Batch(tuple(held), total)
+            held, total = [], 0
+        held.append(key)
+        total += size
+    if held:
+        yield Batch(tuple(held), total)
+
+
+def _size(key: str) -> int | None:
+    """Bytes of a call's arguments and results; the latter twice, since two rounds' results meet. None: refused."""
+    try:
+        op, values = made(key)
+    except MagisError:
+        return None
+    given = {values[number].storage for number in op.inputs()}
+    size = sum(values[number].nbytes for number in dict.fromkeys(op.inputs()))
+    return size + 2 * sum(values[number].nbytes for number in op.made() if values[number].storage not in given)
+
+
+def record(
+    batch: Batch, effort: Effort, device: torch.device, watch: Stopwatch, workspace: Callable[[str], int] | None = None
+) -> dict[str, Entry]:
+    """The costs of a batch's operators; those that refuse made-up arguments are left out.
+
+    `workspace` says how many bytes a call takes besides its results (None: as the CPU's allocator says). The state of
+    the global random-number generator is left as it was.
+    """
+    with torch.random.fork_rng(_gpus(device)), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
+        scrub = _Scrub(batch.nbytes, effort.batch_bytes // 4, device)
+        started = time.perf_counter()
+        samples: list[Sequence[int]] = []
+        for done in range(effort.rounds):
+            if done >= LEAST and time.perf_counter() - started > effort.seconds:
+                break
+            samples.append(_round(calls, watch, scrub))
+    scratch = measure_workspaces(parse(call.key) for call in calls) if workspace is None else {}
+    times = [sorted(each) for each in zip(*samples, strict=True)]
+    return {
+        call.key: _entry(found, workspace(call.key) if workspace is not None else scratch.get(call.key, 0))
+        for call, found in zip(calls, times, strict=True)
+    }
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []
+
+
+def _round(calls: Sequence[Call], watch: Stopwatch, scrub: _Scrub) -> Sequence[int]:
+    for call in calls:
+        call.refill()
+    scrub()
+    for call in calls:
+        call.held = watch.time(call.run)
+    return watch.times()
+
+
+def _entry(times: Sequence[int], workspace: int) -> Entry:
+    """The median of sorted times, and half of their interquartile range."""
+    count = len(times)
+    spread = (times[(3 * count) // 4 if count > 1 else 0] - times[count // 4]) // 2
+    return Entry(statistics.median_low(times), spread, workspace, count)
+
+
+@dataclass(eq=False)
+class Call:
+    """An operator with made-up arguments, and what it returned last."""
+
+    key: str
+    run: Callable[[], object]
+    changed: Sequence[torch.Tensor]
+    held: object = field(default=None, repr=False)
+
+    def refill(self) -> None:
+        for tensor in self.changed:
+            tensor.fill_(FILLING)
+
+
+def prepared(key: str, device: torch.device) -> Call | None:
+    """A call that went well once; None if the operator refuses the arguments."""
+    try:
+        op, values = parse(key)
+        tensors = make_tensors(op, values, device)
+        scalars = dict.fromkeys(op.scalars(), 1.0)
+        args = [to_torch(arg, tensors, scalars, device) for arg in op.args]
+        kwargs = {name: to_torch(arg, tensors, scalars, device) for name, arg in op.kwargs}
+        overload = resolve(op.target)
+        run: Callable[[], object] = partial(overload._op, *args, **kwargs)
+        run()
+    except (*REFUSALS, MagisError):
+        return None
+    return Call(key, run, [each for each in _written(overload._schema, args, kwargs) if each.is_floating_point()])
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Dense tensors that the call says it writes."""
+    given = dict(zip((each.name for each in schema.arguments), args, strict=False)) | kwargs
+    for each in schema.arguments:
+        if each.alias_info is not None and each.alias_info.is_write:
+            found = given.get(each.name)
+            for tensor in found if isinstance(found, list) else [found]:
+                if isinstance(tensor, torch.Tensor) and 0 not in tensor.stride():
+                    yield tensor
+
+
+class _Scrub:
+    """Writes over as much memory as a batch lacks to be larger than the caches."""
+
+    def __init__(self, held: int, wanted: int, device: torch.device) -> None:
+        self._memory = torch.empty(max(0, wanted - held), dtype=torch.uint8, device=device)
+
+    def __call__(self) -> None:
+        self._memory.zero_()
+
+
+def schemas(keys: Iterable[str]) -> dict[str, str]:
+    """What the operators of signatures look like to this torch, by name; unknown ones are left out."""
+    found = {}
+    for target in {target_of(key) for key in keys}:
+        text = schema_of(target)
+        if text is not None:
+            found[target] = text
+    return found
+
+
+def schema_of(target: str) -> str | None:
+    """What an operator looks like to this torch: its name, arguments and results; None if it knows no such operator."""
+    try:
+        return str(resolve(target)._schema)
+    except MagisError:
+        return None
+
+
+# The profiler's clock and scratch counter for a GPU.
+# A call returns before its kernels have run, so each is enclosed by two events on the stream. What a step pays for
+# an operator is the larger of two times: the kernels' between the events, and the host's for issuing the call,
+# which PyTorch does operator by operator; short kernels cost their launch.
+
+LINK_BYTES, COPIES = 256 * MIB, 7
+TOGETHER = 128
+"""Calls that are issued without waiting: a stream that is full would make the host wait for other calls' kernels."""
+
+
+class Events(Protocol):
+    """What the clock needs of `torch.cuda`."""
+
+    def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 (torch's name)
+        """A mark that is put into the stream; `elapsed_time` gives milliseconds between two of them."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+
+
+class EventWatch:
+    """Times calls by events; `cuda` is `torch.cuda`, or stands in for it."""
+
+    def __init__(self, cuda: Events) -> None:
+        self._cuda = cuda
+        self._calls: list[tuple[Any, Any, int]] = []
+
+    def time(self, call: Callable[[], object]) -> object:
+        if len(self._calls) % TOGETHER == 0:
+            self._cuda.synchronize()
+        before, after = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        start = time.perf_counter_ns()
+        result = call()
+        host = time.perf_counter_ns() - start
+        after.record()
+        self._calls.append((before, after, host))
+        return result
+
+    def times(self) -> Sequence[int]:
+        self._cuda.synchronize()
+        calls, self._calls = self._calls, []
+        return [max(round(before.elapsed_time(after) * 1e6), host) for before, after, host in calls]
+
+
+def cuda_workspace(key: str, device: torch.device) -> int:
+    """Bytes that a call allocates at its worst moment beyond its fresh outputs, in the allocator's own steps.
+
+    It has run before: libraries allocate their own workspace once, which lives on.
+    """
+    call = prepared(key, device)
+    if call is None:
+        return 0
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = call.run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    fresh = torch.cuda.memory_allocated(device) - before
+    del result
+    return max(0, peak - fresh)
+
+
+def link_speed(device: torch.device) -> int:
+    """Bytes a second between pinned host memory and the device, of the slower direction; median of a few copies."""
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
+    rates = []
+    for target, source in ((there, host), (host, there)):
+        watch = EventWatch(torch.cuda)
+        for _ in range(COPIES):
+            watch.time(partial(target.copy_, source, non_blocking=True))
+        rates.append(LINK_BYTES * 1_000_000_000 // max(1, sorted(watch.times())[COPIES // 2]))
+    return min(rates)

@@ -1,0 +1,361 @@
+"""Steps that really run: eager's, and generated ones, on the same kind of state.
+
+A step owns its module and optimizer state. ``run`` is what is measured: from before the forward to after the update,
+gradients None at its start. Both kinds update weights and statistics in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+
+from magis.errors import MagisError
+from magis.graph import Graph, every_op
+from magis.ops import optimizers
+from magis.ops.averages import is_share, shares_of
+from magis.ops.fake_results import bits_of, with_bits
+from magis.ops.generators import held_generators, seed_all
+from magis.ops.held_tensors import PREFIX, look_up
+from magis.ops.optimizers import AHEAD, OptimizerSpec
+from magis.runtime.codegen import Step as Program
+from magis.runtime.codegen import compile_step
+from magis.runtime.packed_weights import check_places, place
+from magis.runtime.swap_streams import Runtime, make_host
+from magis.runtime.time_slices import Turn, Watched
+
+
+class Step(Protocol):
+    """What measurement needs of a step."""
+
+    module: nn.Module
+    generators: Mapping[str, torch.Generator]
+    """The step's own, beside the default one of its device."""
+
+    def prepare(self) -> None:
+        """Everything that happens before the window: gradients to None."""
+
+    def run(self) -> Tensor:
+        """One step; returns the loss (or the first output in inference)."""
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        """The same step; `turn` is called between its operators."""
+
+    def results(self) -> tuple[Tensor, ...]:
+        """All that the last step returned: the loss and, where they are kept, the gradients; or the outputs."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Optimizer state by name, as in the graph's inputs: "exp_avg:layer.weight"."""
+
+
+def whole_step(step: Step) -> Callable[[], object]:
+    """What is timed, measured and traced of a step: all of it, from the gradients of the last one on."""
+
+    def once() -> object:
+        step.prepare()
+        return step.run()
+
+    return once
+
+
+class EagerStep:
+    """The original: eager mode, autograd, and ``torch.optim``, by lists or fused where torch or the user says so."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        loss_fn: Callable[..., Tensor] | None,
+        rule: OptimizerSpec,
+        *,
+        explicit_attention: bool = False,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        scaler: torch.amp.GradScaler | None = None,
+        transform: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """``around`` makes the context of forward and loss: autocast, say; ``scaler`` scales the loss, ``transform``
+        makes what is called of the function that computes both: compiled code, say. With a ``seed`` every step draws
+        the same random numbers."""
+        self.module = module
+        self._seed = seed
+        self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
+        self._around = around
+        self._inputs = tuple(inputs)
+        self._targets = tuple(targets)
+        self._loss_fn = loss_fn
+        self._rule = rule
+        self._explicit = explicit_attention
+        self._trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._optimizer = optimizers.torch_optimizer(rule, dict(self._trained))
+        self._scaler = scaler
+        self._call = self._whole if transform is None else transform(self._whole)
+        self._outputs: tuple[Tensor, ...] = ()
+        self._steps = 0
+
+    def prepare(self) -> None:
+        self._outputs = ()
+        if self._seed is not None:
+            seed_all(self._seed)
+        for _, parameter in self._trained:
+            parameter.grad = None
+
+    def run(self) -> Tensor:
+        if self._explicit:
+            with sdpa_kernel(SDPBackend.MATH):
+                return self._run()
+        return self._run()
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        with Watched(turn):
+            return self.run()
+
+    def _run(self) -> Tensor:
+        if self._rule.kind == "none":
+            with torch.no_grad():
+                self._outputs = tuple(_flat(self._forward()))
+                return self._outputs[0]
+        loss = self._forward()
+        if self._scaler is None:
+            loss.backward()
+        else:
+            self._scaler.scale(loss).backward()
+        self._update()
+        self._outputs = (loss.detach(),)
+        return self._outputs[0]
+
+    def settle(self) -> None:
+        """Take an optimizer that runs by itself to where its memory is looked at."""
+        if self._rule.kind == "apart" and self._optimizer is not None:
+            if not self._steps:
+                self.prepare()
+                self.run()
+            self._steps = settle(self._optimizer, self._steps)
+
+    def _update(self) -> None:
+        if self._optimizer is None:
+            return
+        self._steps += 1
+        if self._scaler is None:
+            self._optimizer.step()
+        else:
+            self._scaler.step(self._optimizer)
+            self._scaler.update()
+
+    def forward(self) -> None:
+        """Run forward and loss alone, which may change weights, too; with gradients, as the step that they are of."""
+        self._forward()
+
+    def _forward(self) -> Any:
+        with self._around():
+            return self._call()
+
+    def _whole(self) -> Any:
+        if self._loss_fn is None:
+            return self.module(*self._inputs)
+        return self._loss_fn(self.module(*self._inputs), *self._targets)
+
+    def results(self) -> tuple[Tensor, ...]:
+        if not self._rule.stops:
+            return self._outputs
+        return (*self._outputs, *self.gradients().values())
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients of the last step, by parameter name."""
+        return {name: p.grad for name, p in self._trained if p.grad is not None}
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """The optimizer's part of a step alone, by the given gradients."""
+        for name, parameter in self._trained:
+            parameter.grad = gradients.get(name)
+        if self._optimizer is not None:
+            self._optimizer.step()
+        for _, parameter in self._trained:
+            parameter.grad = None
+
+    def state(self) -> Mapping[str, Tensor]:
+        return (
+            {}
+            if self._optimizer is None
+            else optimizers.states_by_name(self._rule, self._optimizer, dict(self._trained))
+        )
+
+
+def settle(optimizer: Optimizer, steps: int) -> int:
+    """Take an optimizer that has gone so many steps to where its memory is looked at, by the gradients that are there;
+    how many it has gone then."""
+    for _ in range(steps, AHEAD):
+        optimizer.step()
+    return max(steps, AHEAD)
+
+
+class GraphStep:
+    """A graph bound to a module: the generated code, its inputs, and the optimizer's host-side numbers.
+
+    ``loss_fn`` is where tensors and generators are looked up that only the loss holds. With a ``seed`` every step draws
+    the same random numbers. ``runtime`` stands in for the device's streams. ``states`` are the optimizer's tensors by
+    name, where it has some already ("exp_avg:layer.weight"); the others are zeros. ``cached`` are those that caches
+    of functions hold.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        rule: OptimizerSpec,
+        *,
+        device: torch.device | str = "cpu",
+        runtime: Runtime | None = None,
+        states: Mapping[str, Tensor] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        seed: int | None = None,
+        cached: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.module = module
+        self.generators: Mapping[str, torch.Generator] = held_generators(module, loss_fn)
+        self._seed = seed
+        self._cached = cached or {}
+        self._holders = {"module": module, "loss": loss_fn}
+        self._rule = rule
+        self._steps = 0
+        self._graph = graph
+        self._device = device
+        self._host = make_host(device, runtime)
+        self._step = compile_step(graph, device, host=self._host, generators=self.generators)
+        self._interrupted: Program | None = None
+        self._turn: Turn | None = None
+        self._state: dict[str, Tensor] = dict(states or {})
+        self._tensors = self._bind(graph, inputs, targets, device)
+        names = (graph.values[value].name for value in graph.inputs)
+        self._held = tuple(name for name in names if name.startswith(PREFIX))
+        scalars = (name for op, _ in every_op(graph) for name in op.scalars())
+        self._averages = tuple({name for name in scalars if is_share(name)})
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def _bind(
+        self, graph: Graph, inputs: Sequence[Tensor], targets: Sequence[Tensor], device: torch.device | str
+    ) -> list[Tensor]:
+        known = {name: tensor.to(device) for name, tensor in self._cached.items()}
+        known.update({f"parameter:{name}": p for name, p in self.module.named_parameters()})
+        known.update({f"buffer:{name}": b for name, b in self.module.named_buffers()})
+        known.update({f"input:{i}": t for i, t in enumerate(inputs)})
+        known.update({f"target:{i}": t for i, t in enumerate(targets)})
+        known.update(place(graph, known))
+        tensors = []
+        for value_id in graph.inputs:
+            value = graph.values[value_id]
+            kind, _, rest = value.name.partition(":")
+            if kind == "state":
+                like = known[f"parameter:{rest.partition(':')[2]}"]
+                tensor = self._state.setdefault(rest, optimizers.new_state(rest.partition(":")[0], like))
+            elif kind == "constant":
+                dtype = getattr(torch, value.dtype)
+                tensor = torch.tensor(graph.constants[value_id], dtype=dtype, device=device).reshape(value.shape)
+            elif value.name.startswith(PREFIX):
+                tensor = look_up(self._holders, value.name).to(device)
+            else:
+                tensor = known[value.name]
+            if tuple(tensor.shape) != value.shape or tensor.dtype != getattr(torch, value.dtype):
+                raise MagisError(
+                    f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the graph was captured with"
+                    f" {value.dtype}{value.shape}",
+                    hint="capture again for these shapes",
+                )
+            tensors.append(tensor)
+        return tensors
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the step works on, in the order of the graph's inputs: the module's own tensors among them."""
+        return tuple(self._tensors)
+
+    def prepare(self) -> None:
+        """Forget what the last step returned; it leaves no gradients behind.
+
+        Raises MagisError if weights that the graph wants side by side lie elsewhere by now.
+        """
+        self._outputs = ()
+        if self._seed is not None:
+            seed_all(self._seed)
+        check_places(self._graph, self._tensors)
+        self.feed({name: look_up(self._holders, name).to(self._device) for name in self._held})
+
+    def run(self) -> Tensor:
+        self._steps += 1
+        return self.run_with(optimizers.scalars(self._rule, self._steps))
+
+    def numbers(self) -> dict[str, float]:
+        """Values of the named scalars, at the first step if none has run."""
+        return self._all(optimizers.scalars(self._rule, max(1, self._steps)))
+
+    def _all(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return {**numbers, **shares_of(self.module, self._averages)}
+
+    def run_with(self, numbers: Mapping[str, float]) -> Tensor:
+        """One step with these values of the named scalars (learning rate, bias corrections)."""
+        self._outputs = self._step(self._tensors, self._all(numbers))
+        return self._outputs[0]
+
+    def feed(self, batch: Mapping[str, Tensor]) -> None:
+        """Take another batch, by the names of the graph's inputs ("input:0", "target:0"): same shapes and data types.
+
+        One with other strides or bits is copied, since kernels were planned for those of the example.
+        """
+        for position, value_id in enumerate(self._graph.inputs):
+            value = self._graph.values[value_id]
+            tensor = batch.get(value.name)
+            if tensor is None:
+                continue
+            if (tuple(tensor.shape), tensor.dtype) != (value.shape, getattr(torch, value.dtype)):
+                raise MagisError(
+                    f"{value.name} is {tensor.dtype}{tuple(tensor.shape)}, the step is for {value.dtype}{value.shape}"
+                )
+            if (tensor.stride(), bits_of(tensor)) != (value.stride, value.bits):
+                copy = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
+                tensor = with_bits(copy, value.bits).copy_(tensor)
+            self._tensors[position] = tensor
+
+    def finish(self) -> None:
+        """Whatever comes next comes after every copy of the step, too."""
+        self._host.join()
+
+    def run_in_turns(self, turn: Turn) -> Tensor:
+        self._turn = turn
+        if self._interrupted is None:
+            with turn.rest():
+                self._interrupted = compile_step(
+                    self._graph, self._device, between=self._between, host=self._host, generators=self.generators
+                )
+        self._steps += 1
+        self._outputs = self._interrupted(self._tensors, self.numbers())
+        return self._outputs[0]
+
+    def _between(self) -> None:
+        if self._turn is not None:
+            self._turn()
+
+    def results(self) -> tuple[Tensor, ...]:
+        return self._outputs
+
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+
+def _flat(result: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output, in the order of the graph's outputs."""
+    if isinstance(result, Tensor):
+        yield result
+    elif isinstance(result, Mapping):
+        for part in result.values():
+            yield from _flat(part)
+    elif isinstance(result, (list, tuple)):
+        for part in result:
+            yield from _flat(part)

@@ -1,0 +1,243 @@
+"""Swaps on a GPU: copies run on a stream of their own, beside the operators of the step.
+
+There is one *copy stream*; the operators run on the *compute stream* (whichever is current). A stream runs what it is
+given in order; what is ordered between the two is ordered by events, and nothing here ever stops the host.
+
+    store   the copy stream waits for all that the compute stream was given so far, copies to pinned memory, is done
+    wait    the compute stream waits until that is done
+    load    memory from the compute stream; the copy stream waits for all that the compute stream was given so far,
+            copies to that memory, and it is ready
+    ready   the compute stream waits until that is so; the generated code asks for it before the first operator that
+            takes the loaded tensor or a view of it, and before the tensor is forgotten where there is none
+
+Why that is enough, without ``Tensor.record_stream``:
+
+* The allocator gives freed memory away again on the compute stream, in the order of that stream. A stored tensor is
+  forgotten after its ``wait`` (``verify`` refuses a store without one, and a write in between), so whatever gets its
+  memory next comes after the copy.
+* Memory for a load may have been in use by operators that were given to the compute stream before but have not run:
+  hence the copy stream's wait.
+* Pinned buffers are made once and used again from step to step. A buffer is free once nothing of the step holds it,
+  which is after the last load from it was given to the copy stream; the next store into it goes to the same stream,
+  so it comes after that load.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from magis.ops.generators import generator_of
+
+# What a step keeps on the host: swapped tensors and states of the generator, outside of torch's allocator.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in host memory: its bytes and its layout."""
+
+    data: npt.NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class GeneratorStates:
+    """States of a device's default generator, or of a step's own: bytes in host memory, a GPU's as well."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._generator = generator_of(device)
+
+    def rng_save(self, own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
+        """The generator's state."""
+        with _disable_current_modes():  # torch hands states out as tensors; those are none of the step's
+            return (own or self._generator).get_state().numpy().copy()
+
+    def rng_enter(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> npt.NDArray[np.uint8]:
+        """Put an earlier state back; returns the present one."""
+        present = self.rng_save(own)
+        self.rng_leave(state, own)
+        return present
+
+    def rng_leave(self, state: npt.NDArray[np.uint8], own: torch.Generator | None = None) -> None:
+        """Put back the state in which ``rng_enter`` found the generator."""
+        with _disable_current_modes():
+            (own or self._generator).set_state(torch.from_numpy(state))
+
+
+class Host(GeneratorStates):
+    """Copies of tensors in plain numpy memory, with the tensors' layout kept; the device's generator.
+
+    Swapping frees nothing on a CPU, where host and device are one; it runs there all the same, so that swapping plans
+    can be executed and checked without a GPU. Every copy is made when it is asked for: there is nothing to wait for.
+    """
+
+    def store(self, tensor: Tensor) -> Stored:
+        """Copy the bytes that ``tensor`` covers."""
+        return Stored(as_bytes(tensor).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+    def wait(self, tensor: Tensor, stored: Stored) -> None:
+        """The copy to the host is done from here on."""
+
+    def load(self, stored: Stored) -> Tensor:
+        """A fresh tensor with the stored layout and contents."""
+        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
+        as_bytes(tensor).numpy()[:] = stored.data
+        return tensor
+
+    def ready(self, tensor: Tensor) -> None:
+        """What was loaded may be used from here on."""
+
+    def join(self) -> None:
+        """Every copy is done from here on."""
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes from the first to the last element that the tensor covers, gaps included; a view."""
+    return tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).view(torch.uint8)
+
+
+def _span(tensor: Tensor) -> int:
+    """Elements from the first to the last one that the tensor covers."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Stream(Protocol):
+    """A queue of the device: ``torch.cuda.Stream``."""
+
+    def record_event(self) -> Any:
+        """An event that occurs when all that the stream was given so far has run."""
+
+    def wait_event(self, event: Any) -> None:
+        """What the stream is given from now on runs after the event."""
+
+
+class Runtime(Protocol):
+    """What swapping needs of a device."""
+
+    def current_stream(self) -> Any:
+        """The stream that operators go to."""
+
+    def new_stream(self) -> Any:
+        """A further stream."""
+
+    def running_on(self, stream: Any) -> AbstractContextManager[object]:
+        """Operators in the block go to that stream."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """So many bytes of host memory that the device copies from and to by itself."""
+
+
+class CudaRuntime:
+    """A GPU by way of ``torch.cuda``."""
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._device = torch.device(device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def running_on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Parked:
+    """A tensor in pinned memory: its bytes, its layout, and the event after which they are there."""
+
+    buffer: Tensor
+    stored: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class StreamHost(GeneratorStates):
+    """The interface of ``Host`` for a device with streams; see the module's text for what waits for what."""
+
+    def __init__(self, device: torch.device | str, runtime: Runtime) -> None:
+        super().__init__(device)
+        self._device = torch.device(device)
+        self._runtime = runtime
+        self._copies: Stream = runtime.new_stream()
+        self._free: dict[int, list[Tensor]] = {}
+        self._arriving: dict[int, Any] = {}
+        self._last: Any = None
+
+    def store(self, tensor: Tensor) -> Parked:
+        """Start to copy the bytes that ``tensor`` covers to the host."""
+        source = as_bytes(tensor)
+        buffer = self._take(source.numel())
+        self._copy(buffer, source)
+        parked = Parked(buffer, self._last, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        weakref.finalize(parked, self._free[source.numel()].append, buffer).atexit = False
+        return parked
+
+    def wait(self, tensor: Tensor, stored: Parked) -> None:  # noqa: ARG002  (taken to keep it alive until here)
+        """The copy to the host is done before whatever comes next."""
+        self._wait_for(stored.stored)
+
+    def load(self, stored: Parked) -> Tensor:
+        """Start to fill a fresh tensor with the stored layout and contents."""
+        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
+        self._copy(as_bytes(tensor), stored.buffer)
+        self._arriving[id(tensor)] = self._last
+        return tensor
+
+    def ready(self, tensor: Tensor) -> None:
+        """What was loaded is there before whatever comes next."""
+        self._wait_for(self._arriving.pop(id(tensor)))
+
+    def join(self) -> None:
+        """Every copy is done before whatever comes next.
+
+        A whole step waits for each of its copies, so this matters after one that was broken off.
+        """
+        self._arriving.clear()
+        if self._last is not None:
+            self._wait_for(self._last)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """On the copy stream, after all that the compute stream was given so far."""
+        self._copies.wait_event(self._runtime.current_stream().record_event())
+        with self._runtime.running_on(self._copies):
+            target.copy_(source, non_blocking=True)
+        self._last = self._copies.record_event()
+
+    def _wait_for(self, event: Any) -> None:
+        self._runtime.current_stream().wait_event(event)
+        if event is self._last:  # events of one stream occur in order: nothing is left to wait for
+            self._last = None
+
+    def _take(self, nbytes: int) -> Tensor:
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            return free.pop()
+        with _disable_current_modes():  # host memory is none of the step's
+            return self._runtime.pinned(nbytes)
+
+
+AnyHost: TypeAlias = Host | StreamHost
+
+
+def make_host(device: torch.device | str, runtime: Runtime | None = None) -> AnyHost:
+    """Where a step on ``device`` keeps what it swaps out: with streams on a GPU, or wherever a ``runtime`` is given."""
+    if runtime is None and torch.device(device).type != "cuda":
+        return Host(device)
+    return StreamHost(device, runtime if runtime is not None else CudaRuntime(device))

@@ -1,0 +1,366 @@
+"""The front of a step with fission: every place to cut it at, into every number of parts, planned inside and outside.
+
+    for each place:  sweep the loop's body and the step around it once;
+                     judge what was found for every number of parts, each plan of the body with each plan around it
+
+Bodies cut into other numbers of parts differ in sizes and times alone, so plans of one are plans of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.fission.candidates import most_parts
+from magis.fission.expand import expand, reparted
+from magis.fission.loss_suffix import Piece, pieces
+from magis.fission.region import Region
+from magis.graph import Graph
+from magis.ops.splits import Split
+from magis.search.budgeted_evaluator import Goal, Judge, Over, Plan, Wanted, Watch, never
+from magis.search.driver import SearchResult
+from magis.search.loop_nest import Level, Solution, level, other_parts, solution, with_body
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
+from magis.simulate.compiled_problem import Costs, compile_problem
+from magis.simulate.evaluator import evaluate
+from magis.simulate.problem import Problem
+
+C_co = TypeVar("C_co", bound=Costed, covariant=True)
+PARTS = (2, 4, 8, 16, 32)
+SCREENING = 100
+"""Times the budget, in states, after which no further place is tried."""
+BODIES = 32
+"""Plans of a loop's body that are tried in the step around it."""
+
+
+STRANGE, DELETE = "findings of another step were handed over", "delete the folder that they were kept in"
+AROUND = 32
+"""Plans of the step around a loop, of each sweep, that are tried for other bodies."""
+
+
+HASTY = Effort(levels=6, sets=1, link_prices=(0.1,), polished=0, mixed=0, approaches=(3,), states=2_000)
+"""For a first answer: a tenth of the time of a place, with figures between those without fission and the final ones."""
+
+
+@dataclass(frozen=True)
+class Efforts:
+    """What may be tried for the body of a loop, for the step around it, and for either before anything else."""
+
+    body: Effort = BODY
+    around: Effort = BRIEF
+    hasty: Effort = HASTY
+
+
+USUAL = Efforts()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """From which operator on, and into how many parts; ``number`` counts places."""
+
+    at: int
+    parts: int
+    number: int = 0
+
+
+class _Planned:
+    """Has the costs of its plan."""
+
+    plan: Plan
+
+    @property
+    def peak(self) -> int:
+        return self.plan.peak
+
+    @property
+    def latency_ns(self) -> int:
+        return self.plan.latency_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Point(_Planned):
+    """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
+
+    level: Level
+    plan: Plan
+    cut: Cut | None = None
+    body: Solution | None = None
+
+    def solution(self) -> Solution:
+        """The plan with everything inside it, as it is realized."""
+        problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
+        return solution(self.level, problem, _result(self.plan), self.body)
+
+
+@dataclass(frozen=True, eq=False)
+class FissionFront:
+    """Points by rising peak and falling latency; states evaluated on the way."""
+
+    points: tuple[Point, ...]
+    states: int
+
+
+def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
+    """The front of a step of which nothing runs in parts."""
+    here = Level(compile_problem(graph, costs, reuse=reuse))
+    found = sweep(here.compiled.problem, effort, over)
+    return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A step, in functional form and free of needless constraints, and where it may be cut."""
+
+    graph: Graph
+    costs: Costs
+    reuse: bool
+    places: tuple[Piece, ...]
+    efforts: Efforts = USUAL
+
+
+@dataclass(frozen=True, eq=False)
+class Finding(_Planned):
+    """A point without its graphs: what another process, or a file, hands over."""
+
+    cut: Cut
+    plan: Plan
+    body: Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The front of one place, and the states evaluated for it."""
+
+    points: tuple[Finding, ...]
+    states: int
+
+
+class Share(Protocol):
+    """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
+
+    def __call__(self, work: Work, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
+
+
+def divided_front(
+    graph: Graph,
+    costs: Costs,
+    wanted: Wanted,
+    *,
+    reuse: bool,
+    efforts: Efforts = USUAL,
+    share: Share | None = None,
+) -> FissionFront:
+    """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
+    without any points where nothing can be cut.
+
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). A hasty look at the
+    first place comes before all others. The goal itself plays no part, nor does it matter who computes the places.
+    """
+    work = work_of(graph, costs, reuse=reuse, efforts=efforts)
+    return joined(sketch(work), places_front(work, wanted, share))
+
+
+def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> Work:
+    """A step with the places at which it may be cut."""
+    return Work(graph, costs, reuse, tuple(pieces(graph)), efforts)
+
+
+def joined(*fronts: FissionFront) -> FissionFront:
+    """The front of all of them."""
+    points = (point for front in fronts for point in front.points)
+    return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
+
+
+def places_front(work: Work, wanted: Wanted, share: Share | None = None) -> FissionFront:
+    """The front of all places, tried until a few times the budget of states is spent, or ``wanted.over`` says so (what
+    was found until then is kept; of places that other processes compute only whole ones)."""
+    numbers = range(len(work.places))
+    if share is not None:
+        with contextlib.closing(share(work, numbers, wanted.over)) as shared:
+            found, spent = _until_spent(shared, wanted)
+        return FissionFront(tuple(pareto(_restored(work, found))), spent)
+    points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
+    return FissionFront(tuple(pareto(points)), spent)
+
+
+def sketch(work: Work) -> FissionFront:
+    """A first answer: the first place, cut into a middling number of parts, with little effort."""
+    if not work.places:
+        return FissionFront((), 0)
+    start, cuts = _start(work, 0)
+    numbers, hasty = numbers_of_parts(most_parts(cuts)), work.efforts.hasty
+    quick = Efforts(replace(hasty, watch=None), hasty)
+    return place_front(list(_levels(work, start, cuts, numbers[len(numbers) // 2 :][:1])), quick)
+
+
+class Part(Protocol[C_co]):
+    """A front of some place, in either form."""
+
+    @property
+    def points(self) -> tuple[C_co, ...]: ...
+    @property
+    def states(self) -> int: ...
+
+
+def _until_spent(fronts: Iterator[Part[C_co]], wanted: Wanted) -> tuple[list[C_co], int]:
+    """What the places have, until a few times the budget of states is spent or the search is over."""
+    points: list[C_co] = []
+    spent = 0
+    while not wanted.over() and spent <= SCREENING * wanted.budget:
+        front = next(fronts, None)
+        if front is None:
+            break
+        points, spent = pareto([*points, *front.points]), spent + front.states
+    return points, spent
+
+
+def findings(work: Work, number: int, over: Over = never) -> Findings:
+    """The front of one of a step's places."""
+    front = _place(work, number, over)
+    points = (
+        Finding(point.cut, point.plan, _plan(point.body.result))
+        for point in front.points
+        if point.cut is not None and point.body is not None
+    )
+    return Findings(tuple(points), front.states)
+
+
+def _plan(result: SearchResult) -> Plan:
+    return Plan(result.order, result.flags, result.peak, result.latency_ns)
+
+
+def _place(work: Work, number: int, over: Over = never) -> FissionFront:
+    start, cuts = _start(work, number)
+    numbers = numbers_of_parts(most_parts(cuts))
+    return place_front(list(_levels(work, start, cuts, numbers, over)), work.efforts, over)
+
+
+def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
+    """Where a place is, and what is cut there."""
+    place = work.places[number]
+    return Cut(place.at, 0, number), place.cuts
+
+
+def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
+    """The points of findings; VerifyError if they are not of this step."""
+    for number in sorted({each.cut.number for each in found}):
+        ours = [each for each in found if each.cut.number == number]
+        start, cuts = _start(work, number)
+        levels = list(_levels(work, start, cuts, numbers_of_parts(most_parts(cuts))))
+        if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
+            raise VerifyError(STRANGE, hint=DELETE)
+        for cut, here in levels:
+            for each in ours:
+                if each.cut == cut and here.inner is not None:
+                    inner = here.inner.compiled.problem
+                    _check(inner, each.body)
+                    body = solution(here.inner, inner, _result(each.body), None)
+                    _check(with_body(here, body), each.plan)
+                    yield Point(here, each.plan, cut, body)
+
+
+def _check(problem: Problem, plan: Plan) -> None:
+    """VerifyError unless the plan is one of this problem, with the costs that it claims."""
+    if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
+        found = evaluate(problem, plan.order, plan.flags)  # which refuses what is no plan
+        if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):
+            return
+    raise VerifyError(STRANGE, hint=DELETE)
+
+
+def _levels(
+    work: Work, start: Cut, cuts: Mapping[int, Split], numbers: Sequence[int], over: Over = never
+) -> Iterator[tuple[Cut, Level]]:
+    """The region as a loop, cut into these numbers of parts; only the first of them where all is ``over``."""
+    first: Level | None = None
+    for parts in numbers:
+        region = Region(cuts, parts)
+        if first is not None and over():
+            return
+        try:
+            if first is None:
+                here = first = level(expand(work.graph, region, in_place=True), work.costs, reuse=work.reuse)
+            else:
+                loop = reparted(work.graph, region, in_place=True)
+                here = other_parts(first, loop, work.costs, reuse=work.reuse)
+        except VerifyError:
+            return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
+        yield replace(start, parts=parts), here
+
+
+def numbers_of_parts(most: int) -> list[int]:
+    """Divisors of ``most`` to try, from few to many: powers of two, or others where there are few of these."""
+    even = [parts for parts in PARTS if most % parts == 0]
+    return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
+
+
+def place_front(levels: Sequence[tuple[Cut, Level]], efforts: Efforts = USUAL, over: Over = never) -> FissionFront:
+    """The front of one region, cut into the numbers of parts that are given.
+
+    The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
+    ``over`` ends that, there is at least one plan of the first.
+    """
+    model: Level | None = None
+    inside: Sequence[Plan] = ()
+    around: list[Plan] = []
+    points: list[Point] = []
+    states = 0
+    for number, (cut, here) in enumerate(levels):
+        if points and over():
+            break
+        inner = here.inner
+        if inner is None:
+            raise VerifyError("a front of loops needs a loop")
+        if model is None or not _alike(model, here):
+            swept = sweep(inner.compiled.problem, efforts.body, over)
+            model, inside, around, states = here, swept.plans, [], states + swept.states
+        bodies = _judged(inner.compiled.problem, inside)
+        states += bodies.states
+        for rank, plan in enumerate(spread(bodies.plans, BODIES)):
+            if points and over():
+                break
+            body = solution(inner, inner.compiled.problem, _result(plan), None)
+            outside = with_body(here, body)
+            if rank == 0 and (not around or number == len(levels) - 1):
+                swept = sweep(outside, efforts.around, over)
+                around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
+            found = _judged(outside, around, efforts.around.watch)
+            states += found.states
+            points += [Point(here, plan, cut, body) for plan in found.plans]
+        points = pareto(points)
+    return FissionFront(tuple(points), states)
+
+
+def _alike(one: Level, other: Level) -> bool:
+    """Whether plans of one level are plans of the other: the same nodes take and make the same storages, throughout."""
+    for first, second in zip(_problems(one), _problems(other), strict=True):
+        for name in ("in_ptr", "in_idx", "out_ptr", "out_idx", "extra_ptr", "extra_idx", "reuse_ptr", "reuse_idx"):
+            if not np.array_equal(getattr(first, name), getattr(second, name)):
+                return False
+    return True
+
+
+def _problems(level: Level) -> list[Problem]:
+    inner = [] if level.inner is None else _problems(level.inner)
+    return [level.compiled.problem, *inner]
+
+
+def _judged(problem: Problem, plans: Sequence[Plan], watch: Watch | None = None) -> Front:
+    """The front of plans that were made for a problem of the same structure."""
+    judge = Judge(problem, Goal(memory_limit=0), len(plans), watch=watch)
+    for plan in plans:
+        judge.use(plan.order)
+        judge.plan(plan.flags)
+    return Front(tuple(judge.front()), judge.states)
+
+
+def _result(plan: Plan) -> SearchResult:
+    return SearchResult(
+        plan.order, plan.flags, plan.peak, plan.latency_ns, states=0, stopped_by_seconds=False, feasible=True,
+        lower_bound=0,
+    )  # fmt: skip

@@ -1,0 +1,224 @@
+"""A step with a loop, planned from the inside out: the body of a loop is a step of its own, at the size of a part.
+
+To the step around it, a planned loop is one node: its time is that of its body times the number of parts, its
+workspace the body's peak. Structure is compiled once; planning a loop in another way changes these figures only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from magis.errors import VerifyError
+from magis.graph import Graph, Loop, Op
+from magis.rewrite.realize import realize
+from magis.search.budgeted_evaluator import Goal, Over, never
+from magis.search.driver import SearchResult, search
+from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
+from magis.simulate.evaluator import Evaluator, expand, lower_bound
+from magis.simulate.problem import Problem
+
+UNLIMITED = 1 << 62
+SQUEEZES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """A graph compiled, and the level within the loop that it holds, if it holds one.
+
+    ``loop`` is the position of the loop in the graph, ``node`` the loop's node.
+    """
+
+    compiled: Compiled
+    loop: int = -1
+    node: int = -1
+    inner: Level | None = None
+
+    @property
+    def parts(self) -> int:
+        return _loop(self.compiled.graph.ops[self.loop]).parts if self.inner is not None else 1
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """A planned level: figures of the level's graph (bytes, nanoseconds) with everything inside it."""
+
+    problem: Problem
+    result: SearchResult
+    tensor_peak: int
+    around: int
+    """Bytes in memory during the loop besides those of its body; 0 without a loop."""
+    states: int
+    inner: Solution | None = None
+
+    @property
+    def peak(self) -> int:
+        return self.result.peak
+
+    @property
+    def latency_ns(self) -> int:
+        return self.result.latency_ns
+
+
+def level(graph: Graph, costs: Costs, *, reuse: bool) -> Level:
+    """Compile a graph with at most one loop, and what is inside."""
+    at = next((position for position, op in enumerate(graph.ops) if op.body is not None), -1)
+    if at < 0:
+        return Level(compile_problem(graph, costs, reuse=reuse))
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    node = next(index for index, group in enumerate(compiled.nodes) if group[0].body is not None)
+    return Level(compiled, at, node, level(_loop(graph.ops[at]).graph, costs, reuse=reuse))
+
+
+def other_parts(known: Level, loop: Loop, costs: Costs, *, reuse: bool) -> Level:
+    """The same level with its loop cut into another number of parts."""
+    op = replace(known.compiled.graph.ops[known.loop], body=loop)
+    return replace(known, compiled=_with_loop(known.compiled, op), inner=level(loop.graph, costs, reuse=reuse))
+
+
+def _loop(op: Op) -> Loop:
+    if op.body is None:
+        raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
+    return op.body
+
+
+def _with_loop(compiled: Compiled, loop: Op) -> Compiled:
+    """The same structure with another loop in the place of its own."""
+    ops = tuple(replace(loop, id=op.id) if op.body is not None else op for op in compiled.graph.ops)
+    nodes = tuple((replace(loop, id=group[0].id),) if group[0].body is not None else group for group in compiled.nodes)
+    return replace(compiled, graph=replace(compiled.graph, ops=ops), nodes=nodes)
+
+
+def bound(level: Level) -> int:
+    """Bytes that no plan of the level avoids."""
+    problem = level.compiled.problem
+    if level.inner is None:
+        return lower_bound(problem)
+    return lower_bound(_figures(problem, level, bound(level.inner), 0, 0))
+
+
+def fastest_ns(level: Level) -> int:
+    """Nanoseconds of the level when nothing is recomputed."""
+    problem = level.compiled.problem
+    total = int(problem.node_ns.sum() + problem.blk_ns.sum())
+    if level.inner is None:
+        return total
+    return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
+
+
+def with_body(level: Level, inner: Solution) -> Problem:
+    """The level's problem with its loop planned."""
+    ns = level.parts * inner.latency_ns
+    return _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
+
+
+def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: int) -> Problem:
+    """The problem with these figures of its loop."""
+
+    def at_node(
+        array: np.ndarray[tuple[int], np.dtype[np.int64]], value: int
+    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        changed = array.copy()
+        changed[level.node] = value
+        return changed
+
+    return replace(
+        problem,
+        node_ns=at_node(problem.node_ns, ns),
+        node_ws=at_node(problem.node_ws, peak),
+        node_tensor=at_node(problem.node_tensor, tensor_peak),
+        redo_ns=at_node(problem.redo_ns, ns),
+        redo_ws=at_node(problem.redo_ws, peak),
+        redo_tensor=at_node(problem.redo_tensor, tensor_peak),
+    )
+
+
+def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool = False, over: Over = never) -> Solution:
+    """The best plan found for a level under a goal; each of its searches may look at ``budget`` states.
+
+    The body is planned for what the step around it leaves, which depends on the body: a few rounds.
+    """
+    if level.inner is None:
+        return _searched(level, level.compiled.problem, goal, budget, seed, None, brief, over)
+    floor = bound(level.inner)
+    best: Solution | None = None
+    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief, over=over)
+    states = 0
+    for _ in range(SQUEEZES):
+        problem = with_body(level, inner)
+        found = _searched(level, problem, goal, budget, seed, inner, brief, over)
+        states += found.states
+        if best is None or goal.key(found.peak, found.latency_ns) < goal.key(best.peak, best.latency_ns):
+            best = found
+        target = goal.memory_limit
+        if target is None or found.peak <= target or over():
+            break
+        limit = target - found.around
+        if not floor < limit < inner.peak:
+            limit = inner.peak - (found.peak - target)
+        if limit <= floor:
+            break
+        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed, brief=brief, over=over)
+    if best is None:
+        raise VerifyError("a level was planned in no round")
+    return replace(best, states=states)
+
+
+def _searched(
+    level: Level,
+    problem: Problem,
+    goal: Goal,
+    budget: int,
+    seed: int,
+    inner: Solution | None,
+    brief: bool,
+    over: Over,
+) -> Solution:
+    result = search(
+        problem,
+        memory_limit=goal.memory_limit,
+        latency_limit_ns=goal.latency_limit_ns,
+        budget=budget,
+        seed=seed,
+        brief=brief,
+        over=over,
+    )
+    return solution(level, problem, result, inner)
+
+
+def solution(level: Level, problem: Problem, result: SearchResult, inner: Solution | None) -> Solution:
+    """A plan of a level's problem, its loop planned by ``inner``."""
+    judge = Evaluator(problem, result.order)
+    tensor_peak = judge.evaluate(result.flags).tensor_peak
+    around = 0
+    if inner is not None:
+        run = judge.runs.tolist().index(2 * level.node)
+        around = int(judge.levels[run]) - inner.peak
+    return Solution(problem, result, tensor_peak, around, result.states + (inner.states if inner else 0), inner)
+
+
+def realized(level: Level, solution: Solution) -> Compiled:
+    """The level's compiled graph with the planned body in its loop and the solution's figures, ready to be realized."""
+    compiled = replace(level.compiled, problem=solution.problem)
+    if level.inner is None or solution.inner is None:
+        return compiled
+    body = realize_level(level.inner, solution.inner)
+    op = level.compiled.graph.ops[level.loop]
+    return replace(_with_loop(compiled, replace(op, body=Loop(_loop(op).parts, body))), problem=solution.problem)
+
+
+def realize_level(level: Level, solution: Solution) -> Graph:
+    """The graph of a planned level, everything inside included."""
+    compiled = realized(level, solution)
+    return realize(compiled, expand(compiled.problem, solution.result.order, solution.result.flags))
+
+
+def repeats(solution: Solution) -> tuple[int, int]:
+    """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
+    events = expand(solution.problem, solution.result.order, solution.result.flags)
+    recomputed, swapped = events.repeats(solution.problem.nbytes)
+    if solution.inner is None:
+        return recomputed, swapped
+    within = repeats(solution.inner)
+    return recomputed + within[0], swapped + within[1]

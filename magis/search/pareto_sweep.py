@@ -1,0 +1,183 @@
+"""Memory against latency: of the plans that one sweep of memory limits judges, those that no other one beats in both.
+
+The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
+propose plans on the way (``magis.search.lagrangian_min_cut``); what room the best of them leave is given back, and
+neighbours on the front are mixed. Whatever was judged, for whichever limit, counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from magis.search.budgeted_evaluator import Goal, Judge, Over, Plan, SearchOver, Watch, never
+from magis.search.lagrangian_min_cut import CutModel, checkpoints, slide_prices
+from magis.search.moves import climb, relink, reordered
+from magis.search.proposals import NO_SWAPS, Proposer
+from magis.simulate.evaluator import lower_bound
+from magis.simulate.problem import DROP, Bools, Problem
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a sweep may try."""
+
+    levels: int = 16
+    """Memory limits."""
+    rounds: int = 6
+    """Of prices, per limit."""
+    sets: int = 5
+    """Sets of checkpoints, about: every k-th of those that there are."""
+    link_prices: tuple[float, ...] = (0.02, 0.1, 0.4, 1.5)
+    """Nanoseconds of recomputation that a nanosecond of the link is worth; used where anything can be swapped."""
+    polished: int = 64
+    """Plans of the front whose neighbours are judged."""
+    mixed: int = 64
+    """Plans of the front whose mixtures are judged."""
+    approaches: tuple[int, ...] = (16, 8, 4)
+    """Attempts to get below the leanest plan, by these shares of what is above the floor."""
+    states: int = 60_000
+    """At most: what a sweep keeps in memory grows with them."""
+    reorder: bool = True
+    """Whether operators may run in another order than the program's."""
+    recompute: bool = True
+    """Whether tensors may be made again."""
+    swap: bool = True
+    """Whether tensors may be swapped, where the device has a link."""
+    watch: Watch | None = None
+    """Told of every plan that is judged."""
+
+
+MIXTURES = ((1, 4), (3, 4), (8, 8))
+"""How far two mixed plans are apart on the front, and into how many steps the room between their peaks is divided."""
+FULL = Effort()
+BRIEF = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(6,), states=15_000)
+"""For the step around a loop."""
+BODY = Effort(levels=10, sets=3, link_prices=(0.1,), polished=5, mixed=5, approaches=(), states=15_000)
+"""For the body of a loop, whose leanest plans the step around it seldom wants."""
+
+
+class Costed(Protocol):
+    """Something with a peak (bytes) and a latency (nanoseconds)."""
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def latency_ns(self) -> int: ...
+
+
+C = TypeVar("C", bound=Costed)
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """Plans by rising peak and falling latency."""
+
+    plans: tuple[Plan, ...]
+    states: int
+
+
+def pareto(every: Iterable[C]) -> list[C]:
+    """Those that no other one equals or beats in peak and latency, by rising peak; of equal ones the first."""
+    found: list[C] = []
+    for each in sorted(every, key=lambda item: (item.peak, item.latency_ns)):
+        if not found or each.latency_ns < found[-1].latency_ns:
+            found.append(each)
+    return found
+
+
+def spread(front: Sequence[C], count: int) -> list[C]:
+    """At most so many of a front, evenly spread over its peaks, the first and the last among them."""
+    if len(front) <= count or not count:
+        return list(front[:count])
+    low, high = front[0].peak, front[-1].peak
+    chosen = {0, len(front) - 1}
+    for step in range(1, count - 1):
+        wanted = low + (high - low) * step // (count - 1)
+        chosen.add(min(range(len(front)), key=lambda index: (abs(front[index].peak - wanted), index)))
+    return [front[index] for index in sorted(chosen)]
+
+
+def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
+    """The front of one step; deterministic. Where ``over`` ends it, of what was judged until then."""
+    if not effort.recompute:
+        problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
+    floor = lower_bound(problem)
+    judge = Judge(problem, Goal(memory_limit=floor), effort.states, over=over, watch=effort.watch)
+    allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
+    with contextlib.suppress(SearchOver):
+        for start in _orders(judge, reorder=effort.reorder):
+            _slide(judge, start, floor, effort, allow_swap=allow_swap)
+        for share in effort.approaches:
+            _approach(judge, floor, share, allow_swap=allow_swap)
+        for plan in spread(judge.front(), effort.polished):
+            _climb(judge, plan, allow_swap=allow_swap)
+        _mix(judge, spread(judge.front(), effort.mixed), allow_swap=allow_swap)
+    return Front(tuple(judge.front()), judge.states)
+
+
+def _orders(judge: Judge, *, reorder: bool) -> list[Plan]:
+    """Without any recomputation, in program order and re-ordered around its peak."""
+    untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
+    base = judge.plan(untouched)
+    if not reorder:
+        return [base]
+    other = reordered(judge, base)
+    return [base] if np.array_equal(base.order, other.order) else [base, other]
+
+
+def _slide(judge: Judge, start: Plan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
+    """Proposals on one order, from the peak of ``start`` down to the floor."""
+    judge.use(start.order)
+    limits = [start.peak - (start.peak - floor) * level // effort.levels for level in range(1, effort.levels)]
+    if not limits:
+        return
+    model = CutModel(judge.evaluator)
+    sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
+    for kept in sets[:: max(1, len(sets) // effort.sets)]:
+        for link_price in (NO_SWAPS, *(effort.link_prices if allow_swap else ())):
+            slide_prices(judge, model, limits, rounds=effort.rounds, link_price=link_price, kept=kept)
+
+
+def _approach(judge: Judge, floor: int, share: int, *, allow_swap: bool) -> None:
+    """Proposals for one limit between the leanest plan and the floor, with prices that rise from nothing.
+
+    Prices that came down a long way rise without end where nothing can be gained any more, and hide what still can.
+    """
+    leanest = judge.front()[0]
+    limit = leanest.peak - (leanest.peak - floor) // share
+    if limit == leanest.peak:
+        return
+    make = Proposer(judge, allow_swap=allow_swap, brief=True)
+    make.mix(make.propose(leanest.order, limit, thorough=False), Goal(memory_limit=limit))
+
+
+def _climb(judge: Judge, plan: Plan, *, allow_swap: bool) -> None:
+    """Neighbours of a plan that are faster at its peak, or leaner at its latency."""
+    judge.use(plan.order)
+    for goal in (Goal(memory_limit=plan.peak), Goal(latency_limit_ns=plan.latency_ns)):
+        climb(judge, goal, plan, allow_swap=allow_swap)
+
+
+def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
+    """Mixtures of plans that are some places apart on a front, for limits between their peaks."""
+    apart = front[-1].peak // 100 if front else 0
+    for first, lean in enumerate(front):
+        for distance, shares in MIXTURES:
+            cheap = front[min(len(front) - 1, first + distance)]
+            if cheap.peak - lean.peak < max(1, apart):
+                continue
+            judge.use(lean.order)
+            cheap = judge.plan(cheap.flags)  # it may come from another order
+            if cheap.peak - lean.peak < max(1, apart):
+                continue
+            for share in range(1, shares):
+                goal = Goal(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
+                mixed = relink(judge, goal, cheap, lean)
+                if mixed is not None:
+                    climb(judge, goal, mixed, allow_swap=allow_swap)

@@ -1,0 +1,179 @@
+"""Fission where the memory is short: loops around the operators at a plan's peak, one after another.
+
+A loop is one node to the search, so that plans with loops are found, judged and realized like any others; and every new
+loop is judged by what the plan at hand would need with it. Search and relief take turns: relief makes room, the search
+turns room into time (or the other way round), which moves the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import rustworkx as rx
+
+from magis.errors import VerifyError
+from magis.fission.candidates import most_parts, regions_around
+from magis.fission.expand import expand
+from magis.fission.region import Region
+from magis.graph import Graph
+from magis.graph.hazards import dependency_graph
+from magis.search.budgeted_evaluator import Wanted
+from magis.search.driver import SearchResult, search
+from magis.search.fission_pareto import numbers_of_parts
+from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
+from magis.simulate.evaluator import Evaluator
+from magis.simulate.problem import DROP, Int8s
+
+CANDIDATES = 8
+QUICK = 2000
+MOST_PARTS = 8
+LOOPS = 8
+"""At most, between two searches."""
+ROUNDS = 3
+TOO_SLOW = 0.02
+"""Share of the step's time that one loop may cost."""
+
+
+@dataclass(frozen=True, eq=False)
+class Relieved:
+    """A step with loops, and its best plan."""
+
+    compiled: Compiled
+    result: SearchResult
+    states: int
+    loops: tuple[str, ...]
+    """What each loop runs in parts, in words."""
+
+    @property
+    def graph(self) -> Graph:
+        return self.compiled.graph
+
+
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A step in the order of a plan, that plan's flags by storage, and what it costs."""
+
+    graph: Graph
+    compiled: Compiled
+    flags: dict[int, int]
+    peak: int
+    latency_ns: int
+    at: int
+    """Position in the graph of the operator at the peak."""
+
+
+def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relieved | None:
+    """The best plan found with loops around operators at the peak; None if no loop helps.
+
+    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Once
+    ``wanted.over`` says so, it ends with what has been found.
+    """
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    result = _planned(compiled, wanted, brief=False)
+    known, states = wanted.key(result.peak, result.latency_ns), result.states
+    best: Relieved | None = None
+    loops: tuple[str, ...] = ()
+    for _ in range(ROUNDS):
+        if wanted.over():
+            break
+        start = _state(in_order(compiled, result), costs, reuse, _by_storage(compiled, result.flags))
+        tried: list[tuple[tuple[int, int], int, _State, tuple[str, ...]]] = []
+        for state, made in _chain(start, costs, reuse):
+            if tried and wanted.over():
+                break
+            quick = _planned(state.compiled, replace(wanted, budget=QUICK), brief=True)
+            states += quick.states
+            tried.append((wanted.key(quick.peak, quick.latency_ns), len(made), state, made))
+        if not tried:
+            break
+        _, _, state, made = min(tried, key=lambda each: each[:2])
+        compiled = state.compiled
+        result = _planned(compiled, wanted, brief=False)
+        states += result.states
+        key = wanted.key(result.peak, result.latency_ns)
+        if key >= known:
+            break
+        known, loops = key, (*loops, *made)
+        best = Relieved(compiled, result, states, loops)
+    return best
+
+
+def _planned(compiled: Compiled, wanted: Wanted, *, brief: bool) -> SearchResult:
+    return search(
+        compiled.problem,
+        memory_limit=wanted.goal.memory_limit,
+        latency_limit_ns=wanted.goal.latency_limit_ns,
+        budget=wanted.budget,
+        seed=wanted.seed,
+        brief=brief,
+        over=wanted.over,
+    )
+
+
+def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, tuple[str, ...]]]:
+    """States with one loop after another at the peak, as long as each lowers it at a bearable price."""
+    made: tuple[str, ...] = ()
+    for _ in range(LOOPS):
+        found = min(_children(state, costs, reuse), key=lambda child: _price(state, child[0]), default=None)
+        if found is None:
+            return
+        state, made = found[0], (*made, found[1])
+        yield state, made
+
+
+def _price(before: _State, after: _State) -> float:
+    """Nanoseconds per byte."""
+    return max(1, after.latency_ns - before.latency_ns) / (before.peak - after.peak)
+
+
+def _children(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, str]]:
+    """States with one loop more and a lower peak."""
+    op = state.graph.ops[state.at]
+    if op.body is not None or op.random:
+        return
+    for cuts in regions_around(state.graph, state.at, most=CANDIDATES):
+        for parts in numbers_of_parts(most_parts(cuts)):
+            if parts > MOST_PARTS:
+                break
+            try:
+                graph = expand(state.graph, Region(cuts, parts), in_place=True)
+            except VerifyError:
+                break
+            child = _state(graph, costs, reuse, state.flags)
+            if child.peak >= state.peak:
+                break
+            if child.latency_ns - state.latency_ns > TOO_SLOW * state.latency_ns:
+                break
+            yield child, f"{op.module or op.target}: {len(cuts)} operators in {parts} parts"
+
+
+def _state(graph: Graph, costs: Costs, reuse: bool, flags: dict[int, int]) -> _State:
+    """The graph's own order with these flags."""
+    compiled = compile_problem(graph, costs, reuse=reuse)
+    problem = compiled.problem
+    judge = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+    chosen: Int8s = np.array([flags.get(storage, DROP) for storage in compiled.storages], dtype=np.int8)
+    peak, latency_ns = judge.quick(chosen)
+    node = int(judge.runs[max(judge.peak_run, 0)]) >> 1
+    first = compiled.nodes[node][0]
+    return _State(graph, compiled, flags, peak, latency_ns, graph.ops.index(first))
+
+
+def _by_storage(compiled: Compiled, flags: Int8s) -> dict[int, int]:
+    return dict(zip(compiled.storages, flags.tolist(), strict=True))
+
+
+def in_order(compiled: Compiled, result: SearchResult) -> Graph:
+    """The graph with its operators in the order of a plan; views and weight updates as early as they may stand."""
+    graph = compiled.graph
+    rank = {}
+    for place, node in enumerate(result.order.tolist()):
+        for op in compiled.nodes[node]:
+            rank[op.id] = place
+    order = rx.lexicographical_topological_sort(
+        dependency_graph(graph), key=lambda position: f"{rank.get(graph.ops[position].id, -1) + 1:09} {position:09}"
+    )
+    ops = [graph.ops[position] for position in order]
+    return replace(graph, ops=tuple(replace(op, id=number) for number, op in enumerate(ops)))

@@ -1,0 +1,370 @@
+"""A graph as the arrays that the search works on, and the way back from array indices to operators.
+
+Nodes are the operators that do work; views are left out (they cost no memory and follow their storage), and what only
+updates persistent memory is gathered into blocks that float (see ``Problem``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import rustworkx as rx
+
+from magis.graph import Graph, Op, Ref, Value
+from magis.graph.hazards import fills, is_pure_view, order_edges
+from magis.ops.facts import (
+    COMMUTATIVE,
+    IN_PLACE_FORM,
+    OUT_FORM,
+    may_change_place,
+    undeclared_writes,
+    without_statistics,
+)
+from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
+from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
+
+# Which operators act as one: nodes that fill a storage in several steps, and blocks that update a weight.
+# noise = empty_like(x); noise.bernoulli_(p); noise.div_(p) -> one node that makes the noise all operators of AdamW
+# on one weight -> one block, which floats
+
+Group = tuple[Op, ...]
+
+
+def split(graph: Graph) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+    """Nodes, in program order, and blocks of the graph; pure views belong to neither."""
+    views = {op.id for op in graph.ops if is_pure_view(graph, op)}
+    sinks = _sinks(graph, views)
+    if len(views) + len(sinks) == len(graph.ops):
+        sinks.clear()  # blocks run behind nodes: where nothing else runs, nothing floats
+    ops = [op for op in graph.ops if op.id not in views and op.id not in sinks]
+    return _nodes(graph, ops), _blocks(graph, [op for op in graph.ops if op.id in sinks])
+
+
+def _sinks(graph: Graph, views: set[int]) -> set[int]:
+    """Operators that float: weight updates, and writes to persistent memory that no temporary storage feeds.
+
+    What they write or make must not matter to any operator that does not float, which could not wait for them; nor may
+    one that does not float write what they read only, since they run at any time.
+    """
+    found = set()
+    for op in graph.ops:
+        if op.id in views or op.random or any(graph.storages[storage].kind == "generator" for storage, _ in op.writes):
+            continue
+        kinds = {graph.storages[graph.values[value].storage].kind for value in (*op.inputs(), *op.made())}
+        if op.phase == "update" or (op.writes and "temporary" not in kinds):
+            found.add(op.id)
+    while True:
+        _discard_met(graph, views, found)
+        others = (op for op in graph.ops if op.id not in found)
+        written = {storage for op in others for storage, _ in op.writes if graph.storages[storage].persistent}
+        bound = {op.id for op in graph.ops if op.id in found and written & _only_read(op)}
+        if not bound:
+            return found
+        found -= bound
+
+
+def _only_read(op: Op) -> set[int]:
+    return {storage for storage, _ in op.reads} - {storage for storage, _ in op.writes}
+
+
+def _discard_met(graph: Graph, views: set[int], found: set[int]) -> None:
+    """Take out what operators that do not float meet."""
+    # Backwards: who meets a version met it after its writer, so one pass sees all readers first.
+    met: set[tuple[int, int]] = set()
+    taken: set[int] = set()
+    for op in reversed(graph.ops):
+        free = met.isdisjoint(op.writes) and taken.isdisjoint(op.made())
+        if free and (op.id in found or op.id in views):
+            continue
+        found.discard(op.id)
+        taken.update(op.inputs())
+        met.update(op.reads)
+        met.update((storage, version - 1) for storage, version in op.writes)
+
+
+def _blocks(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
+    """Sinks that belong together: they touch a storage that one of them writes or makes."""
+    own = {graph.values[value].storage for op in ops for value in op.made()}
+    own |= {storage for op in ops for storage, _ in op.writes}
+    links: rx.PyGraph[int, None] = rx.PyGraph()
+    links.add_nodes_from(range(len(ops)))
+    owner: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
+        for storage in sorted(touched & own):
+            if storage in owner:
+                links.add_edge(owner[storage], index, None)
+            owner[storage] = index
+    groups = [sorted(group) for group in rx.connected_components(links)]
+    return tuple(tuple(ops[index] for index in group) for group in sorted(groups))
+
+
+def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
+    """Operators one by one, but runs of them that make a storage and then write only to it as one node."""
+    last_write = {storage: position for position, op in enumerate(ops) for storage, _ in op.writes}
+    groups: list[Group] = []
+    position = 0
+    while position < len(ops):
+        end = position + 1
+        made = {graph.values[value].storage for value in ops[position].made()}
+        while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
+            end += 1
+        if any(last_write.get(storage, 0) >= end for storage in made):  # not complete: somebody else writes, too
+            end = position + 1
+        groups.append(tuple(ops[position:end]))
+        position = end
+    return tuple(groups)
+
+
+def _writes(op: Op, storages: set[int]) -> bool:
+    return any(storage in storages for storage, _ in op.writes)
+
+
+def _only_writes(op: Op, storages: set[int]) -> bool:
+    """Whether the operator writes to these storages and, random numbers aside, to nothing else."""
+    others = [storage for storage, _ in op.writes if storage not in storages]
+    return op.body is None and _writes(op, storages) and len(others) == int(op.random)
+
+
+GENERATOR_NS = 10_000
+"""Putting a generator's state back and forth around a repeated random operator; seen: 6 us on a CPU."""
+
+
+class Costs(Protocol):
+    """What the arrays need of a cost model (``magis.cost.cost_model.CostModel``)."""
+
+    @property
+    def rounding(self) -> int: ...
+    @property
+    def link_bytes_per_s(self) -> float: ...
+    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
+    def workspace(self, op: Op, values: Mapping[int, Value]) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A problem and what its indices stand for.
+
+    ``nodes[i]`` and ``blocks[i]`` are the operators of node and block i, ``storages[i]`` the graph's storage.
+    """
+
+    graph: Graph
+    problem: Problem
+    nodes: tuple[Group, ...]
+    storages: tuple[int, ...]
+    blocks: tuple[Group, ...]
+
+
+def redo_form(op: Op, graph: Graph) -> Op:
+    """The operator as it runs when it is run again.
+
+    It updates no running statistics a second time, and its random numbers come from the generator's state of the first
+    time, which is put back for the while: it neither reads nor moves the generator of the step.
+    """
+    dropped = {s for s, _ in op.writes if graph.storages[s].kind == "generator"} if op.random else set()
+    args = op.args
+    if undeclared_writes(op.target, op.args):
+        args = without_statistics(op.target, op.args)
+        dropped |= {storage for storage, _ in op.writes}
+    if not dropped:
+        return op
+    return replace(
+        op,
+        args=args,
+        reads=tuple(read for read in op.reads if read[0] not in dropped),
+        writes=tuple(write for write in op.writes if write[0] not in dropped),
+        random=False,
+    )
+
+
+def take_over_form(op: Op, victim: int) -> Op:
+    """The operator as it writes its one output over the input ``victim`` (one of those that ``reusable`` names)."""
+    if op.target in IN_PLACE_FORM:
+        args = op.args if op.args[0] == Ref(victim) else (op.args[1], op.args[0], *op.args[2:])
+        return replace(op, target=IN_PLACE_FORM[op.target], args=args)
+    target, keyword = OUT_FORM[op.target]
+    return replace(op, target=target, kwargs=(*op.kwargs, (keyword, Ref(victim))))
+
+
+def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
+    """The arrays of a verified graph whose in-place operators are in functional form where possible.
+
+    Without ``reuse`` no operator takes over the memory of a dying input.
+    """
+    nodes, blocks = split(graph)
+    facts = _Facts(graph, nodes, blocks)
+    problem = build_problem(
+        [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)],
+        [_storage_row(graph, storage, facts, costs) for storage in facts.storages],
+        [_block_row(graph, block, facts, costs) for block in blocks],
+        persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
+        xfer_ns_per_byte=1e9 / costs.link_bytes_per_s if costs.link_bytes_per_s > 0 else 0.0,
+    )
+    return Compiled(graph, problem, nodes, facts.storages, blocks)
+
+
+class _Facts:
+    """What several rows ask for: numberings, writers, final versions."""
+
+    def __init__(self, graph: Graph, nodes: tuple[Group, ...], blocks: tuple[Group, ...]) -> None:
+        self.producer: dict[int, int] = {}
+        self.partial: set[int] = set()  # storages of which no single value shows all
+        self.last_write: dict[int, int] = {}
+        self.final: dict[int, int] = {}
+        for index, group in enumerate(nodes):
+            for op in group:
+                for value in op.made():
+                    storage = graph.values[value].storage
+                    if graph.storages[storage].kind != "temporary" or storage in self.producer:
+                        continue
+                    self.producer[storage] = index
+                    if not fills(graph.values[value], graph.storages[storage]):
+                        self.partial.add(storage)
+                for storage, version in op.writes:
+                    self.last_write[storage] = index
+                    self.final[storage] = version
+        self.storages = tuple(sorted(self.producer, key=lambda storage: (self.producer[storage], storage)))
+        self.number = {storage: index for index, storage in enumerate(self.storages)}
+        written = sorted({s for block in blocks for op in block for s, _ in op.writes if graph.storages[s].persistent})
+        self.written = {storage: index for index, storage in enumerate(written)}
+        self.returned = {graph.values[value].storage for value in graph.outputs}
+        self.extra: dict[int, set[int]] = {}
+        owner = [index for index, group in enumerate(nodes) for _ in group]
+        for before, after in order_edges(tuple(op for group in nodes for op in group)):
+            if owner[before] != owner[after]:
+                self.extra.setdefault(owner[after], set()).add(owner[before])
+
+    def pinned(self, storage: int) -> bool:
+        """Whether a node other than its producer writes to the storage, or it cannot be copied as one tensor."""
+        written = storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
+        return written or storage in self.partial
+
+
+def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Costs, reuse: bool) -> NodeRow:
+    made = sorted({s for op in group for s in _made(graph, op)})
+    taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
+    redo = tuple(redo_form(op, graph) for op in group)
+    candidates = reusable(graph, group[0]) if reuse and len(group) == 1 else ()
+    ws, tensor = _workspace(graph, group, costs)
+    redo_ws, redo_tensor = (ws, tensor) if redo == group else _workspace(graph, redo, costs)
+    return NodeRow(
+        inputs=tuple(facts.number[s] for s in taken if s in facts.number),
+        outputs=tuple(facts.number[s] for s in made if s in facts.number),
+        ns=sum(costs.nanoseconds(op, graph.values) for op in group),
+        ws=ws,
+        tensor=tensor,
+        redo_ns=sum(costs.nanoseconds(op, graph.values) for op in redo)
+        + (GENERATOR_NS if any(op.random for op in group) else 0),
+        redo_ws=redo_ws,
+        redo_tensor=redo_tensor,
+        redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
+        reuse=tuple(facts.number[graph.values[v].storage] for v in candidates if _may_reuse(graph, v, facts)),
+        preads=tuple(facts.written[s] for s in taken if s in facts.written),
+        extra=tuple(sorted(facts.extra.get(index, ()))),
+    )
+
+
+def _made(graph: Graph, op: Op) -> set[int]:
+    """Fresh storages of an operator."""
+    return {graph.values[value].storage for value in op.made()} - {graph.values[v].storage for v in op.inputs()}
+
+
+def _may_repeat(redo: Group, made: set[int], facts: _Facts) -> bool:
+    """Whether a node can run again at any later time: it writes nothing else, and what it reads stays as it was."""
+    for op in redo:
+        if any(storage not in made for storage, _ in op.writes):
+            return False
+        for storage, version in op.reads:
+            if storage not in made and facts.final.get(storage, 0) != version:
+                return False
+    return not any(facts.pinned(storage) for storage in made)
+
+
+def _workspace(graph: Graph, group: Group, costs: Costs) -> tuple[int, int]:
+    """Bytes at the worst moment of a node beyond its inputs and outputs, and those of tensors alone."""
+    if len(group) == 1:
+        return inside(group[0], graph, costs.workspace, costs.rounding)[::-1]
+    outside = {graph.values[value].storage for op in group for value in op.inputs()}
+    profile = _alone(graph, group, outside, costs)
+    return profile.peak_bytes - profile.tensor_bytes, 0
+
+
+def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryProfile:
+    """Memory while the operators run by themselves, the storages in ``held`` in memory the whole time.
+
+    Nothing else of the graph is there, so that a step with many blocks takes no more time for each of them.
+    """
+    values = {value: graph.values[value] for op in group for value in (*op.inputs(), *op.made())}
+    touched = {value.storage for value in values.values()}
+    storages = {storage: graph.storages[storage] for storage in sorted(touched)}
+    return replay(
+        replace(graph, ops=group, outputs=(), values=values, storages=storages),
+        costs.workspace,
+        rounding=costs.rounding,
+        held=frozenset(held),
+    )
+
+
+def _may_reuse(graph: Graph, value: int, facts: _Facts) -> bool:
+    storage = graph.values[value].storage
+    return storage in facts.number and not facts.pinned(storage) and storage not in facts.returned
+
+
+def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
+    """Input values whose memory the operator's one output may take over, best first (``realize`` does it)."""
+    made = op.made()
+    if len(made) != 1 or op.many or op.writes or op.random:
+        return ()
+    inputs = op.inputs()
+    candidates: list[int] = []
+    if not may_change_place(op.target, op.args, op.kwargs, dtype=graph.values[made[0]].dtype):
+        return ()
+    if op.target in IN_PLACE_FORM:
+        if isinstance(op.args[0], Ref):
+            candidates.append(op.args[0].value)
+        if op.target in COMMUTATIVE and not op.kwargs and len(op.args) == 2 and isinstance(op.args[1], Ref):
+            candidates.append(op.args[1].value)
+    elif op.target in OUT_FORM:
+        candidates.extend(inputs)
+    output = graph.values[made[0]]
+    fresh = graph.storages[output.storage]
+    storage_uses = [graph.values[value].storage for value in inputs]
+    found: list[int] = []
+    for candidate in candidates:
+        value = graph.values[candidate]
+        same = (value.shape, value.stride, value.dtype) == (output.shape, output.stride, output.dtype)
+        alone = storage_uses.count(value.storage) == 1
+        storage = graph.storages[value.storage]
+        whole = storage.kind == "temporary" and fills(value, storage) and fills(output, fresh)
+        if same and alone and whole and candidate not in found:
+            found.append(candidate)
+    return tuple(found)
+
+
+def _storage_row(graph: Graph, storage: int, facts: _Facts, costs: Costs) -> StorageRow:
+    return StorageRow(
+        nbytes=rounded(graph.storages[storage].nbytes, costs.rounding),
+        pinned=facts.pinned(storage),
+        last_write=facts.last_write.get(storage),
+        to_end=storage in facts.returned,
+    )
+
+
+def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> BlockRow:
+    taken = [sorted({graph.values[value].storage for value in op.inputs()} & facts.number.keys()) for op in block]
+    given = sorted({storage for row in taken for storage in row})
+    written = sorted({facts.written[s] for op in block for s, _ in op.writes if s in facts.written})
+    profile = _alone(graph, block, set(given), costs)
+    base = profile.persistent_bytes + sum(rounded(graph.storages[s].nbytes, costs.rounding) for s in given)
+    late = max((position for position, row in enumerate(taken) if row), default=-1) + 1
+    return BlockRow(
+        inputs=tuple(facts.number[s] for s in given),
+        writes=tuple(written),
+        ns=sum(costs.nanoseconds(op, graph.values) for op in block),
+        ws=max(profile.peaks[:late], default=base) - base,
+        tensor=max(profile.tensors[:late], default=base) - base,
+        late_ws=max(profile.peaks[late:], default=base) - base,
+        late_tensor=max(profile.tensors[late:], default=base) - base,
+    )

@@ -1,0 +1,222 @@
+"""PyTorch's caching allocator on a GPU, as rules about blocks: what it reserves for a sequence of allocations.
+
+    request --(512 B)--> best fitting free block of its pool, split if enough is left over, else a new segment
+    free    --> the block, joined with free neighbours of its segment
+
+The rules are those of ``c10/cuda/CUDACachingAllocator`` at its defaults: no expandable segments, no upper size of
+blocks that are split, one stream, nothing given back to the driver. Segments are assumed to lie at rising addresses,
+which decides between free blocks of one size only. An allocated block counts whole, as in
+``torch.cuda.memory_allocated``: what is left over in it, too. Not compared with a GPU so far.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+
+from magis.graph import Graph
+from magis.graph.liveness import lifetimes
+from magis.simulate.simulator import Workspace
+
+KIB, MIB = 2**10, 2**20
+ROUNDING = 512
+SMALL = MIB
+"""Requests of at most this size come from the small pool."""
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+OWN_SEGMENT = 10 * MIB
+"""Requests from this size on get a segment of their own size, a multiple of ``SEGMENT_ROUNDING``."""
+SEGMENT_ROUNDING = 2 * MIB
+
+
+def _up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+def segment_bytes(nbytes: int) -> int:
+    """Bytes that are asked of the driver for a request of ``nbytes`` (a multiple of 512)."""
+    if nbytes <= SMALL:
+        return SMALL_SEGMENT
+    return LARGE_SEGMENT if nbytes < OWN_SEGMENT else _up(nbytes, SEGMENT_ROUNDING)
+
+
+@dataclass(eq=False)
+class _Block:
+    """A stretch of a segment; neighbours are None at its ends."""
+
+    start: int
+    nbytes: int
+    small: bool
+    before: _Block | None = None
+    behind: _Block | None = None
+    free: bool = True
+
+
+@dataclass
+class _Pool:
+    """Free blocks by size, then address."""
+
+    order: list[tuple[int, int]] = field(default_factory=list)
+    blocks: dict[int, _Block] = field(default_factory=dict)
+
+    def put(self, block: _Block) -> None:
+        block.free = True
+        bisect.insort(self.order, (block.nbytes, block.start))
+        self.blocks[block.start] = block
+
+    def drop(self, block: _Block) -> None:
+        block.free = False
+        del self.order[bisect.bisect_left(self.order, (block.nbytes, block.start))]
+        del self.blocks[block.start]
+
+    def best(self, nbytes: int) -> _Block | None:
+        at = bisect.bisect_left(self.order, (nbytes, 0))
+        return self.blocks[self.order[at][1]] if at < len(self.order) else None
+
+
+class CachingAllocator:
+    """Allocations and releases, named by numbers of the caller's; bytes reserved and allocated, now and at most."""
+
+    def __init__(self) -> None:
+        self.reserved = self.allocated = self.most_allocated = self.segments = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._taken: dict[int, _Block] = {}
+
+    def allocate(self, name: int, nbytes: int) -> None:
+        """Give ``nbytes`` to a name that has none; nothing is allocated for 0 bytes. ValueError if it has some."""
+        if name in self._taken:
+            raise ValueError(f"allocation {name} is not free")
+        if nbytes <= 0:
+            return
+        wanted = max(ROUNDING, _up(nbytes, ROUNDING))
+        small = wanted <= SMALL
+        pool = self._pools[small]
+        block = pool.best(wanted)
+        if block is None:
+            block = self._segment(wanted, small=small)
+        else:
+            pool.drop(block)
+        left = block.nbytes - wanted
+        if left >= ROUNDING if small else left > SMALL:
+            self._split(block, wanted)
+        block.free = False
+        self._taken[name] = block
+        self.allocated += block.nbytes
+        self.most_allocated = max(self.most_allocated, self.allocated)
+
+    def release(self, name: int) -> None:
+        """Take back what a name has, if anything."""
+        block = self._taken.pop(name, None)
+        if block is None:
+            return
+        self.allocated -= block.nbytes
+        pool = self._pools[block.small]
+        if block.before is not None and block.before.free:
+            pool.drop(block.before)
+            block = _joined(block.before, block)
+        if block.behind is not None and block.behind.free:
+            pool.drop(block.behind)
+            block = _joined(block, block.behind)
+        pool.put(block)
+
+    def _segment(self, wanted: int, *, small: bool) -> _Block:
+        nbytes = segment_bytes(wanted)
+        block = _Block(self.reserved, nbytes, small)  # segments never join: their first blocks have no neighbours
+        self.reserved += nbytes
+        self.segments += 1
+        return block
+
+    def _split(self, block: _Block, nbytes: int) -> None:
+        rest = _Block(block.start + nbytes, block.nbytes - nbytes, block.small, block, block.behind)
+        if block.behind is not None:
+            block.behind.before = rest
+        block.behind, block.nbytes = rest, nbytes
+        self._pools[block.small].put(rest)
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    """Neighbours as one block."""
+    first.nbytes += second.nbytes
+    first.behind = second.behind
+    if second.behind is not None:
+        second.behind.before = first
+    return first
+
+
+# What a GPU's caching allocator reserves for a step: fragmentation and rounding included, predicted without a GPU.
+# The schedule is replayed as allocations and releases through the allocator's rules (``caching``), twice: a second
+# step finds the segments of the first, and usually needs no further ones.
+
+STEPS = 2
+Event = tuple[int, int]
+"""A number of an allocation, and its bytes; -1: it is released."""
+RELEASE = -1
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Bytes after some steps: asked of the driver, and handed out at most (``torch.cuda.max_memory_reserved`` and
+    ``max_memory_allocated``)."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    segments: int
+
+    @property
+    def unused_bytes(self) -> int:
+        """Reserved, but never handed out at the moment of the peak: fragmentation and rounding."""
+        return self.reserved_bytes - self.allocated_bytes
+
+
+def reserved(
+    graph: Graph, workspace: Workspace, *, deaths: Mapping[int, int] | None = None, steps: int = STEPS
+) -> Reserved:
+    """Replay the schedule; arguments as for ``replay``. Persistent storages come first, in order, and stay.
+
+    An operator allocates what it makes, in order, then its scratch, which it releases at once; a loop does so for the
+    operators of its body, part by part. Copies to and from the host are assumed to share the one stream.
+    """
+    allocator = CachingAllocator()
+    numbers = count()
+    for storage in sorted(graph.storages):
+        if graph.storages[storage].persistent:
+            allocator.allocate(next(numbers), graph.storages[storage].nbytes)
+    trace = list(_events(graph, workspace, deaths, numbers))
+    for _ in range(steps):
+        for name, nbytes in trace:
+            if nbytes == RELEASE:
+                allocator.release(name)
+            else:
+                allocator.allocate(name, nbytes)
+    return Reserved(allocator.reserved, allocator.most_allocated, allocator.segments)
+
+
+def _events(
+    graph: Graph, workspace: Workspace, deaths: Mapping[int, int] | None, numbers: Iterator[int]
+) -> Iterator[Event]:
+    """One step, after which all temporary storages are released."""
+    lives = lifetimes(graph, deaths)
+    names: dict[int, int] = {}
+    dying: dict[int, list[int]] = {}
+    for storage, position in lives.dies.items():
+        dying.setdefault(position, []).append(storage)
+    for position, op in enumerate(graph.ops):
+        for value in op.made():
+            storage = graph.values[value].storage
+            fresh = lives.born.get(storage) == position and storage not in names
+            if fresh and graph.storages[storage].kind == "temporary":
+                names[storage] = next(numbers)
+                yield names[storage], graph.storages[storage].nbytes
+        if op.body is None:
+            scratch = next(numbers)
+            yield scratch, workspace(op, graph.values)
+            yield scratch, RELEASE
+        else:
+            for _ in range(op.body.parts):
+                yield from _events(op.body.graph, workspace, None, numbers)
+        for storage in dying.get(position, ()):
+            if storage in names:
+                yield names.pop(storage), RELEASE
+    for name in names.values():
+        yield name, RELEASE

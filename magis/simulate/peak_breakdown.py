@@ -1,0 +1,208 @@
+"""Short tables of bytes by module: what a step holds at its peak, and what a plan does to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from magis.graph import Graph, Op, Ref
+from magis.graph.hazards import is_pure_view
+from magis.graph.liveness import lifetimes
+from magis.graph.loop_rules import JOIN, REDUCE
+from magis.results import ModuleBytes, Peak, collapsed
+from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded
+
+# Whose the memory of a step is: the module, kind and line of every storage at one moment.
+
+KINDS = {"forward": "activation", "backward": "gradient", "update": "update"}
+"""What a temporary tensor is called, by the phase of the operator that made it."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Where a storage comes from."""
+
+    kind: str
+    module: str
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A storage in memory: bytes as the allocator hands them out."""
+
+    owner: Owner
+    nbytes: int
+
+
+def live(
+    graph: Graph, at: int, workspace: Workspace, *, deaths: Mapping[int, int] | None = None, rounding: int = 1
+) -> Iterator[Owned]:
+    """Every storage that is in memory during operator ``at`` (-1: before the first), persistent ones included.
+
+    During a loop there are those of its body at the worst moment of one part, too, as ``replay`` counts them.
+    """
+    known = owners(graph, at)
+    lives = lifetimes(graph, deaths)
+    for storage in graph.storages.values():
+        here = storage.kind == "temporary" and lives.born.get(storage.id, at + 1) <= at <= lives.dies[storage.id]
+        if storage.persistent or here:
+            yield Owned(known.get(storage.id, Owner(storage.kind, "")), rounded(storage.nbytes, rounding))
+    body = graph.ops[at].body if at >= 0 else None
+    if body is not None:
+        inner = replay(body.graph, workspace, rounding=rounding)
+        worst = inner.tensors.index(inner.tensor_bytes) if inner.tensors else -1
+        yield from live(body.graph, worst, workspace, rounding=rounding)
+
+
+def owners(graph: Graph, at: int) -> dict[int, Owner]:
+    """Storage -> owner, as it is during operator ``at``: memory that was taken over belongs to who took it.
+
+    Persistent tensors belong to the module that they are named after.
+    """
+    found: dict[int, Owner] = {}
+    for value in graph.inputs:
+        storage = graph.storages[graph.values[value].storage]
+        if storage.persistent and storage.id not in found:
+            found[storage.id] = _named(storage.kind, graph.values[value].name)
+    for op in graph.ops[: at + 1]:
+        for value, owner in _made(graph, op, found):
+            storage = graph.storages[graph.values[value].storage]
+            if not storage.persistent:
+                found[storage.id] = owner
+    return found
+
+
+def _named(kind: str, name: str) -> Owner:
+    """``parameter:layers.0.weight``, ``state:exp_avg:layers.0.weight``; batches and constants belong to no module."""
+    path = name.rpartition(":")[2] if kind in ("parameter", "buffer", "state") else ""
+    return Owner(kind, path.rpartition(".")[0])
+
+
+def _made(graph: Graph, op: Op, known: Mapping[int, Owner]) -> Iterator[tuple[int, Owner]]:
+    """The values whose contents an operator makes, with their owner."""
+    if op.body is not None:
+        inner = op.body.graph
+        of_body = dict(zip((*op.inputs(), *op.made()), inner.inputs, strict=True))
+        for value in op.made():
+            yield value, _merged(inner, of_body[value]) or _own(graph, op)
+    elif op.target in ("magis.store", "magis.load"):  # on either side it is the same tensor
+        (taken,) = op.inputs()
+        owner = known.get(graph.values[taken].storage, _own(graph, op))
+        yield from ((value, owner) for value in op.made())
+    elif not is_pure_view(graph, op):
+        yield from ((value, _own(graph, op)) for value in op.made())
+
+
+def _merged(body: Graph, whole: int) -> Owner | None:
+    """The owner of the parts that a loop puts into one of its results; None where nothing goes into it."""
+    for op in body.ops:
+        if op.body is not None:
+            inner = dict(zip((*op.inputs(), *op.made()), op.body.graph.inputs, strict=True))
+            found = _merged(op.body.graph, inner[whole]) if whole in inner else None
+            if found is not None:
+                return found
+        match op.target, op.args:
+            case "magis.join" | "magis.reduce", (Ref(into), Ref(part), *_) if into == whole:
+                at = next((place for place, each in enumerate(body.ops) if each is op), -1)
+                return owners(body, at).get(body.values[part].storage)
+    return None
+
+
+def _own(graph: Graph, op: Op) -> Owner:
+    """The owner of what an operator makes; of one of ours, which stem from no module, that of its first reader."""
+    if op.target.startswith("magis.") and not op.module and op.target not in (JOIN, REDUCE):
+        made = set(op.made())
+        reader = next((each for each in graph.ops if made & set(each.inputs()) and each.module), op)
+        return Owner(KINDS.get(reader.phase, reader.phase), reader.module, reader.line)
+    return Owner(KINDS.get(op.phase, op.phase), op.module, op.line)
+
+
+ROWS = 256
+"""The most rows of a table."""
+
+
+def peak_of(
+    graph: Graph,
+    workspace: Workspace,
+    profile: MemoryProfile,
+    *,
+    deaths: Mapping[int, int] | None = None,
+    rounding: int = 1,
+) -> Peak:
+    """What makes the peak of a step; ``profile`` is what ``replay`` says of it with the same arguments."""
+    at = profile.tensors.index(profile.tensor_bytes) if profile.tensors else -1
+    held = table(live(graph, at, workspace, deaths=deaths, rounding=rounding))
+    if at < 0:
+        return Peak("", "", "", "", held)
+    op = _innermost(graph, at, workspace, rounding, scratch=False)
+    worst = profile.peak_position
+    beside = max(0, profile.peaks[worst] - profile.tensors[worst])
+    busy = _innermost(graph, worst, workspace, rounding, scratch=True)
+    return Peak(
+        op=op.target,
+        module=op.module,
+        phase=op.phase,
+        line=op.line,
+        held=held,
+        scratch_bytes=beside,
+        scratch_op=busy.target if beside else "",
+        scratch_module=busy.module if beside else "",
+    )
+
+
+def _innermost(graph: Graph, at: int, workspace: Workspace, rounding: int, *, scratch: bool) -> Op:
+    """The operator at a position, of a loop the one at its worst moment: of all bytes with ``scratch``, of tensors."""
+    op = graph.ops[at]
+    while op.body is not None and op.body.graph.ops:
+        inner = replay(op.body.graph, workspace, rounding=rounding)
+        place = inner.peak_position if scratch else inner.tensors.index(inner.tensor_bytes)
+        op = op.body.graph.ops[place]
+    return op
+
+
+def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
+    """Bytes by kind and module, most first; every byte is in exactly one row."""
+    found: dict[tuple[str, str], ModuleBytes] = {}
+    largest: dict[tuple[str, str], int] = {}
+    for each in owned:
+        if each.nbytes:
+            key = (each.owner.kind, each.owner.module)
+            old = found.get(key, ModuleBytes(*key, 0, 0))
+            line = each.owner.line if each.nbytes > largest.get(key, 0) else old.line
+            largest[key] = max(largest.get(key, 0), each.nbytes)
+            found[key] = ModuleBytes(*key, old.nbytes + each.nbytes, old.count + 1, line)
+    return collapsed(found.values(), rows)
+
+
+def changes(graph: Graph) -> tuple[ModuleBytes, ...]:
+    """What a plan recomputes, swaps and runs in parts, by module."""
+    return table(_changes(graph, owners(graph, len(graph.ops))))
+
+
+def _changes(graph: Graph, known: Mapping[int, Owner]) -> Iterator[Owned]:
+    """One for every call; the bytes that it makes, or moves to the host."""
+    before: Counter[int] = Counter()
+    for op in graph.ops:
+        if op.body is not None:
+            inner = op.body.graph
+            for each in inner.ops:
+                if not each.target.startswith("magis.") and not is_pure_view(inner, each):
+                    yield Owned(Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each))
+            yield from _changes(inner, owners(inner, len(inner.ops)))
+        elif op.target == "magis.store":
+            (value,) = op.inputs()
+            storage = graph.storages[graph.values[value].storage]
+            owner = known.get(storage.id, Owner("", ""))
+            yield Owned(Owner("swapped", owner.module, owner.line), storage.nbytes)
+        elif op.origin is not None and not is_pure_view(graph, op):
+            before[op.origin] += 1
+            if before[op.origin] > 1:
+                yield Owned(Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op))
+
+
+def _fresh_bytes(graph: Graph, op: Op) -> int:
+    """Bytes of the tensors that a call makes, whichever memory they get."""
+    storages = {graph.values[value].storage for value in op.made()}
+    return sum(graph.storages[storage].nbytes for storage in storages)

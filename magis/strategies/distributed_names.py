@@ -1,0 +1,158 @@
+"""From the name of a distributed technique to the technique. Imports torch only when one is made.
+
+A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). A technique of the user's own goes by
+"package.module:factory".
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+from magis.errors import UsageError
+
+if TYPE_CHECKING:
+    from magis.strategies.technique import Technique
+
+DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
+"""The plain names, in the order in which reports list them."""
+
+_REPLICATED = ("ddp", "oss", "oss+sdp")
+_HALVED = ("ddp", "tp", "pp", "tp+pp")
+_PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
+_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_ABOVE = {"magis+ddp": "magis.frontends.planned_ddp:planned_ddp"}
+"""Techniques that need planning, which lies above this layer: by the names of their factories."""
+_GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    plain: str
+    amp: bool
+    tensor: int = 1
+    """Ranks that share each block."""
+    stages: int = 1
+    half: bool = False
+
+
+class _Grouped(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def group(self) -> int: ...
+
+
+def technique(name: str) -> Technique:
+    """The distributed technique called ``name``, or what the callable at "package.module:factory" returns.
+
+    Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
+    """
+    if name in _ABOVE or is_own(name):
+        return _own(_ABOVE.get(name, name))
+    parsed = _parsed(name)
+    if parsed is None:
+        every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
+        near = difflib.get_close_matches(name, every, n=3, cutoff=0.4) or list(DISTRIBUTED)
+        raise UsageError(
+            f"{name!r} is no distributed technique",
+            hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
+        )
+    if parsed.half:
+        from magis.strategies.distributed import Halved
+
+        return Halved(technique(name.removeprefix("half+")))
+    if parsed.plain in _REPLICATED:
+        from magis.strategies.data_parallel import Replicated
+
+        return Replicated(parsed.plain, amp=parsed.amp)
+    if parsed.plain in _PARTITIONED:
+        from magis.strategies.zero import Zero
+
+        return Zero(_PARTITIONED[parsed.plain], amp=parsed.amp)
+    if parsed.plain == "fsdp":
+        from magis.strategies.data_parallel import FullyShard
+
+        return FullyShard(amp=parsed.amp)
+    from magis.strategies.model_parallel import ModelParallel
+
+    return ModelParallel(parsed.tensor, parsed.stages, amp=parsed.amp)
+
+
+def is_distributed(name: str) -> bool:
+    """Whether ``technique`` knows the name; of a factory, whether it is written as one."""
+    return name in _ABOVE or is_own(name) or _parsed(name) is not None
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is written as that of a factory of the user's own: "package.module:factory"."""
+    return _OWN.fullmatch(name) is not None
+
+
+def group_of(name: str) -> int:
+    """Ranks of one group of the technique called ``name``: its worlds are multiples of that. 1 for other names.
+
+    A factory of the user's own is called for it; UsageError where that fails.
+    """
+    if is_own(name):
+        return _own(name).group
+    parsed = _parsed(name)
+    return 1 if parsed is None else parsed.tensor * parsed.stages
+
+
+def check_world(technique: _Grouped, size: int) -> None:
+    """Raise UsageError unless a world of ``size`` ranks holds whole groups of the technique."""
+    if size < 1 or size % technique.group:
+        raise UsageError(
+            f"{technique.name} needs a multiple of {technique.group} ranks, there are {size}",
+            hint=f"start {max(1, -(-size // technique.group)) * technique.group} ranks, or make its groups smaller",
+        )
+
+
+def _own(name: str) -> Technique:
+    """What the factory of that name returns. UsageError unless it can be imported, called, and makes a technique."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except Exception as error:
+        raise UsageError(
+            f"strategy {name!r}: {error}", hint="write package.module:factory, of a module that can be imported"
+        ) from error
+    wanted = "it must be a callable without arguments that returns a magis.strategies.Technique"
+    if not callable(factory):
+        raise UsageError(f"strategy {name!r}: {attribute} cannot be called", hint=wanted)
+    try:
+        made: Technique = factory()
+    except Exception as error:
+        raise UsageError(
+            f"strategy {name!r}: {attribute} failed: {type(error).__name__}: {error}", hint=wanted
+        ) from error
+    lacking = [part for part in ("name", "group", "prepare") if not hasattr(made, part)]
+    if lacking:
+        what = f"{type(made).__name__} has no {' and no '.join(lacking)}"
+        raise UsageError(f"strategy {name!r}: {attribute} makes no technique: {what}", hint=wanted)
+    return made
+
+
+def _parsed(name: str) -> _Parsed | None:
+    if name.startswith("half+"):
+        inner = _parsed(name.removeprefix("half+"))
+        fits = inner is not None and not inner.amp and not inner.half and inner.plain in _HALVED
+        return replace(inner, half=True) if inner is not None and fits else None
+    plain = name.removeprefix("amp+")
+    amp = plain != name
+    if plain in _REPLICATED or plain in _PARTITIONED or plain == "fsdp":
+        return _Parsed(plain, amp)
+    found = _GROUPS.fullmatch(plain)
+    if found is None or not plain:
+        return None
+    sizes = {kind: int(found[kind] or 2) if found[kind] is not None else 1 for kind in ("tp", "pp")}
+    both = found["tp"] is not None and found["pp"] is not None
+    if (found["both"] is not None) != both or any(found[kind] is not None and sizes[kind] < 2 for kind in sizes):
+        return None
+    return _Parsed("+".join(kind for kind in sizes if found[kind] is not None), amp, sizes["tp"], sizes["pp"])

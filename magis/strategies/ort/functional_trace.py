@@ -1,0 +1,213 @@
+"""From a captured step to one without in-place operators and with few kinds of operators, as an FX graph.
+
+ONNX has neither memory that is written twice nor views, and no gradients: what the captured step writes to weights,
+statistics and optimizer state becomes further outputs, and backward operators become those of forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from magis.capture.captured import Captured
+from magis.errors import UsageError
+from magis.graph import GENERATOR, Graph
+from magis.ops import optimizers
+from magis.ops.call import outputs, resolve, to_torch
+
+# Operators written out as others that ONNX has a form of, where torch's own decompositions do not go that far.
+
+_aten: Any = torch.ops.aten
+
+
+def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """The two formulas of torch's kernel; torch's decomposition computes both and chooses per element."""
+    if abs(weight) < 0.5:
+        return start + (end - start) * weight
+    return end - (end - start) * (1 - weight)
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Softmax that is 0 where a whole row is masked; that is seen by the row's maximum, not by all its elements."""
+    x = x if dtype is None else x.to(dtype)
+    masked = x.amax(dim, keepdim=True) == -torch.inf
+    return torch.where(masked, 0.0, torch.softmax(x, dim))
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, saved mean and 1 / deviation, and both new statistics; ONNX keeps the variance of the sample instead."""
+    dims = [0, *range(2, x.dim())]
+    count = x.numel() // x.shape[1]
+    dtype, x = x.dtype, x.to(running_mean.dtype)  # statistics stay in float32 under autocast
+
+    def wide(vector: Tensor) -> Tensor:
+        return vector.view([1, -1, *[1] * (x.dim() - 2)])
+
+    mean, variance = running_mean, running_var
+    centered = x - wide(mean)
+    if training:
+        mean = x.mean(dims)
+        centered = x - wide(mean)
+        variance = (centered * centered).mean(dims)
+        running_mean = running_mean * (1 - momentum) + mean * momentum
+        running_var = running_var * (1 - momentum) + variance * (momentum * count / max(count - 1, 1))
+    scale = torch.rsqrt(variance + eps)
+    out = centered * wide(scale if weight is None else scale * weight)
+    if bias is not None:
+        out = out + wide(bias)
+    empty = x.new_zeros(0)
+    return out.to(dtype), (mean if training else empty), (scale if training else empty), running_mean, running_var
+
+
+def _convolution_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,  # noqa: ARG001  (torch's signature)
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],  # noqa: ARG001
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The input's gradient is a convolution the other way round, the weight's one in which batch and channels change
+    places: every tensor is as long as it was, the strides become dilations."""
+    dims = x.dim() - 2
+    stride, padding, dilation = (list(each) * (dims if len(each) == 1 else 1) for each in (stride, padding, dilation))
+    to_x = to_weight = to_bias = None
+    if wanted[0]:
+        # what a stride cuts off at the end is part of the input all the same
+        missing = [
+            0
+            if transposed
+            else x.shape[i + 2]
+            - ((gradient.shape[i + 2] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (weight.shape[i + 2] - 1) + 1)
+            for i in range(dims)
+        ]
+        to_x = _aten.convolution(gradient, weight, None, stride, padding, dilation, not transposed, missing, groups)
+    if wanted[1]:
+        if groups != 1:
+            raise UsageError(
+                f"ONNX Runtime cannot train a convolution of {groups} groups: the weight's gradient has no ONNX form",
+                hint="leave out the strategy ort for this network",
+            )
+        wide, narrow = (gradient, x) if transposed else (x, gradient)
+        found = _aten.convolution(
+            wide.transpose(0, 1), narrow.transpose(0, 1), None, dilation, padding, stride, False, [0] * dims, 1
+        )
+        for i in range(dims):
+            found = found.narrow(i + 2, 0, weight.shape[i + 2])
+        to_weight = found.transpose(0, 1)
+    if wanted[2]:
+        to_bias = gradient.sum([0, *range(2, gradient.dim())])
+    return to_x, to_weight, to_bias
+
+
+FORMS: Mapping[Any, Callable[..., Any]] = {
+    _aten.lerp.Scalar: _lerp,
+    _aten._safe_softmax.default: _safe_softmax,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm,
+    _aten.convolution_backward.default: _convolution_backward,
+}
+"""Operator -> what it is made of; they come before torch's core decompositions."""
+
+
+NEW = "new:"
+"""Outputs that are the new values of an input have its name with this in front."""
+
+_NORMS = ("aten.native_layer_norm.default", "aten.native_batch_norm.default", "aten.native_group_norm.default")
+_LEGIT = "aten._native_batch_norm_legit.default"
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step as a pure function of its inputs and of named numbers that change from step to step."""
+
+    module: GraphModule
+    """Takes the tensors of ``inputs``; returns those of ``outputs``."""
+    inputs: tuple[str, ...]
+    """As in the captured graph: "parameter:layer.weight", "state:exp_avg:layer.weight", "input:0"."""
+    outputs: tuple[str, ...]
+    """ "output:0" (the loss), then what the step has changed: "new:parameter:layer.weight"."""
+    constants: Mapping[str, tuple[complex, ...]]
+    """Data of those inputs that never change, in row-major order."""
+    scalars: Mapping[float, str]
+    """The numbers that stand in the graph for named ones: number -> name."""
+
+
+def trace(captured: Captured) -> Traced:
+    """The step without in-place operators. UsageError where inputs that it writes lie in memory of other inputs."""
+    graph = captured.graph
+    marks = optimizers.sentinels(captured.rule)
+    values = [graph.values[value] for value in graph.inputs]
+    names = tuple(value.name or f"constant:{value.id}" for value in values)
+    written = {storage for op in graph.ops for storage, _ in op.writes} - {GENERATOR}
+    changed = [index for index, value in enumerate(values) if value.storage in written]
+    _check_alone([value.storage for value in values], names, changed)
+
+    def step(*given: Tensor) -> tuple[Tensor, ...]:
+        # written memory must not be that of the arguments: functionalization would write the result back
+        tensors = [tensor.clone() if index in set(changed) else tensor for index, tensor in enumerate(given)]
+        made = _run(graph, tensors, marks.numbers)
+        return (*made, *(tensors[index] for index in changed))
+
+    mode = FakeTensorMode()
+    with mode, torch.no_grad():
+        examples = [
+            torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype)) for value in values
+        ]
+        functional: Callable[..., Any] = torch.func.functionalize(step, remove="mutations")
+        module = make_fx(functional, decomposition_table={**core_aten_decompositions(), **FORMS})(*examples)
+    module.graph.eliminate_dead_code()
+    returned = (*(f"output:{index}" for index in range(len(graph.outputs))), *(NEW + names[index] for index in changed))
+    constants = {names[graph.inputs.index(value)]: data for value, data in graph.constants.items()}
+    return Traced(module, names, returned, constants, marks.names)
+
+
+def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]) -> None:
+    for index in changed:
+        shared = [name for name, storage in zip(names, storages, strict=True) if storage == storages[index]]
+        if len(shared) > 1:
+            raise UsageError(
+                f"ONNX Runtime cannot update {' and '.join(shared)} in the memory that they share",
+                hint="give each tensor memory of its own, or leave out the strategy ort",
+            )
+
+
+def _run(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:
+    """The operators of the graph, one after another, their results in the types that the graph says."""
+    tensors: dict[int, Any] = dict(zip(graph.inputs, inputs, strict=True))
+    for op in graph.ops:
+        args = [to_torch(arg, tensors, numbers) for arg in op.args]
+        kwargs = {name: to_torch(arg, tensors, numbers) for name, arg in op.kwargs}
+        target = op.target
+        if target in _NORMS and args[0].dtype in (torch.float16, torch.bfloat16):
+            # kernels keep the statistics of half-precision inputs in float32, torch's functions for fakes do not
+            args[0] = args[0].float()
+        if target == "aten.native_batch_norm.default" and args[3] is not None:
+            target = _LEGIT  # the same call; this one says what it writes
+        found = outputs(resolve(target)(*args, **kwargs))
+        for value, made in zip(op.outputs, found, strict=True):
+            if value is not None and made is not None:
+                dtype = getattr(torch, graph.values[value].dtype)
+                tensors[value] = made if made.dtype == dtype else made.to(dtype)
+    return [tensors[value] for value in graph.outputs]

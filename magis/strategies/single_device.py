@@ -1,0 +1,330 @@
+"""Techniques of one rank: lower precision, activation checkpointing, offloading, compilation, and combinations.
+
+A name is made of at most one of each kind, joined by "+": "amp+checkpoint", "amp+compile". What a technique changes is
+of two sorts: the module's blocks, for as long as the step lives (``wrapped``), and what surrounds forward and loss of
+each run (``around``). Both work while a step is captured on fake tensors as well, so that what they need is simulated
+exactly, on devices that are not there too. Only compiled code is beyond capture.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.runtime.measure import tensor_peak
+from magis.runtime.steps import EagerStep
+from magis.strategies.strategy_names import KINDS, PLANNED_CODE, check_parts, is_local
+
+_aten = torch.ops.aten
+SAVED = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.convolution.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective checkpointing keeps: results of what is dear to compute. All else is computed again."""
+
+
+@contextmanager
+def checkpointed(module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True) -> Iterator[nn.Module]:
+    """The module with the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant).
+
+    The module is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is
+    compiled, which keeps no states.
+    """
+    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state):
+        yield module
+
+
+@contextmanager
+def selectively_checkpointed(
+    module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True
+) -> Iterator[nn.Module]:
+    """The same, but results of products, convolutions and attention (``SAVED``) are kept, not computed again."""
+    context_fn = partial(create_selective_checkpoint_contexts, _policy)
+    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state, context_fn=context_fn):
+        yield module
+
+
+def _policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def _replaced(module: nn.Module, blocks: Sequence[str], **options: Any) -> Iterator[None]:
+    wrapped: list[nn.Module] = []
+    for path in blocks:
+        block = module.get_submodule(path)
+        # On the instance: found before the class's forward, and gone again with one ``del``.
+        block.forward = _under_checkpoint(block.forward, options)
+        wrapped.append(block)
+    try:
+        yield
+    finally:
+        for block in wrapped:
+            del block.forward
+
+
+def _under_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False, **options)
+
+
+BUDGET = 0.5
+"""What "compile-budget" leaves of the activations that compiled code would keep for the backward."""
+CAST = {"amp-bfloat16": "bfloat16", "amp-float16": "float16"}
+DEFAULT_CAST = {"cpu": "bfloat16", "cuda": "float16"}
+"""What torch.autocast casts to where it is not told, by device type."""
+
+
+class Moved:
+    """What is kept on the host while a step is captured on fake tensors: it leaves the device, and comes back as new
+    memory when the backward needs it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        """Of both directions together."""
+
+    def away(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.nbytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
+
+    def back(self, packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+        shape, dtype = packed
+        found = torch.empty(shape, dtype=dtype)
+        self.nbytes += found.nbytes
+        return found
+
+
+@dataclass(frozen=True)
+class Local:
+    """A way to run a step on one rank, by its parts; empty ones change nothing."""
+
+    name: str
+    device: str
+    cast: str = ""
+    """ "bfloat16" or "float16": autocast of forward and loss; the latter with scaled gradients."""
+    blocks: str = ""
+    """ "checkpoint" or "selective-checkpoint"."""
+    given: str = ""
+    """What forward and loss are autocast to anyway, by the case's own data type."""
+    offloads: bool = False
+    """Whether tensors kept for the backward wait in host memory."""
+    compiled: str = ""
+    """ "compile", "compile-budget" or "magis+compile"."""
+    limits: tuple[tuple[str, float], ...] = ()
+    """Of "magis+compile": options of the backend, ("memory_ratio", 0.8)."""
+
+    group = 1
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step under it can be captured and simulated byte by byte."""
+        return not self.compiled
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are scaled: those in float16 would vanish."""
+        return self.cast == "float16"
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the step computes eager's numbers bit by bit."""
+        return not self.cast and not self.compiled
+
+    def check(self, work: Workload) -> None:
+        """Raise UsageError for a network that it is not for."""
+        if self.blocks and not work.blocks:
+            raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
+
+    @contextmanager
+    def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
+        """The context in which a capture sees the technique at work on a device ("cpu" or "cuda")."""
+        self.check(work)
+        moved = Moved()
+        with ExitStack() as stack:
+            stack.enter_context(self.wrapped(work.module, work.blocks))
+            if self.offloads and device != "cpu":  # where the host is the device, nothing moves
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(moved.away, moved.back))
+            yield moved
+
+    def wrapped(
+        self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
+    ) -> AbstractContextManager[object]:
+        """The context in which the module's blocks are under the technique. Without ``states`` nobody keeps those of
+        the generator, as in compiled code."""
+        if self.blocks == "checkpoint":
+            return checkpointed(module, blocks, preserve_rng_state=states)
+        if self.blocks:
+            return selectively_checkpointed(module, blocks, preserve_rng_state=states)
+        return nullcontext()
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The context of forward and loss in one run."""
+        with ExitStack() as stack:
+            if self.cast or self.given:
+                stack.enter_context(torch.autocast(self.device, getattr(torch, self.cast or self.given)))
+            if self.offloads:
+                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.device == "cuda"))
+            if self.compiled == "compile-budget":
+                stack.enter_context(_less_kept())
+            yield
+
+    def step(self, work: Workload) -> EagerStep:
+        """The step of a workload whose module is ``wrapped``."""
+        return EagerStep(
+            *work.parts,
+            explicit_attention=work.explicit_attention,
+            around=self.around,
+            scaler=torch.amp.GradScaler(self.device) if self.is_scaled else None,
+            transform=partial(_compiled, self.limits if self.compiled == PLANNED_CODE else None)
+            if self.compiled
+            else None,
+        )
+
+
+def local(name: str, device: str, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> Local:
+    """The technique that a name stands for on a device type ("cpu", "cuda").
+
+    The limits are "magis+compile"'s, others take none. Raises UsageError for parts that are unknown, or exclude each
+    other.
+    """
+    if name == PLANNED_CODE:
+        asked = (("memory_ratio", memory_ratio), ("latency_ratio", latency_ratio))
+        limits = tuple((option, limit) for option, limit in asked if limit is not None)
+        return Local(name, device, compiled=name, limits=limits)
+    parts = name.split("+")
+    check_parts(name)
+    unknown = [part for part in parts if not is_local(part)]
+    if unknown:
+        known = ", ".join(part for kind in KINDS for part in kind)
+        raise UsageError(f"strategy {name!r}: unknown part {unknown[0]!r}", hint=f"combine {known}")
+    cast, blocks, offload, compiled = (next((part for part in parts if part in kind), "") for kind in KINDS)
+    return Local(
+        name,
+        device,
+        CAST.get(cast, DEFAULT_CAST[device]) if cast else "",
+        blocks,
+        offloads=bool(offload),
+        compiled=compiled,
+    )
+
+
+def _compiled(limits: tuple[tuple[str, float], ...] | None, call: Callable[[], Any]) -> Callable[[], Any]:
+    torch.compiler.reset()  # codes of earlier steps count against how often one function is compiled
+    if limits is not None:  # by its name: the backend is in a layer above this one
+        options: dict[str, Any] = {"inductor": True, **dict(limits)}
+        return _refusing(torch.compile(call, backend="magis", options=options))
+    return _refusing(torch.compile(call))
+
+
+def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same; what the compiler cannot do is one line."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    def compiled() -> Any:
+        try:
+            return call()
+        except TorchDynamoException as error:
+            first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UsageError(
+                f"torch.compile does not compile the step: {type(error).__name__}: {first}",
+                hint="on a CPU inductor needs a C++ compiler (CXX)",
+            ) from None
+
+    return compiled
+
+
+def _less_kept() -> AbstractContextManager[object]:
+    from torch._functorch import config
+
+    found: AbstractContextManager[object] = config.patch(activation_memory_budget=BUDGET)
+    return found
+
+
+# What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.
+# What is kept for the backward is what torch.compile's partitioner decides with inductor's decompositions, budget
+# included. The code that inductor makes of it fuses operators, so that some of the tensors counted here never
+# exist.
+
+
+def window_of_compiled(technique: Local, work: Workload) -> int:
+    """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
+    mode, work = on_fake_tensors(work)
+
+    def whole() -> Any:
+        return work.loss_fn(work.module(*work.inputs), *work.targets)
+
+    torch.compiler.reset()
+    call = torch.compile(whole, backend=_partitioned())
+    with mode, technique.wrapped(work.module, work.blocks, states=False):
+        _forward_and_backward(technique, work, call)  # compiles
+        nbytes = tensor_peak(partial(_forward_and_backward, technique, work, call))
+    torch.compiler.reset()
+    return nbytes
+
+
+def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
+    """The workload on fake tensors, and the mode that these belong to: itself where all are fake, else a copy.
+
+    Where some are fake already, or a mode is in force, the others become fakes of that one.
+    """
+    tensors = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+    fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
+    active = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode)]
+    mode = fakes[0].fake_mode if fakes else active[-1] if active else FakeTensorMode()
+    if len(fakes) == len(tensors):
+        return mode, work
+
+    def fake(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor.detach())
+
+    made: dict[int, Tensor] = {}  # what deepcopy hands out for a tensor: tied ones stay tied
+    with _disable_current_modes():  # which would not take real tensors
+        for parameter in work.module.parameters():
+            made[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+        made.update((id(buffer), fake(buffer)) for buffer in work.module.buffers())
+        module = copy.deepcopy(work.module, made)
+        inputs, targets = tuple(map(fake, work.inputs)), tuple(map(fake, work.targets))
+    return mode, replace(work, module=module, inputs=inputs, targets=targets)
+
+
+def _forward_and_backward(technique: Local, work: Workload, call: Callable[[], Any]) -> None:
+    for parameter in work.module.parameters():
+        parameter.grad = None
+    with technique.around():
+        loss = call()
+    loss.backward()
+
+
+def _partitioned() -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed_nop,
+        decompositions=select_decomp_table(),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    return found

@@ -1,0 +1,92 @@
+"""The names of strategies, and which family each belongs to. Imports no torch: the plugin lists them.
+
+Techniques of one rank have names made of parts joined by "+", at most one of each kind: "amp+checkpoint".
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from magis.errors import UsageError
+from magis.strategies.distributed_names import DISTRIBUTED, group_of, is_distributed
+
+__all__ = [
+    "KINDS",
+    "LISTED",
+    "ORIGINAL",
+    "PLANNED_CODE",
+    "PLANS",
+    "SEARCHES",
+    "OrtName",
+    "check_parts",
+    "family",
+    "group_of",
+    "is_local",
+    "ort_name",
+]
+
+ORIGINAL = "eager"
+PLANS = ("magis", "magis+amp")
+SEARCHES = ("magis", "paper")
+"""Whose search plans, ours first."""
+PLANNED_CODE = "magis+compile"
+"""Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
+KINDS = (
+    ("amp", "amp-bfloat16", "amp-float16"),
+    ("checkpoint", "selective-checkpoint"),
+    ("offload",),
+    ("compile", "compile-budget"),
+)
+"""The parts of names, of which those in a row exclude each other."""
+_LOCAL = ("amp", "checkpoint", "selective-checkpoint", "offload", "compile", "compile-budget")
+
+_ORT = re.compile(r"(?P<amp>amp\+)?ort(?:-(?P<what>unoptimized|inference))?")
+"""ONNX Runtime: "ort", "amp+ort-unoptimized", "ort-inference"."""
+
+LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-inference", *DISTRIBUTED)
+"""What "all" stands for; further combinations have names, too."""
+
+
+def is_local(name: str) -> bool:
+    """Whether all parts of a name are techniques of one rank."""
+    known = {part for kind in KINDS for part in kind}
+    return name == PLANNED_CODE or all(part in known for part in name.split("+"))
+
+
+def check_parts(name: str) -> None:
+    """Raise UsageError where parts of the name of a technique of one rank exclude each other."""
+    for kind in KINDS:
+        taken = [part for part in name.split("+") if part in kind]
+        if len(taken) > 1:
+            raise UsageError(f"strategy {name!r}: {' and '.join(taken)} exclude each other", hint="use one of them")
+
+
+class OrtName(NamedTuple):
+    """What the name of a strategy of ONNX Runtime says."""
+
+    precision: str
+    optimized: bool
+    inference: bool
+
+
+def ort_name(name: str) -> OrtName:
+    """The parts of a name of the family "ort"; ValueError for any other one."""
+    found = _ORT.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name!r} is no strategy of ONNX Runtime")
+    precision = "amp-float16" if found["amp"] else "float32"
+    return OrtName(precision, found["what"] != "unoptimized", found["what"] == "inference")
+
+
+def family(name: str) -> str | None:
+    """What runs a strategy: "original", "plan", "local", "ort" or "distributed"; None for no name of ours."""
+    if name == ORIGINAL:
+        return "original"
+    if name in PLANS:
+        return "plan"
+    if is_local(name):
+        return "local"
+    if _ORT.fullmatch(name):
+        return "ort"
+    return "distributed" if is_distributed(name) else None

@@ -1,1 +1,0 @@
-"""A user's own training loop, with a step that needs less memory: `magis.optimize`."""

@@ -1,0 +1,192 @@
+"""The seam to `magis.api`: the only place that the plugin measures through, and the only one that loads torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from magis.errors import MagisError
+from magis.results import Case, CaseResult, ParetoFront
+from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
+from pytest_magis.torchrun import AGENTS
+
+if TYPE_CHECKING:
+    from magis.api import Bench, Workload
+
+_BENCH: pytest.StashKey[Bench] = pytest.StashKey()
+
+
+def measure(
+    config: pytest.Config,
+    name: str,
+    case: Case,
+    planning: tuple[Mapping[str, int] | None, str | None],
+    bounds: tuple[float, ...],
+    progress: Callable[[str], None] | None,
+    make: Callable[[int], Workload] | None = None,
+    *,
+    rough: bool = False,
+) -> CaseResult:
+    """Run a case by hook and return its result, under the model's name.
+
+    `planning` is what the baseline hands back, `bounds` the latency ratios at which the verdict changes,
+    `rough` says that the ratio is only shown.
+
+    Warnings are reported, never raised: a project that turns its own into errors does not mean torch's.
+    """
+    workspaces, graph = planning
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        result = config.hook.pytest_magis_run_case(
+            case=case,
+            config=config,
+            planning_workspaces=workspaces,
+            expected_graph=graph,
+            latency_bounds=bounds,
+            rough=rough,
+            progress=progress,
+            make=make,
+            timelines=wants_timelines(config),
+        )
+    if not isinstance(result, CaseResult):
+        raise MagisError(f"{name}: no plugin ran the case of strategy {case.strategy!r}")
+    return replace(result, case=replace(result.case, model=name))
+
+
+def run_with_magis(
+    case: Case,
+    config: pytest.Config,
+    planning_workspaces: Mapping[str, int] | None,
+    expected_graph: str | None,
+    progress: Callable[[str], None] | None,
+    latency_bounds: tuple[float, ...] = (),
+    make: Callable[[int], Workload] | None = None,
+    *,
+    rough: bool = False,
+    timelines: bool = False,
+) -> CaseResult:
+    """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
+    from magis.api import run_case
+
+    return run_case(
+        case,
+        cache=_bench(config),
+        make=make,
+        planning_workspaces=planning_workspaces,
+        expected_graph=expected_graph,
+        latency_bounds=latency_bounds,
+        rough=rough,
+        progress=progress,
+        timelines=timelines,
+    )
+
+
+def measure_again(config: pytest.Config, case: Case) -> None:
+    """Keep a red case's result no longer, so that it is measured again when it runs again."""
+    if _BENCH in config.stash:
+        config.stash[_BENCH].measure_again(case)
+
+
+def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
+    """Search the front of a case's model by hook and return it, under the model's name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        front = config.hook.pytest_magis_front(case=case, config=config)
+    if not isinstance(front, ParetoFront):
+        raise MagisError(f"{name}: no plugin searched the front")
+    return replace(front, model=name)
+
+
+def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
+    """The front of a case's model through `magis.api`, on the captures of the process's cases."""
+    from magis.api import pareto
+
+    return pareto(
+        case.model,
+        device=case.device,
+        preset=case.preset,
+        dtype=case.dtype,
+        seed=case.seed,
+        budget=case.budget,
+        seconds=case.seconds,
+        cache=_bench(config),
+    )
+
+
+def check_with_magis(
+    case: Case, config: pytest.Config, *, keep: bool, make: Callable[[int], Workload] | None = None
+) -> None:
+    """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
+    from magis.api import check_case
+
+    check_case(case, cache=_bench(config) if keep else None, make=make)
+
+
+def recipe(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:
+    """How to build (from a seed) what a test's function returns, or fails to."""
+    from magis.models import from_function
+
+    return from_function(name, function, optimizer)
+
+
+def forget(config: pytest.Config) -> None:
+    """Let go of what is kept for further cases of the models so far."""
+    if _BENCH in config.stash:
+        config.stash[_BENCH].forget()
+
+
+def check_prices(case: Case, config: pytest.Config) -> None:
+    """Check through `magis.api` that the operator profile in use, if any, can price the case."""
+    from magis.api import check_profile
+
+    check_profile(case, cache=_bench(config))
+
+
+def runs_every_case(config: pytest.Config) -> bool:
+    """Whether no other plugin might run a case: `run_with_magis` then runs all of them."""
+    hooks = (config.hook.pytest_magis_run_case, config.hook.pytest_magis_front)
+    return all(len(hook.get_hookimpls()) == 1 for hook in hooks)
+
+
+def _bench(config: pytest.Config) -> Bench:
+    from magis.api import Bench, Profiles
+
+    if _BENCH not in config.stash:
+        processes, resume = read_sharing(config)
+        file, folder = read_profiles(config)
+        config.stash[_BENCH] = Bench(
+            processes=processes,
+            resume=resume,
+            profiles=Profiles(file, folder),
+            kept=_cache(config),
+            keep_results=read_cache(config) == "results",
+            agents=config.stash.get(AGENTS, None),
+        )
+        config.add_cleanup(config.stash[_BENCH].close)  # ranks, if any were started
+    return config.stash[_BENCH]
+
+
+def _cache(config: pytest.Config) -> Path | None:
+    """A folder in pytest's cache; None where nothing is kept, or pytest has no cache (-p no:cacheprovider)."""
+    cache: pytest.Cache | None = getattr(config, "cache", None)
+    if cache is None or read_cache(config) == "none":
+        return None
+    try:
+        return cache.mkdir("magis")
+    except OSError as error:
+        text = f"nothing is kept for the next run: no folder in pytest's cache: {error.strerror or error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
+
+
+def devices() -> tuple[str, ...]:
+    """Every device that cases can run on here, the default one first."""
+    from magis.api import available_devices, default_device
+
+    first = default_device()
+    return (first, *(name for name in available_devices() if name != first))

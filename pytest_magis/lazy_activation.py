@@ -1,0 +1,114 @@
+"""What the plugin does in every session: it waits for a test that is gated, and loads the gate for the first one."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pytest_magis.live.gated_tests import MARK, claimed, given_name, is_live, is_marked, label_of, name_of
+
+GATE = "magis-gate"
+NO_CASES = (
+    f"its mark {MARK!r} made no cases; put it on the function, its class or module, not on a parameter, by a hook, or "
+    "on tests of unittest"
+)
+OUTCOME = "magis"
+"""As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
+
+
+class Dormant:
+    """The hooks of a session; a plugin object, since not every hook is told which session it belongs to."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_collectstart(self, collector: pytest.Collector) -> None:
+        """A module that names the mark or the fixture may load torch, which has to be prepared for being timed."""
+        if "torch" in sys.modules or not isinstance(collector, pytest.Module):
+            return
+        with suppress(OSError):  # the collector says better what is wrong
+            if MARK.encode() in collector.path.read_bytes():
+                from magis.quiet import before_torch
+
+                before_torch()
+
+    @pytest.hookimpl(trylast=True)  # the test's own parameters come first in its node id
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make an item of each case of a marked test."""
+        if metafunc.definition.get_closest_marker(MARK) is not None:
+            from pytest_magis.live.marked import parametrize
+
+            parametrize(metafunc)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note what its network is called. Keep the cases of a test on one worker, under --dist=loadgroup."""
+        if is_marked(item):
+            claimed(item, name_of(item, given_name(item)))
+        if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
+            item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the networks of other shares of the run; tests that are not gated are in every share."""
+        if self._config.option.magis_shard is None and not self._config.getini("magis_shard"):
+            return
+        from pytest_magis.options import anywhere
+
+        shard = anywhere(self._config).shard
+        names = {item: name_of(item) for item in items if is_live(item)}
+        ours = shard.of(names.values()) if shard is not None else set(names.values())
+        others = [item for item, name in names.items() if name not in ours]
+        if others:
+            self._config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if names.get(item) in (None, *ours)]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Tell a worker of pytest-xdist where the results are that the run is compared with."""
+        if self._config.option.magis_against is not None or self._config.getini("magis_against"):
+            from pytest_magis.options import AGAINST, WORKER_AGAINST
+
+            node.workerinput[WORKER_AGAINST] = str(self._config.stash[AGAINST])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Options that are of no use here end the run before its first test, if any test is gated."""
+        if not session.config.option.collectonly and any(is_live(item) for item in session.items):
+            self.awake()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A mark that made no cases would let its test pass ungated."""
+        if isinstance(item, pytest.Function) and is_marked(item) and not label_of(item):
+            pytest.fail(f"{item.nodeid}: {NO_CASES}", pytrace=False)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """A marked test is not only called: what it returns is gated."""
+        if not is_marked(pyfuncitem):
+            return None
+        from pytest_magis.live.marked import run
+
+        run(pyfuncitem)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The process that has the terminal learns from a worker's report that a test was gated."""
+        if report.when == "call" and self._sleeps() and any(name == OUTCOME for name, _ in report.user_properties):
+            self.awake()
+            session: Any = self._config.pluginmanager.get_plugin(GATE)  # which is not told of this report any more
+            session.pytest_runtest_logreport(report)
+
+    def _sleeps(self) -> bool:
+        return not self._config.pluginmanager.has_plugin(GATE)
+
+    def awake(self) -> Any:
+        """The gate of the session, started if it has not been."""
+        if self._sleeps():
+            from pytest_magis.session import start
+
+            start(self._config)
+        session: Any = self._config.pluginmanager.get_plugin(GATE)
+        return session.gate

@@ -1,0 +1,140 @@
+"""What a test asks for its own network, in its mark or in its call of `check`; the options decide the rest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+from magis.dtypes import DTYPES
+from magis.errors import UsageError, nearest
+from magis.models.model_names import all_names
+from pytest_magis.flags import items, latency_ratios_of, memory_ratios_of, number, share, whole
+from pytest_magis.gate import Gate, all_strategies
+from pytest_magis.options import Settings
+from pytest_magis.run_plan import Model, PlannedCase, plan_cases
+
+PRESET = "small"
+"""A test's network has one size; its baselines are kept under the first."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was written; None for what was not."""
+
+    name: str | None = None
+    memory_ratios: tuple[float, ...] | None = None
+    latency_ratios: tuple[float, ...] | None = None
+    strategies: tuple[str, ...] | None = None
+    device: str | None = None
+    dtype: str | None = None
+    budget: int | None = None
+    seconds: float | None = None
+    seed: int | None = None
+    memory_tolerance: float | None = None
+    latency_tolerance: float | None = None
+    optimizer: Any = None
+    """A torch optimizer, an OptimizerSpec, or a kind's name; looked at where the network is built."""
+
+    def over(self, settings: Settings) -> Settings:
+        """The settings with what was written in place of the options. Limits replace all limits."""
+        grid, tolerances = replace(settings.grid, preset=PRESET), settings.tolerances
+        if self.memory_ratios is not None or self.latency_ratios is not None:
+            grid = replace(grid, memory_ratios=self.memory_ratios or (), latency_ratios=self.latency_ratios or ())
+        given = {name: getattr(self, name) for name in ("device", "dtype", "budget", "seconds", "seed")}
+        grid = replace(grid, **{name: value for name, value in given.items() if value is not None})
+        if self.memory_tolerance is not None:
+            tolerances = replace(tolerances, memory=self.memory_tolerance)
+        if self.latency_tolerance is not None:
+            tolerances = replace(tolerances, latency=self.latency_tolerance, simulated_latency=self.latency_tolerance)
+        return replace(settings, grid=grid, tolerances=tolerances, strategies=self.strategies or settings.strategies)
+
+
+def read_asked(shown: str, given: Mapping[str, Any]) -> Asked:
+    """What `given` asks for, by name. Raises UsageError, beginning with `shown`, for whatever is wrong."""
+    known = tuple(field.name for field in fields(Asked))
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{shown} takes no {name!r}", hint=nearest(name, known))
+    read = {
+        name: _READERS[name](f"{shown}: {name}", value) if name in _READERS else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return Asked(**read)
+
+
+def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
+    """The cases of a network, by settings that are a test's own. Raises UsageError."""
+    return plan_cases(settings, (Model(name, name),), all_strategies(config), shown="strategies")
+
+
+def _texts(value: Any) -> list[str]:
+    """A list, or one of its kind alone."""
+    return [str(each) for each in value] if isinstance(value, Sequence) and not isinstance(value, str) else [str(value)]
+
+
+def _word(shown: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{shown}: {value!r} is not a word")
+    return value
+
+
+def _name(shown: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", value):
+        raise UsageError(f"{shown}: {value!r} cannot be a name", hint="use letters, digits, '_', '-' and '.' only")
+    if value in (*all_names(), "all", "seed"):
+        raise UsageError(f"{shown}: magis has a model called {value!r} already", hint="choose another name")
+    return value
+
+
+def _dtype(shown: str, value: Any) -> str:
+    text = str(value).removeprefix("torch.")  # torch.bfloat16 itself will do
+    if text not in DTYPES:
+        raise UsageError(f"{shown}: unknown dtype {text!r}", hint=nearest(text, DTYPES))
+    return text
+
+
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    "name": _name,
+    "memory_ratios": lambda shown, value: memory_ratios_of(shown, _texts(value)),
+    "latency_ratios": lambda shown, value: latency_ratios_of(shown, _texts(value)),
+    "strategies": lambda shown, value: items(shown, _texts(value)),
+    "device": _word,
+    "dtype": _dtype,
+    "budget": lambda shown, value: whole(shown, str(value), least=1),
+    "seconds": lambda shown, value: number(shown, str(value), "a number of seconds above 0", lambda x: x > 0),
+    "seed": lambda shown, value: whole(shown, str(value), least=0),
+    "memory_tolerance": lambda shown, value: share(shown, str(value)),
+    "latency_tolerance": lambda shown, value: share(shown, str(value)),
+}
+
+
+# Wakes the gate for users' tests: a run without `--magis-models` starts it with the first of them.
+
+WAITING = "magis-dormant"
+
+
+def awake(config: pytest.Config) -> Gate:
+    """The gate of the run, started now if it has not been. Raises pytest.UsageError in one line where options are of no
+    use on this machine."""
+    waiting: Any = config.pluginmanager.get_plugin(WAITING)
+    gate: Gate = waiting.awake()
+    return gate
+
+
+def red(text: str) -> BaseException:
+    """What to raise for a test that fails with these lines and nothing else."""
+    return pytest.fail.Exception(text, pytrace=False)
+
+
+def check_device(config: pytest.Config, settings: Settings) -> None:
+    """Raise UsageError unless the device that a test names is here; the options' own has been checked."""
+    device = settings.grid.device
+    found = config.hook.pytest_magis_devices(config=config)
+    if device not in found:
+        why = "needs a GPU and none was found" if device == "cuda" else "is unknown"
+        raise UsageError(f"device {device!r} {why}", hint=nearest(device, found))

@@ -1,0 +1,200 @@
+"""From settings to the cases of a run: models resolved, strategies asked, baselines read. Deterministic."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from magis.errors import UsageError
+from magis.models.model_names import UnknownModelError, all_names, is_factory, resolve
+from magis.results import Case
+from pytest_magis.baseline_files import baseline_path, read_baseline
+from pytest_magis.baselines import ModelBaseline
+from pytest_magis.options import Settings
+from pytest_magis.strategies import Strategy, by_name
+
+ALL = "all"
+PREFIX = "magis::"
+"""What the node ids of the gate's cases begin with."""
+FRONT = "pareto"
+"""The label of a model's front."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's name, and what `magis` knows it by: the same, or "package.module:factory"."""
+
+    name: str
+    target: str
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case to run, under its name."""
+
+    model: str
+    label: str
+    case: Case
+    optional: bool = False
+    """Whether it is skipped where its strategy is not for the model: nobody asked for just this one."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the node id."""
+        return f"{self.model}[{self.label}]"
+
+
+def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:
+    """The models that `patterns` ask for, each once; `further` are those of other projects, name -> factory.
+
+    Raises UsageError for an unknown name, for a further name that is taken or cannot be one, and for a factory whose
+    package is not installed.
+    """
+    for name, target in further.items():
+        _check_further(name, target)
+    found: dict[str, Model] = {}
+    for pattern in patterns:
+        names = [name for name in further if fnmatchcase(name, pattern)] if not is_factory(pattern) else []
+        try:
+            names += resolve([pattern])
+        except UnknownModelError:
+            if not names:
+                raise
+        found |= {name: Model(name, further.get(name, name)) for name in names}
+    for model in found.values():
+        if is_factory(model.target):
+            _check_package(model.target)
+    return tuple(found.values())
+
+
+def plan_cases(
+    settings: Settings,
+    models: Sequence[Model],
+    strategies: Sequence[Strategy],
+    shown: str = "--magis-strategies",
+) -> tuple[PlannedCase, ...]:
+    """Every case of the run, model by model. Raises UsageError for unknown strategies, which were asked for in `shown`,
+    and for labels used twice."""
+    chosen = _chosen(settings.strategies, strategies, shown)
+    cases: dict[str, PlannedCase] = {}
+    taken = {f"{model.name}[{FRONT}]" for model in models}
+    for model in models:
+        for name, (strategy, optional) in chosen.items():
+            for label, case in _cases(strategy, model, settings, optional=optional):
+                planned = PlannedCase(model.name, label, case, optional)
+                if planned.name in taken:
+                    raise UsageError(f"strategy {name!r} makes a case {planned.name}, which is the model's front")
+                if planned.name in cases:
+                    raise UsageError(f"strategy {name!r} makes the case {planned.name} a second time")
+                cases[planned.name] = planned
+    if not cases:
+        raise UsageError(
+            "the options leave no case to run", hint="give memory or latency ratios, or a further strategy"
+        )
+    return tuple(cases.values())
+
+
+def _cases(strategy: Strategy, model: Model, settings: Settings, *, optional: bool) -> list[tuple[str, Case]]:
+    """A strategy's cases; none of one that only a pattern asks for where it is not for this run."""
+    try:
+        return list(strategy.cases(model.target, settings.grid))
+    except UsageError:
+        if not optional:
+            raise
+        return []
+
+
+def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) -> dict[str, tuple[Strategy, bool]]:
+    """The strategies that were asked for, by name, and whether only a pattern ("all", "amp*") asks for them."""
+    known: dict[str, Strategy] = {}
+    for strategy in strategies:
+        if strategy.name in known:
+            raise UsageError(f"two strategies are called {strategy.name!r}")
+        known[strategy.name] = strategy
+    found: dict[str, tuple[Strategy, bool]] = {}
+    for name in asked:
+        one = known.get(name) or by_name(name)
+        if one is not None:
+            found[name] = one, False
+            continue
+        matching = [each for each in known if name == ALL or fnmatchcase(each, name)]
+        if not matching:
+            raise UsageError(f"{shown}: unknown strategy {name!r}", hint=f"choose from {', '.join((ALL, *known))}")
+        for each in matching:
+            found.setdefault(each, (known[each], True))
+    return found
+
+
+def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCase, ...]:
+    """A front of each model, if fronts are asked for; of the case the limits are left open."""
+    if settings.pareto is None:
+        return ()
+    grid = settings.grid
+    return tuple(
+        PlannedCase(
+            model.name,
+            FRONT,
+            Case(
+                model.target,
+                "magis",
+                grid.device,
+                grid.preset,
+                grid.dtype,
+                budget=grid.budget,
+                seconds=grid.seconds,
+                seed=grid.seed,
+            ),
+        )
+        for model in models
+    )
+
+
+def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
+    """The cases that `node_ids` name, all without any: "magis::bert[eager]", or "magis::bert" for all of a model."""
+    wanted: set[str] = set()
+    for node_id in node_ids:
+        asked = node_id.removeprefix(PREFIX)
+        matching = {planned.name for planned in cases if asked in (planned.name, planned.model)}
+        if not matching:
+            raise UsageError(f"no such case: {node_id}", hint=f"this run has {', '.join(c.name for c in cases[:8])}")
+        wanted |= matching
+    return tuple(planned for planned in cases if not node_ids or planned.name in wanted)
+
+
+def read_baselines(directory: Path, cases: Sequence[PlannedCase]) -> dict[Path, ModelBaseline | None]:
+    """The baselines of all cases, by file; None where there is no file. Raises BaselineError for an unusable one."""
+    found: dict[Path, ModelBaseline | None] = {}
+    for planned in cases:
+        path = baseline_path(directory, planned.case.device, planned.model)
+        if path not in found:
+            found[path] = read_baseline(path, planned.model, planned.case.device)
+    return found
+
+
+def _check_further(name: str, target: str) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise UsageError(f"a plugin adds the model {name!r}", hint="use letters, digits, '_', '-' and '.' only")
+    if name in (*all_names(), "all", "seed"):
+        raise UsageError(f"a plugin adds a model called {name!r}, which magis already has")
+    if not is_factory(target):
+        raise UsageError(f"a plugin adds the model {name!r} as {target!r}", hint="write package.module:factory")
+    resolve([target])
+
+
+def _check_package(target: str) -> None:
+    """The outermost package only: looking further would run the user's code before anything is validated."""
+    package = target.partition(":")[0].partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise UsageError(
+            f"{target}: no package {package!r}",
+            hint="if it lies in the current directory, start `python -m pytest` or set `pythonpath = .` in the ini "
+            "file; else install it",
+        )

@@ -1,0 +1,140 @@
+"""What a strategy is: a name, and the cases that it contributes for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from magis.errors import UsageError
+from magis.results import Case
+from magis.strategies.strategy_names import LISTED, PLANNED_CODE, check_parts, family, group_of, is_local
+
+# Strategies with one case a model: there is no limit to meet, they land where they land.
+
+
+@dataclass(frozen=True)
+class Named:
+    """A strategy of one rank; nothing is searched, so neither limits nor budgets apply."""
+
+    name: str
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        if is_local(self.name):
+            check_parts(self.name)
+        yield self.name, Case(model, self.name, grid.device, grid.preset, dtype=grid.dtype, seed=grid.seed)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A distributed strategy: its case is of as many ranks as were asked for (`ddp-x4`)."""
+
+    name: str
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        group = group_of(self.name)
+        if grid.ranks % group:
+            raise UsageError(
+                f"strategy {self.name!r} needs a multiple of {group} ranks, there are {grid.ranks}",
+                hint=f"give --magis-ranks={-(-grid.ranks // group) * group}, or make its groups smaller",
+            )
+        case = Case(model, self.name, grid.device, grid.preset, grid.dtype, seed=grid.seed, ranks=grid.ranks)
+        yield f"{self.name}-x{grid.ranks}", case
+
+
+@dataclass(frozen=True)
+class Magis:
+    """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first; planned by the paper's search,
+    `magis-paper-mem0.8`.
+
+    "magis+amp" is the same for the step under autocast, which then is the original, too: limits are shares of its peak.
+    """
+
+    name: str = "magis"
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
+        for search in grid.searches:
+            label = self.name if search == "magis" else f"{self.name}-{search}"
+            for ratio in grid.memory_ratios:
+                yield f"{label}-mem{ratio:.12g}", self._case(search, model, grid, memory_ratio=ratio)
+            for ratio in grid.latency_ratios:
+                yield f"{label}-lat{ratio:.12g}", self._case(search, model, grid, latency_ratio=ratio)
+
+    def _dtype(self, grid: Grid) -> str | None:
+        if self.name == "magis":
+            return grid.dtype
+        if grid.dtype not in (None, "float32") and not str(grid.dtype).startswith("amp-"):
+            raise UsageError(
+                f"strategy {self.name!r} casts float32 weights, those asked for are {grid.dtype}",
+                hint="leave out --magis-dtype",
+            )
+        default = "amp-bfloat16" if grid.device == "cpu" else "amp-float16"  # as torch.autocast by itself
+        return grid.dtype if grid.dtype not in (None, "float32") else default
+
+    def _case(
+        self,
+        search: str,
+        model: str,
+        grid: Grid,
+        *,
+        memory_ratio: float | None = None,
+        latency_ratio: float | None = None,
+    ) -> Case:
+        return Case(
+            model=model,
+            strategy=self.name,
+            dtype=self._dtype(grid),
+            device=grid.device,
+            preset=grid.preset,
+            memory_ratio=memory_ratio,
+            latency_ratio=latency_ratio,
+            budget=grid.budget,
+            seconds=grid.seconds,
+            seed=grid.seed,
+            search=search,
+        )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What was asked for all models alike; the fields mean what they mean in `magis.results.Case`."""
+
+    device: str
+    preset: str
+    dtype: str | None = None
+    memory_ratios: tuple[float, ...] = ()
+    latency_ratios: tuple[float, ...] = ()
+    searches: tuple[str, ...] = ("magis",)
+    budget: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+    ranks: int = 1
+
+
+class Strategy(Protocol):
+    """A way to run a model. `cases` must yield the same (label, case) pairs in the same order every time.
+
+    A label is what stands in brackets in the node id (`magis::bert[label]`) and what baselines are kept under: it
+    starts with the strategy's name and is unique among the model's cases.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]: ...
+
+
+# The strategies that come with the plugin.
+
+
+def by_name(name: str) -> Strategy | None:
+    """The strategy that a name stands for, combinations included ("amp+checkpoint", "tp4+pp2"); None for no name."""
+    kind = family(name)
+    if kind is None:
+        return None
+    if kind == "plan" or name == PLANNED_CODE:
+        return Magis(name)
+    return Ranked(name) if kind == "distributed" else Named(name)
+
+
+BUILT_IN: tuple[Strategy, ...] = tuple(found for found in map(by_name, LISTED) if found is not None)

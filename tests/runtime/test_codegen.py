@@ -1,0 +1,184 @@
+"""Generated code: readable, complete, and forgetful."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from magis.graph import Arg, Const, Graph, Op, Ref, Scalar, Storage, Value, dump, parse
+from magis.ops.call import CallError
+from magis.ops.optimizers import scalars
+from magis.runtime.codegen import compile_step, generate
+from tests.golden.golden import HERE, check_golden
+from tests.nets import ADAMW, NETS, Net, rows
+from tests.oracles import captured, graph_step, interpret, one_thread, same
+
+MLP = Net(
+    lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)), rows(3, 4), rows(3, 2),
+    rule=ADAMW,
+)  # fmt: skip
+
+
+def test_a_training_step_as_a_reader_sees_it() -> None:
+    graph = captured(MLP.build()).graph
+    check_golden("mlp_graph.txt", dump(graph))
+    check_golden("mlp_step.py.txt", generate(graph))
+
+
+def test_the_golden_graph_generates_the_golden_step() -> None:
+    """Whatever torch captures today: the code belongs to the graph beside it."""
+    graph = parse((HERE / "mlp_graph.txt").read_text(encoding="utf-8"))
+    assert generate(graph) == (HERE / "mlp_step.py.txt").read_text(encoding="utf-8")
+
+
+def assigned(line: ast.stmt) -> list[str]:
+    return [
+        node.id
+        for target in (line.targets if isinstance(line, ast.Assign) else [])
+        for node in ast.walk(target)
+        if isinstance(node, ast.Name)
+    ]
+
+
+@pytest.mark.parametrize("name", ["attention", "batch-norm", "views", "constants", "encoder-layer", "returns-dict"])
+def test_every_tensor_is_forgotten_right_after_its_last_use(name: str) -> None:
+    graph = captured(NETS[name].build()).graph
+    (function,) = ast.parse(generate(graph)).body
+    assert isinstance(function, ast.FunctionDef)
+    kept = {f"v{value}" for value in (*graph.inputs, *graph.outputs)}
+    alive: set[str] = set()
+    last_read: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+    for at, line in enumerate(function.body):
+        if isinstance(line, ast.Delete):
+            for target in line.targets:
+                assert isinstance(target, ast.Name)
+                deleted[target.id] = at
+                alive.remove(target.id)
+            continue
+        reads = {node.id for node in ast.walk(line) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        assert {n for n in reads if n.startswith("v") and n[1:].isdigit()} <= alive
+        made = assigned(line)
+        alive.update(made)
+        last_read.update({n: at for n in (*reads, *made) if n.startswith("v") or n == "none"})
+    assert alive - set(scalars(ADAMW, 1)) == kept
+    for value, at in deleted.items():
+        assert at == last_read[value] + 1
+
+
+def one(args: tuple[Arg, ...], target: str = "aten.add.Tensor", **more: object) -> Graph:
+    """A step of one operator on one input."""
+    storages = {n: Storage(n, 16, "batch" if n == 1 else "temporary") for n in (1, 2, 3)}
+    values = {n: Value(n, (4,), (1,), "float32", n) for n in (1, 2, 3)}
+    values[1] = replace(values[1], name="input:0")
+    op = Op(0, target, args, (), (2,), reads=((1, 0),))
+    return Graph(storages, values, (replace(op, **more),), (1,), (2,))  # type: ignore[arg-type]
+
+
+def line(args: tuple[Arg, ...], **more: object) -> str:
+    return generate(one(args, **more)).splitlines()[3].strip()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arg", "text"),
+    [
+        (Ref(1), "v1"), (Scalar("neg_lr"), "neg_lr"), (Const("dtype", "float32"), "dtype_float32"),
+        (Const("device", "cuda:0"), "device_cuda_0"), (3, "3"), (-0.0, "-0.0"), (1e-300, "1e-300"), (True, "True"),
+        (None, "None"), ("a'b", '"a\'b"'), ((), "[]"), ((1, (Ref(1), None)), "[1, [v1, None]]"),
+        (math.inf, "float('inf')"), (-math.inf, "float('-inf')"), (math.nan, "float('nan')"),
+        ((math.inf,), "[float('inf')]"),
+    ],
+)  # fmt: skip
+def test_arguments(arg: Arg, text: str) -> None:
+    code = generate(one((Ref(1), arg), kwargs=(("out", arg),)))
+    assert f"v2 = aten_add_Tensor(v1, {text}, out={text})" in code
+    ast.parse(code)
+
+
+def test_results() -> None:
+    assert line((Ref(1),)) == "v2 = aten_add_Tensor(v1)"
+    assert line((Ref(1),), outputs=(2,), many=True) == "(v2,) = aten_add_Tensor(v1)"
+    assert line((Ref(1),), outputs=(2, None, 3), many=True) == "(v2, none, v3,) = aten_add_Tensor(v1)"
+    assert line((Ref(1),), outputs=(None,)) == "aten_add_Tensor(v1)"
+    assert line((Ref(1),), outputs=()) == "aten_add_Tensor(v1)"
+    assert line((Ref(1),), target="magis.store") == "v2 = host.store(v1)"
+
+
+def test_a_step_without_inputs_or_outputs() -> None:
+    graph = replace(one(()), inputs=(), outputs=())
+    assert (
+        generate(graph)
+        == "def step(tensors, scalars):\n    # forward\n    v2 = aten_add_Tensor()\n    del v2\n    return ()\n"
+    )
+    assert generate(replace(graph, ops=())) == "def step(tensors, scalars):\n    return ()\n"
+    assert compile_step(replace(graph, ops=()))([], {}) == ()
+
+
+def test_a_module_name_cannot_smuggle_code() -> None:
+    for evil in ("x\nraise SystemExit", "x\r\nraise SystemExit", "x\u2028raise SystemExit", "x\x0craise SystemExit"):
+        graph = one((Ref(1), 1), module=evil)
+        assert len(ast.parse(generate(graph)).body[0].body) == 3  # type: ignore[attr-defined]
+        assert compile_step(graph)([torch.zeros(4)], {})[0].tolist() == [1.0] * 4
+
+
+def test_special_numbers_arrive() -> None:
+    for number in (math.inf, -math.inf, math.nan, 0.1, -0.0):
+        (found,) = compile_step(one((Ref(1), number), "aten.add.Scalar"))([torch.zeros(4)], {})
+        assert same(found, torch.zeros(4) + number)
+
+
+def test_scalars_are_looked_up_by_name() -> None:
+    graph = one((Ref(1), Scalar("b")), kwargs=(("alpha", Scalar("a")),), target="aten.add.Scalar")
+    assert generate(graph).splitlines()[2:4] == ["    a = scalars['a']", "    b = scalars['b']"]
+    (found,) = compile_step(graph)([torch.ones(4)], {"a": 2.0, "b": 3.0, "unused": 9.0})
+    assert found.tolist() == [7.0] * 4
+    with pytest.raises(KeyError):
+        compile_step(graph)([torch.ones(4)], {"a": 2.0})
+
+
+def test_constants_are_those_of_the_device() -> None:
+    graph = one(
+        ((4,),), "aten.ones.default", kwargs=(("dtype", Const("dtype", "int32")), ("device", Const("device", "cuda")))
+    )
+    (found,) = compile_step(graph, "cpu")([torch.zeros(4)], {})
+    assert found.dtype == torch.int32
+    assert found.device.type == "cpu"
+    (fake,) = compile_step(graph, "meta")([torch.zeros(4)], {})
+    assert fake.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "target", ["aten.nonsense.default", "aten.add.Nonsense", "magis.nonsense", "os.system.default"]
+)
+def test_unknown_operators_are_refused_before_anything_runs(target: str) -> None:
+    with pytest.raises(CallError):
+        compile_step(one((Ref(1),), target))
+
+
+def test_steps_run_without_autograd() -> None:
+    step = compile_step(one((Ref(1), 1.0), "aten.add_.Scalar", outputs=(2,), writes=((1, 1),)))
+    weight = torch.zeros(4, requires_grad=True)
+    (found,) = step([weight], {})
+    assert not found.requires_grad or found is weight
+    assert weight.tolist() == [1.0] * 4
+    assert weight.grad_fn is None
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["attention-dropout", "constants", "indexing", "recurrent", "spectral-norm"])
+def test_the_code_computes_what_its_operators_do_one_by_one(name: str) -> None:
+    with one_thread():
+        net = NETS[name].build()
+        graph = captured(net).graph
+        expected = interpret(graph, net)
+        step = graph_step(graph, net)
+        torch.manual_seed(0)
+        outputs = step._step(step._tensors, scalars(net.rule, 1))
+        found: dict[str, Tensor] = {f"output {n}": tensor for n, tensor in enumerate(outputs)}
+        found |= {graph.values[v].name: t for v, t in zip(graph.inputs, step._tensors, strict=True)}
+        assert [key for key in expected if not same(expected[key], found[key])] == []

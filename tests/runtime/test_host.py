@@ -1,0 +1,109 @@
+"""Host memory of swapped tensors, and the generator's states."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.runtime.measure import tensor_peak, window_peak
+from magis.runtime.swap_streams import Host
+from tests.oracles import same
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=4), st.randoms(use_true_random=False), st.sampled_from(DTYPES),
+    st.integers(0, 3), st.booleans(),
+)  # fmt: skip
+def test_what_comes_back_is_what_left(
+    sizes: list[int], random: object, dtype: torch.dtype, offset: int, expanded: bool
+) -> None:
+    order = list(range(len(sizes)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    count = int(np.prod(sizes)) if sizes else 1
+    flat = torch.arange(count + offset).to(dtype)
+    tensor = flat[offset:].view(sizes).permute(order)
+    if expanded:
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    host = Host()
+    stored = host.store(tensor)
+    expected = tensor.clone()
+    flat.zero_()  # the device's memory may be used again
+    host.wait(tensor, stored)
+    found = host.load(stored)
+    assert same(found, expected)
+    assert found.stride() == tensor.stride()
+    assert found.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or found.numel() == 0
+    again = host.load(stored)  # as often as wanted
+    assert same(again, found)
+
+
+def test_gaps_are_kept() -> None:
+    """A window with holes: the bytes between come along, so that the strides can."""
+    tensor = torch.arange(12.0).view(3, 4)[:, ::2]
+    found = Host().load(Host().store(tensor))
+    assert found.stride() == (4, 2)
+    assert same(found.contiguous(), tensor.contiguous())
+
+
+def test_the_copy_is_outside_of_torchs_memory() -> None:
+    host = Host()
+    tensor = torch.ones(1000)
+    assert window_peak(lambda: host.store(tensor)).peak_bytes == 0
+    stored = host.store(tensor)
+    assert window_peak(lambda: host.load(stored)).peak_bytes == 4000
+
+
+def test_random_numbers_come_again_and_the_step_goes_on() -> None:
+    host = Host()
+    torch.manual_seed(3)
+    torch.rand(5)
+    saved = host.rng_save()
+    first = torch.rand(4)
+    after = torch.get_rng_state()
+    expected = torch.rand(2)
+    torch.set_rng_state(after)
+    present = host.rng_enter(saved)
+    again = torch.rand(4)
+    host.rng_leave(present)
+    assert same(first, again)
+    assert same(torch.get_rng_state(), after)
+    assert same(torch.rand(2), expected)
+
+
+def test_states_are_copies() -> None:
+    host = Host()
+    torch.manual_seed(3)
+    saved = host.rng_save()
+    kept = saved.copy()
+    torch.rand(100)
+    assert np.array_equal(saved, kept)
+
+
+def test_states_are_no_tensors_of_the_step() -> None:
+    host = Host()
+
+    def repeat() -> None:
+        host.rng_leave(host.rng_enter(host.rng_save()))
+
+    assert tensor_peak(repeat) == 0
+
+
+def test_there_is_no_generator_of_a_device_that_is_missing() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises((RuntimeError, AssertionError)):
+        Host("cuda")

@@ -1,0 +1,131 @@
+"""The exact step against torch's own double precision, and what counts as close to it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from magis.graph import verify
+from magis.ops.optimizers import OptimizerSpec
+from magis.runtime.double_precision import closeness, exact, gradient_values, with_gradients
+from tests import nets
+from tests.oracles import captured, eager_step, graph_step
+
+RULES = [OptimizerSpec("sgd", lr=0.1), OptimizerSpec("momentum", lr=0.1), nets.ADAMW, OptimizerSpec("adam", lr=0.1)]
+
+
+def deep(**parts: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), *parts.values(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind)
+def test_loss_and_gradients_are_those_of_a_double_module(rule: OptimizerSpec) -> None:
+    net = nets.Net(deep, nets.rows(4, 6), nets.labels(4, 3), F.cross_entropy, rule).build()
+    graph = captured(net).graph
+    gradients = gradient_values(graph)
+    assert sorted(gradients) == sorted(name for name, _ in net.module.named_parameters())
+    before = {name: tensor.clone() for name, tensor in net.module.state_dict().items()}
+    found = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.module.state_dict().items())
+
+    twin = copy.deepcopy(net.module).double()
+    loss = F.cross_entropy(twin(net.inputs[0].double()), net.targets[0])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
+    for (name, parameter), gradient in zip(twin.named_parameters(), found[1:], strict=True):
+        assert name in gradients
+        torch.testing.assert_close(found[1 + list(gradients).index(name)], parameter.grad, rtol=1e-10, atol=1e-14)
+        assert gradient.dtype == torch.float64
+
+
+class Grouped(nn.Module):
+    """A product of groups of rows with a matrix each, which has no kernel for doubles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16))
+        self.register_buffer("ends", torch.tensor([4, 8], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, self.ends)  # type: ignore[arg-type]
+
+
+def test_what_has_no_kernel_for_doubles_runs_in_the_steps_own_type() -> None:
+    net = nets.Net(Grouped, nets.rows(8, 16), nets.labels(8, 16), F.cross_entropy).build()
+    graph = captured(net).graph
+    found = exact(graph, graph_step(graph, net).tensors, graph.outputs)
+    assert found[0].dtype == torch.float64
+    torch.testing.assert_close(
+        found[0].float(), F.cross_entropy(net.module(*net.inputs), *net.targets), rtol=1e-5, atol=0
+    )
+
+
+def test_random_numbers_are_those_of_the_step() -> None:
+    """Dropout of half the elements: exact and eager drop the same ones, or the gradients would be far apart."""
+    net = nets.Net(lambda: deep(dropout=nn.Dropout(0.5)), nets.rows(16, 6), nets.labels(16, 3), F.cross_entropy).build()
+    graph = captured(net).graph
+    gradients = gradient_values(graph)
+    torch.manual_seed(5)
+    found = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
+    eager = eager_step(net)
+    torch.manual_seed(5)
+    eager.prepare()
+    loss = eager.run()
+    torch.testing.assert_close(found[0].float(), loss, rtol=1e-5, atol=0)
+    for name, gradient in zip(gradients, found[1:], strict=True):
+        torch.testing.assert_close(gradient.float(), eager.gradients()[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_returns_its_gradients_computes_the_same() -> None:
+    net = nets.trained_mlp(nets.ADAMW).build()
+    graph = captured(net).graph
+    wider, names = with_gradients(graph)
+    verify(wider)
+    assert wider.ops == graph.ops
+    eager, ours = eager_step(net), graph_step(wider, net)
+    for step in (eager, ours):
+        step.prepare()
+        step.run()
+    results = ours.results()
+    assert torch.equal(results[0], eager.results()[0])
+    for name, gradient in zip(names, results[1:], strict=True):
+        assert torch.equal(gradient, eager.gradients()[name])
+
+
+def test_a_tied_weight_has_one_gradient() -> None:
+    net = nets.Net(nets.Tied, nets.tokens(2, 4, 11), nets.labels(8, 11), None, nets.SGD).build()
+    graph = captured(replace(net, targets=(), loss_fn=lambda out: out.float().square().mean())).graph
+    assert sorted(gradient_values(graph)) == sorted(name for name, _ in net.module.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "share"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.0 + 1e-6], [1.0, 2.0], 0.5),  # half of 1e-6 * 2
+        ([1.0, 2.0 + 4e-6], [1.0, 2.0 - 1e-6], 1.0),  # 2 * 1e-6 + 1e-6 * 2
+        ([1.0, 2.1], [1.0, 2.0], 0.1 / 2e-6),
+    ],
+)
+def test_closeness_is_the_share_of_what_is_allowed(ours: list[float], theirs: list[float], share: float) -> None:
+    reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = closeness(
+        "w", torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), reference
+    )
+    assert found.share == pytest.approx(share, rel=1e-4)
+
+
+def test_numbers_that_are_none_are_never_close() -> None:
+    nan = torch.tensor([float("nan")])
+    assert closeness("w", nan, torch.tensor([1.0]), torch.tensor([1.0]).double()).share == float("inf")
+    zero = torch.zeros(3)
+    assert closeness("w", zero, zero, zero.double()).share == 0.0
+    assert closeness("w", torch.ones(3), zero, zero.double()).share == float("inf")
+    empty = torch.zeros(0)
+    assert closeness("w", empty, empty, empty.double()).share == 0.0

@@ -1,0 +1,208 @@
+"""Steps that run: what is measured, what is left behind, and what does not fit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.capture import capture
+from magis.errors import MagisError
+from magis.ops.optimizers import OptimizerSpec
+from magis.runtime.measure import window_peak
+from magis.runtime.steps import EagerStep, GraphStep
+from tests.nets import ADAMW, FORWARD, NETS, SGD, Attention, Block, Net, rows
+from tests.oracles import captured, differences, eager_step, graph_step, history, same
+
+
+def test_eager_is_torch_written_out() -> None:
+    """Against the loop that everybody writes."""
+    net = NETS["dropout"].build()
+    step = eager_step(net)
+    module = copy.deepcopy(net.module)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=net.rule.lr, weight_decay=net.rule.weight_decay, foreach=False
+    )
+    for seed in range(3):
+        torch.manual_seed(seed)
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.mse_loss(module(*net.inputs), *net.targets)
+        loss.backward()
+        optimizer.step()
+        torch.manual_seed(seed)
+        step.prepare()
+        assert same(step.run(), loss.detach())
+    assert all(same(a, b) for a, b in zip(module.parameters(), step.module.parameters(), strict=True))
+    states = [optimizer.state[p] for p in module.parameters()]
+    names = [name for name, _ in module.named_parameters()]
+    assert step.state().keys() == {f"{kind}:{name}" for name in names for kind in ("exp_avg", "exp_avg_sq")}
+    for name, state in zip(names, states, strict=True):
+        assert same(state["exp_avg"], step.state()[f"exp_avg:{name}"])
+
+
+def test_gradients_are_none_before_and_there_after_the_window() -> None:
+    step = eager_step(NETS["linear"].build())
+    assert not step.gradients()
+    step.run()
+    assert set(step.gradients()) == {"weight", "bias"}
+    step.prepare()
+    assert not step.gradients()
+    assert [p.grad for p in step.module.parameters()] == [None, None]
+
+
+def test_a_generated_step_leaves_no_gradients() -> None:
+    net = NETS["linear"].build()
+    step = graph_step(captured(net).graph, net)
+    kept = window_peak(step.run).kept_bytes
+    assert kept == 5 * 3 * 4  # the loss, whose memory is as large as the output of the layer
+    assert all(p.grad is None for p in step.module.parameters())
+
+
+class Targets(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_eager_attention_is_explicit_on_demand(explicit: bool) -> None:
+    net = Net(Attention, rows(2, 6, 16), rows(2, 6, 16), explicit_attention=explicit).build()
+    with Targets() as targets:
+        eager_step(net).run()
+    assert any("flash_attention" in name for name in targets.seen) != explicit
+    assert any("softmax" in name for name in targets.seen) == explicit
+
+
+def test_inference_needs_no_graph_of_autograd() -> None:
+    net = Net(lambda: nn.Linear(4, 3), rows(2, 4), loss_fn=None, rule=FORWARD).build()
+    loss = eager_step(net).run()
+    assert loss.shape == (2, 3)
+    assert not loss.requires_grad
+
+
+def test_the_first_of_several_outputs_is_returned() -> None:
+    for name, shape in (("returns-tuple", (3, 4)), ("returns-dict", (3, 4))):
+        net = NETS[name].build()
+        eager, own = eager_step(net).run(), graph_step(captured(net).graph, net).run()
+        assert eager.shape == shape
+        assert same(eager, own)
+
+
+def test_results_are_all_that_a_step_returns() -> None:
+    for name in ("returns-tuple", "returns-dict", "returns-input", "optimizer-gradients", "linear"):
+        net = NETS[name].build()
+        eager, own = eager_step(net), graph_step(captured(net).graph, net)
+        eager.run()
+        own.run()
+        assert len(eager.results()) == len(own.results())
+        assert all(same(a, b) for a, b in zip(eager.results(), own.results(), strict=True))
+        eager.prepare()
+        own.prepare()
+        assert own.results() == ()
+
+
+def test_steps_count() -> None:
+    """Adam's corrections depend on the number of the step; a step that starts anew starts at one."""
+    net = NETS["optimizer-adam"].build()
+    graph = captured(net).graph
+    first = history(graph_step(graph, net), 4)
+    assert differences(history(eager_step(net), 4), first) == []
+    assert differences(first[:1], history(graph_step(graph, net), 1)) == []
+    assert differences(first[:1], first[1:2]) != []
+
+
+def test_state_starts_at_zero_in_the_layout_of_the_parameter() -> None:
+    net = Net(
+        lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), rows(1, 2, 5, 5), rows(1, 3, 3, 3), rule=ADAMW
+    ).build()
+    step = graph_step(captured(net).graph, net)
+    state = step.state()
+    assert set(state) == {f"{kind}:{name}" for kind in ("exp_avg", "exp_avg_sq") for name in ("weight", "bias")}
+    assert state["exp_avg:weight"].stride() == step.module.weight.stride()
+    assert all(not tensor.any() and not tensor.requires_grad for tensor in state.values())
+
+
+def test_a_graph_changes_the_module_that_it_is_bound_to() -> None:
+    net = NETS["batch-norm"].build()
+    step = graph_step(captured(net).graph, net)
+    before = {name: tensor.clone() for name, tensor in step.module.state_dict().items()}
+    step.run()
+    after = step.module.state_dict()
+    assert not same(before["1.running_mean"], after["1.running_mean"])
+    assert int(after["1.num_batches_tracked"]) == 1
+    assert not same(before["0.weight"], after["0.weight"])
+
+
+def bound(net: Net, module: nn.Module, inputs: tuple[Tensor, ...]) -> GraphStep:
+    built = net.build()
+    return GraphStep(captured(built).graph, module, inputs, built.targets, built.rule)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (nn.Linear(4, 3), (torch.ones(6, 4),), "input:0 is torch.float32(6, 4), the graph was captured with float32(5"),
+        (nn.Linear(4, 3).double(), (torch.ones(5, 4),), "parameter:weight is torch.float64(3, 4)"),
+        (nn.Linear(4, 3), (torch.ones(5, 4, dtype=torch.int32),), "input:0 is torch.int32(5, 4)"),
+    ],
+)  # fmt: skip
+def test_another_shape_or_type_is_refused(module: nn.Module, inputs: tuple[Tensor, ...], message: str) -> None:
+    with pytest.raises(MagisError, match="capture again for these shapes") as caught:
+        bound(NETS["linear"], module, inputs)
+    assert message in str(caught.value)
+
+
+def test_constants_are_made_in_their_type() -> None:
+    def run(block: nn.Module, x: Tensor) -> Tensor:
+        table = torch.tensor([[1, 2], [3, 4]])
+        return x.sum() * table.sum() + torch.tensor([True, False]).any() * torch.tensor(float("inf"))
+
+    net = Net(lambda: Block(run), rows(2), loss_fn=None, rule=FORWARD).build()
+    graph = captured(net).graph
+    kinds = [(graph.values[v].dtype, graph.values[v].shape) for v in graph.constants]
+    assert kinds == [("int64", (2, 2)), ("bool", (2,)), ("float32", ())]
+    assert same(graph_step(graph, net).run(), eager_step(net).run())
+
+
+def test_a_constant_is_made_afresh_in_every_step() -> None:
+    """Although the forward changes it."""
+
+    def run(block: nn.Module, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0]).mul_(x).sum()
+
+    net = Net(lambda: Block(run), lambda: (torch.tensor([3.0, 4.0]),), loss_fn=None, rule=FORWARD).build()
+    step = graph_step(captured(net).graph, net)
+    assert [float(step.run()) for _ in range(3)] == [11.0] * 3
+
+
+def test_a_loss_function_may_be_missing() -> None:
+    net = NETS["loss-inside"].build()
+    assert differences(history(eager_step(net)), history(graph_step(captured(net).graph, net))) == []
+
+
+def test_the_update_may_be_any_of_torchs() -> None:
+    """One module, one gradient, the rules side by side: each moves the weights in its own way."""
+    weights = []
+    for rule in (SGD, OptimizerSpec("momentum", lr=0.1, momentum=0.9), OptimizerSpec("adam", lr=0.1), ADAMW):
+        net = Net(lambda: nn.Linear(4, 3), rows(5, 4), rows(5, 3), rule=rule).build()
+        step = EagerStep(copy.deepcopy(net.module), net.inputs, net.targets, net.loss_fn, rule)
+        own = GraphStep(
+            capture(net.module, net.inputs, net.targets, net.loss_fn, rule).graph,
+            copy.deepcopy(net.module), net.inputs, net.targets, rule,
+        )  # fmt: skip
+        for _ in range(2):
+            step.prepare()
+            assert same(step.run(), own.run())
+        assert same(step.module.weight, own.module.weight)
+        weights.append(step.module.weight.detach())
+    assert all(not same(a, b) for i, a in enumerate(weights) for b in weights[:i])

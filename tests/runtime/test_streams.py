@@ -1,0 +1,404 @@
+"""Swaps beside the operators of a step: right in every legal order, and wrong as soon as one wait is missing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from magis.graph import Graph, Op, parse, verify
+from magis.rewrite.functionalize import functionalize
+from magis.rewrite.realize import realize
+from magis.runtime import swap_streams as streams
+from magis.runtime.codegen import compile_step, generate
+from magis.runtime.measure import tensor_peak
+from magis.runtime.steps import GraphStep
+from magis.runtime.swap_streams import Host, Parked, StreamHost, make_host
+from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.simulate.evaluator import expand
+from magis.simulate.problem import SWAP
+from tests.nets import NETS, Built
+from tests.oracles import captured, differences, eager_step, graph_step, history, one_thread, same
+from tests.runtime.simulated_gpu import SimulatedGpu, at_random, earliest_copies, latest_copies
+from tests.strategies import examples, random_flags
+
+ORDERS = {"late": latest_copies, "early": earliest_copies, **{f"random {n}": at_random(n) for n in range(3)}}
+SWAPPED = ["encoder-layer", "batch-norm", "attention-dropout", "views"]
+
+
+class Costs:
+    """A microsecond for every operator; a link on which a swap takes a few of those."""
+
+    rounding = 1
+    link_bytes_per_s = 1e10
+
+    def nanoseconds(self, op: Op, values: object) -> int:
+        return 1000
+
+    def workspace(self, op: Op, values: object) -> int:
+        return 0
+
+
+@functools.cache
+def problem(name: str) -> tuple[Built, Compiled]:
+    net = NETS[name].build()
+    return net, compile_problem(functionalize(captured(net).graph), Costs())
+
+
+def plan(name: str, flags: np.ndarray | None = None) -> Graph:
+    """A step of the net with these decisions; without any, all is swapped that can be."""
+    _, compiled = problem(name)
+    count = compiled.problem.n_storages
+    chosen = np.full(count, SWAP, dtype=np.int8) if flags is None else flags
+    order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
+    graph = realize(compiled, expand(compiled.problem, order, chosen))
+    verify(graph)
+    return graph
+
+
+def swaps(graph: Graph) -> int:
+    return sum(op.target == "magis.load" for op in graph.ops)
+
+
+def recorded(graph: Graph, net: Built, count: int = 2) -> tuple[SimulatedGpu, list[dict[str, Tensor]], GraphStep]:
+    """So many steps on the paper device, and what they left behind."""
+    gpu = SimulatedGpu()
+    step = GraphStep(graph, _copied(net).module, net.inputs, net.targets, net.rule, runtime=gpu)
+    run = step.run
+
+    def watched() -> Tensor:
+        with gpu:
+            return run()
+
+    step.run = watched  # type: ignore[method-assign]
+    found = history(step, count)
+    return gpu, found, step
+
+
+def _copied(net: Built) -> GraphStep:
+    return graph_step(captured(net).graph, net)
+
+
+def check(gpu: SimulatedGpu) -> None:
+    """No race, and the same contents of everything in any order."""
+    assert gpu.races() == []
+    assert [name for name, choose in ORDERS.items() if gpu.wrong(choose)] == []
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_everything_swapped_computes_eagers_numbers_in_every_order(name: str) -> None:
+    with one_thread():
+        net, _ = problem(name)
+        graph = plan(name)
+        assert swaps(graph) > 2
+        gpu, found, _step = recorded(graph, net)
+        assert differences(history(eager_step(net), 2), found) == []
+        check(gpu)
+
+
+@pytest.mark.parametrize("name", SWAPPED[:2])
+@given(seed=st.integers(0, 2**32 - 1))
+@examples(8)
+def test_any_plan_computes_eagers_numbers_in_every_order(name: str, seed: int) -> None:
+    with one_thread():
+        net, compiled = problem(name)
+        flags = random_flags(compiled.problem, np.random.default_rng(seed))
+        gpu, found, _step = recorded(plan(name, flags), net)
+        assert differences(_eager(name), found) == []
+        check(gpu)
+
+
+@functools.cache
+def _eager(name: str) -> list[dict[str, Tensor]]:
+    return history(eager_step(problem(name)[0]), 2)
+
+
+# --- one wait less ------------------------------------------------------------------------------------------------
+
+
+class NoReady(StreamHost):
+    def ready(self, tensor: Tensor) -> None:
+        """The consumer does not wait."""
+
+
+class NoWait(StreamHost):
+    def wait(self, tensor: Tensor, stored: Parked) -> None:
+        """Memory is freed while it is copied."""
+
+
+class NoOrder(StreamHost):
+    """Copies start before what was computed earlier."""
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        with self._runtime.running_on(self._copies):
+            target.copy_(source, non_blocking=True)
+        self._last = self._copies.record_event()
+
+
+class EarlyStore(NoOrder):
+    """Stores alone start too early."""
+
+    def load(self, stored: Parked) -> Tensor:
+        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
+        StreamHost._copy(self, streams.as_bytes(tensor), stored.buffer)
+        self._arriving[id(tensor)] = self._last
+        return tensor
+
+
+class EarlyLoad(NoOrder):
+    """Loads alone start too early."""
+
+    def store(self, tensor: Tensor) -> Parked:
+        self._copies.wait_event(self._runtime.current_stream().record_event())
+        return super().store(tensor)
+
+    def load(self, stored: Parked) -> Tensor:
+        return super().load(stored)
+
+
+@contextmanager
+def spoilt(host: type[StreamHost]) -> Iterator[None]:
+    """Steps made inside swap with another host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "StreamHost", host)
+        yield
+
+
+@pytest.mark.parametrize("host", [NoReady, NoWait, EarlyStore, EarlyLoad])
+@pytest.mark.parametrize("name", ["encoder-layer", "attention-dropout"])  # no indices: rubbish would crash kernels
+def test_one_wait_less_is_a_race_and_gives_wrong_numbers(name: str, host: type[StreamHost]) -> None:
+    with one_thread(), spoilt(host):
+        gpu, found, _step = recorded(plan(name), problem(name)[0])
+        assert differences(_eager(name), found) == []  # in the order in which a CPU runs them, all is well
+        assert gpu.races() != []
+        assert [order for order, choose in ORDERS.items() if gpu.wrong(choose)] != []
+
+
+class TwoStreams(StreamHost):
+    """Loads have a stream of their own."""
+
+    def load(self, stored: Parked) -> Tensor:
+        stores, self._copies = self._copies, self._runtime.new_stream()
+        try:
+            return super().load(stored)
+        finally:
+            self._copies = stores
+
+
+@pytest.mark.parametrize(("host", "racing"), [(StreamHost, False), (TwoStreams, True)])
+def test_a_buffer_is_used_again_while_it_is_still_read(host: type[StreamHost], racing: bool) -> None:
+    """Loaded ahead of its use, its buffer given to the next store: right because there is one copy stream."""
+    gpu = SimulatedGpu()
+    swapping = host("cpu", gpu)
+    with gpu:
+        first = torch.arange(64.0)
+        parked = swapping.store(first)
+        swapping.wait(first, parked)
+        del first
+        back = swapping.load(parked)
+        del parked
+        second = torch.arange(64.0, 128.0)
+        again = swapping.store(second)
+        swapping.wait(second, again)
+        del second
+        swapping.ready(back)
+        result = back + 1
+    assert gpu.pinned_bytes == [256]
+    assert bool(gpu.races()) == racing
+    if not racing:
+        check(gpu)
+    assert same(result, torch.arange(64.0) + 1)
+
+
+# --- buffers, streams, broken steps ---------------------------------------------------------------------------------
+
+
+def test_buffers_are_made_once() -> None:
+    with one_thread():
+        net, _ = problem("encoder-layer")
+        graph = plan("encoder-layer")
+        gpu, _, step = recorded(graph, net, 1)
+        made = list(gpu.pinned_bytes)
+        assert 0 < len(made) <= swaps(graph)
+        for _ in range(3):
+            step.prepare()
+            step.run()
+        assert gpu.pinned_bytes == made
+
+
+def test_buffers_are_none_of_the_steps_tensors() -> None:
+    with one_thread():
+        net, _ = problem("encoder-layer")
+        graph = plan("encoder-layer")
+        with SimulatedGpu() as gpu:
+            pass
+        with_streams = GraphStep(graph, _copied(net).module, net.inputs, net.targets, net.rule, runtime=gpu)
+        assert tensor_peak(with_streams.run) == tensor_peak(graph_step(graph, net).run)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_what_comes_back_is_what_left(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    host = make_host("cpu", SimulatedGpu())
+    assert isinstance(host, StreamHost)
+    count = int(np.prod(shape))
+    tensor = (
+        torch.arange(2 * count + 1).to(dtype)[1:].as_strided(shape, tuple(2 for _ in shape[:-1]) + (1,) * bool(shape))
+    )
+    parked = host.store(tensor)
+    host.wait(tensor, parked)
+    for _ in range(2):
+        found = host.load(parked)
+        host.ready(found)
+        assert same(found, tensor)
+        assert found.stride() == tensor.stride()
+
+
+def test_a_cpu_has_no_streams() -> None:
+    assert type(make_host("cpu")) is Host
+
+
+def test_a_broken_step_leaves_no_copy_behind() -> None:
+    """What it held is freed: the compute stream waits for copies that may still touch it."""
+    graph = prefetched()
+    gpu = SimulatedGpu()
+
+    def broken(_tensor: Tensor) -> Tensor:
+        raise RuntimeError("out of order")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.aten.exp.default, "_op", broken)
+        step = compile_step(graph, host=make_host("cpu", gpu))
+    with gpu:
+        with pytest.raises(RuntimeError, match="out of order"):
+            step([torch.ones(4)], {})
+        later = torch.ones(4)
+    assert gpu.races() == []
+    assert later.sum() == 4
+    waited = [action.awaits for action in gpu.actions if action.stream == 0 and action.awaits is not None]
+    events = [action.records for action in gpu.actions if action.stream == 1 and action.records is not None]
+    assert waited[-1] == events[-1]
+
+
+# --- the generated code ---------------------------------------------------------------------------------------------
+
+PREFETCHED = """magis graph 1
+storage 1 batch 16
+storage 2 temporary 16
+storage 3 host 16
+storage 4 temporary 16
+storage 5 temporary 16
+storage 6 temporary 16
+value 1 @1 float32 [4] {1} +0 "input:0"
+value 2 @2 float32 [4] {1} +0
+value 3 @3 float32 [4] {1} +0
+value 4 @4 float32 [4] {1} +0
+value 5 @5 float32 [4] {1} +0
+value 6 @4 float32 [2, 2] {2, 1} +0
+value 7 @6 float32 [2, 2] {2, 1} +0
+input 1
+op 0 %2 = aten.neg.default(%1) reads 1:0 phase forward
+op 1 %3 = magis.store(%2) reads 2:0 phase forward
+op 2 = magis.wait(%2, %3) phase forward
+op 3 %4 = magis.load(%3) phase forward
+op 4 %5 = aten.exp.default(%1) reads 1:0 phase forward
+op 5 %6 = aten.view.default(%4, [2, 2]) phase forward
+op 6 %7 = aten.neg.default(%6) reads 4:0 phase forward
+output 5
+output 7
+"""
+
+
+def prefetched() -> Graph:
+    graph = parse(PREFETCHED)
+    verify(graph)
+    return graph
+
+
+def lines(graph: Graph) -> list[str]:
+    return [line.strip() for line in generate(graph).splitlines() if "#" not in line]
+
+
+def test_the_first_operator_that_takes_what_was_loaded_waits_for_it() -> None:
+    found = lines(prefetched())
+    assert found.count("host.ready(v4)") == 1
+    assert found.index("host.ready(v4)") == found.index("v6 = aten_view_default(v4, [2, 2])") - 1
+
+
+def changed(text: str, *more: tuple[str, str]) -> Graph:
+    for old, new in more:
+        assert old in text
+        text = text.replace(old, new)
+    graph = parse(text)
+    verify(graph)
+    return graph
+
+
+def test_what_was_loaded_for_nothing_is_waited_for_before_it_is_forgotten() -> None:
+    graph = changed(
+        PREFETCHED, *((line + "\n", "") for line in PREFETCHED.splitlines() if "%6" in line or "output 7" in line)
+    )
+    found = lines(graph)
+    assert found.index("host.ready(v4)") == found.index("del v3, v4") - 1
+    gpu = SimulatedGpu()
+    with gpu:
+        compile_step(graph, host=make_host("cpu", gpu))([torch.ones(4)], {})
+    check(gpu)
+
+
+def test_what_was_loaded_and_is_returned_is_waited_for_at_the_end() -> None:
+    kept = (line + "\n" for line in PREFETCHED.splitlines() if "%6" in line)
+    graph = changed(PREFETCHED, *((line, "") for line in kept), ("output 7", "output 4"))
+    assert lines(graph)[-2:] == ["host.ready(v4)", "return (v5, v4,)"]
+
+
+def test_parts_of_a_loop_are_swapped_as_well() -> None:
+    graph = parse("""magis graph 1
+storage 1 batch 64
+storage 2 temporary 64
+value 1 @1 float32 [16] {1} +0 "input:0"
+value 2 @2 float32 [16] {1} +0
+input 1
+op 0 (%2) = magis.loop(%1) reads 1:0 phase forward parts 4
+  storage 1 outer 64
+  storage 2 outer 64
+  storage 3 temporary 16
+  storage 4 temporary 16
+  storage 5 host 16
+  storage 6 temporary 16
+  storage 7 temporary 16
+  value 1 @1 float32 [16] {1} +0
+  value 2 @2 float32 [16] {1} +0
+  value 3 @1 float32 [4] {1} +0
+  value 4 @4 float32 [4] {1} +0
+  value 5 @5 float32 [4] {1} +0
+  value 6 @6 float32 [4] {1} +0
+  value 7 @7 float32 [4] {1} +0
+  input 1
+  input 2
+  op 0 %3 = magis.part(%1, 0) phase forward
+  op 1 %4 = aten.exp.default(%3) reads 1:0 phase forward
+  op 2 %5 = magis.store(%4) reads 4:0 phase forward
+  op 3 = magis.wait(%4, %5) phase forward
+  op 4 %6 = magis.load(%5) phase forward
+  op 5 %7 = aten.neg.default(%6) reads 6:0 phase forward
+  op 6 = magis.join(%2, %7, 0) reads 2:0 7:0 writes 2:1 phase forward
+  end
+output 2
+""")
+    verify(graph)
+    gpu = SimulatedGpu()
+    tensor = torch.arange(16.0)
+    with gpu:
+        (found,) = compile_step(graph, host=make_host("cpu", gpu))([tensor], {})
+    assert same(found, -tensor.exp())
+    assert len([action for action in gpu.actions if action.stream == 1 and action.run is not None]) == 8
+    assert gpu.pinned_bytes == [16]
+    check(gpu)
