@@ -30,7 +30,8 @@ MODES = ("nothing kept", "plans", "results")
 def seconds_of(model: str, device: str, folder: Path, *, results: bool) -> list[float]:
     """Seconds of capturing, then of each case."""
     before_torch()
-    from magis.api import Bench, run_case
+    from magis.cases.run_case import run_case
+    from magis.planner.bench import Bench
     from magis.results import Case
 
     bench = Bench(kept=folder, keep_results=results)

@@ -9,8 +9,8 @@ import resource
 import sys
 import time
 
-from magis.api import Bench
 from magis.models import GATE_NAMES, SEED_NAMES
+from magis.planner.bench import Bench
 from magis.results import Case
 
 

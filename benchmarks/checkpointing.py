@@ -14,8 +14,9 @@ import sys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the plugin does; before torch is loaded
 
-from magis.api import Bench, run_case
+from magis.cases.run_case import run_case
 from magis.models import GATE_NAMES
+from magis.planner.bench import Bench
 from magis.results import Case
 
 

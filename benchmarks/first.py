@@ -29,7 +29,8 @@ from cells import Limit  # noqa: E402
 import magis  # noqa: E402
 from magis.models import GATE_NAMES, SEED_NAMES, resolve  # noqa: E402
 from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.planning import Plan, plan  # noqa: E402
+from magis.planner.planning import plan
+from magis.planner.plans import Plan
 from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case  # noqa: E402
 

@@ -22,8 +22,11 @@ before_torch()
 from magis.cases.comparison import compare_by_kind, once_in_turns  # noqa: E402
 from magis.models import resolve  # noqa: E402
 from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.planning import Plan, plan, plan_whole  # noqa: E402
-from magis.planner.plans import Scratch  # noqa: E402
+from magis.planner.planning import plan, plan_whole
+from magis.planner.plans import (
+    Plan,
+    Scratch,
+)
 from magis.planner.subject import Subject  # noqa: E402
 from magis.results import Case  # noqa: E402
 from magis.runtime.timing import Patience, in_turns, ratio_interval  # noqa: E402

@@ -30,7 +30,7 @@ from magis.planner.planning import plan_whole  # noqa: E402
 from magis.planner.plans import Scratch  # noqa: E402
 from magis.planner.subject import Subject  # noqa: E402
 from magis.planner.workload_source import Source  # noqa: E402
-from magis.report.front_picture import TEXT, across, framed, label  # noqa: E402
+from magis.report.front_picture import TEXT, across, framed, label
 from magis.search.budgeted_evaluator import Goal, Wanted  # noqa: E402
 from magis.search.fission_pareto import divided_front, whole_front  # noqa: E402
 from magis.simulate.compiled_problem import compile_problem  # noqa: E402

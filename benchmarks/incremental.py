@@ -33,12 +33,13 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402, N812
 from torch import Tensor, nn  # noqa: E402
 
+from magis.capture.workload import Workload
 from magis.errors import VerifyError  # noqa: E402
 from magis.fission.candidates import most_parts, regions_around  # noqa: E402
 from magis.fission.expand import expand as expand_region  # noqa: E402
 from magis.fission.region import Region  # noqa: E402
 from magis.graph import Graph, verify  # noqa: E402
-from magis.models.building import OptimizerSpec, Workload  # noqa: E402
+from magis.ops.optimizers import OptimizerSpec
 from magis.paper.incremental_schedule import full_order, rescheduled, survivors  # noqa: E402
 from magis.planner.subject import Subject  # noqa: E402
 from magis.planner.workload_source import Source  # noqa: E402

@@ -27,7 +27,9 @@ from magis.runtime.time_slices import Step, Turn
 from magis.runtime.timing import Patience, agreed, in_turns
 from pytest_magis.baseline_files import read_baseline, write_baseline
 from pytest_magis.baselines import stored_case, updated
-from pytest_magis.verdict import WORSE, Tolerances, judge, latency_bounds
+from pytest_magis.findings import WORSE, Tolerances
+from pytest_magis.latency_verdict import latency_bounds
+from pytest_magis.verdict import judge
 
 SLOW_DOWN = 0.10
 LABEL = "magis-mem0.8"

@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from magis.api import Bench
 from magis.frontends.profiling import record_profile
 from magis.models import resolve
+from magis.planner.bench import Bench
 from magis.planner.device_profiles import Profiles
 from magis.results import Case, CaseResult, StepFigures
 
@@ -65,7 +65,7 @@ def _steps(model: str, ratios: list[float], bench: Bench) -> Iterator[tuple[str,
 
 def bench_run(case: Case, bench: Bench) -> CaseResult:
     """One case, on captures that its model's other cases share."""
-    from magis.api import run_case
+    from magis.cases.run_case import run_case
 
     return run_case(case, cache=bench)
 

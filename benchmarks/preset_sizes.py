@@ -25,8 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from magis.capture.workload import Workload
 from magis.models import registry
-from magis.models.building import OptimizerSpec, Workload
+from magis.ops.optimizers import OptimizerSpec
 
 RANDOM = ("bernoulli", "native_dropout", "rand", "normal", "uniform")
 

@@ -23,7 +23,8 @@ before_torch()
 
 import torch  # noqa: E402
 
-from magis.api import Bench, run_case  # noqa: E402
+from magis.cases.run_case import run_case
+from magis.planner.bench import Bench
 from magis.results import Case, CaseResult  # noqa: E402
 from magis.units import MIB  # noqa: E402
 

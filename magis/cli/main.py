@@ -20,7 +20,7 @@ from magis.units import format_bytes, format_milliseconds, parse_bytes
 if TYPE_CHECKING:
     from magis.frontends.profiling import Recording
 if TYPE_CHECKING:
-    from magis.api import Fit
+    from magis.frontends.fitting import Fit
 
 # `magis fit`: the largest batch, or sequence, that fits a memory limit: in eager mode, and optimized.
 

@@ -19,7 +19,7 @@ from pytest_magis.outcome import PROPERTY
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from magis.api import Workload
+    from magis.capture.workload import Workload
 
 
 class Magis:

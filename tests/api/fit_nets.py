@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.api import OptimizerSpec, Workload
+from magis.capture.workload import Workload
+from magis.ops.optimizers import OptimizerSpec
 
 
 def stack(batch_size: int = 6) -> tuple[nn.Module, Tensor, Tensor, object]:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.api import OptimizerSpec, Workload
 from magis.capture.hollow import is_hollow
+from magis.capture.workload import Workload
+from magis.ops.optimizers import OptimizerSpec
 
 
 class Block(nn.Module):

@@ -11,8 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from magis.api import Bench, run_case
+from magis.cases.run_case import run_case
 from magis.planner import subject as subjects
+from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.planner.workload_source import COLD, STEPS, running_seconds, step_seconds, too_slow
 from magis.results import Case

@@ -11,7 +11,8 @@ from magis.cases.run_case import run_case
 from magis.graph import verify
 from magis.planner import planning
 from magis.planner.bench import Bench
-from magis.planner.planning import Plan, plan
+from magis.planner.planning import plan
+from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.simulate.simulator import replay

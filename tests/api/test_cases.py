@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from magis.api import Bench, check_device, default_device, run_case
 from magis.cases.comparison import compare
+from magis.cases.run_case import run_case
 from magis.errors import CaptureError, UsageError
+from magis.planner.bench import Bench, check_device, default_device
 from magis.results import Case, CaseResult
 
 BLOCKS = "tests.api.nets:blocks"

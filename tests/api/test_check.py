@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magis.api import Bench, check_case
+from magis.cases.check import check_case
 from magis.errors import CaptureError, MagisError, UsageError
+from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from magis.api import Bench, run_case
-from magis.cases.run_case import CaseRun
+from magis.cases.run_case import CaseRun, run_case
 from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, verify
 from magis.graph.loop_rules import rows_around
+from magis.planner.bench import Bench
 from magis.results import Case, CaseResult
 from magis.runtime.measure import collector_spared
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from magis.api import run_case
 from magis.cases import comparison as module
+from magis.cases.run_case import run_case
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.api import OptimizerSpec, Workload
+from magis.capture.workload import Workload
 from magis.cases.comparison import compare_rounding
 from magis.fission.candidates import connected
 from magis.fission.expand import expand
@@ -18,6 +18,7 @@ from magis.fission.loss_suffix import batch_axis, batch_inputs
 from magis.fission.region import Region
 from magis.graph import Graph, Op
 from magis.graph.loop_rules import LOOP
+from magis.ops.optimizers import OptimizerSpec
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 

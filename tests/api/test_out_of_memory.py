@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magis.api import Bench, check_case, run_case
 from magis.cases.case_rows import attempt, too_large
+from magis.cases.check import check_case
+from magis.cases.run_case import run_case
+from magis.planner.bench import Bench
 from magis.report import row_from_result
 from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep, GraphStep

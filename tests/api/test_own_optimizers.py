@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from magis.api import Workload, check_case, run_case
+from magis.capture.workload import Workload
+from magis.cases.check import check_case
+from magis.cases.run_case import run_case
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.models import from_function
 from magis.results import Case, CaseResult

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import magis
-from magis.api import Bench, check_device, run_case
+from magis.cases.run_case import run_case
 from magis.errors import UsageError
 from magis.models.model_names import GATE_NAMES
-from magis.planner.bench import products_of
+from magis.planner.bench import Bench, check_device, products_of
 from magis.report import row_from_result
 from magis.results import Case
 from magis.testing import nn, run_optimization, setup_training_graph

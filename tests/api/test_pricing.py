@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from magis.api import Bench, Profiles, run_case
+from magis.cases.run_case import run_case
 from magis.cost.profile_store import Entry, Profile, ProfileError, save
-from magis.planner.device_profiles import UNPRICED, profile_file, recording_identity, refused
+from magis.planner.bench import Bench
+from magis.planner.device_profiles import UNPRICED, Profiles, profile_file, recording_identity, refused
 from magis.results import Case
 from magis.runtime.measure import device_identity
 from magis.runtime.profiler import schema_of

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from magis.api import Bench, run_case
 from magis.cases.rank_cases import OFF_BY, _distinct
+from magis.cases.run_case import run_case
 from magis.errors import UsageError
+from magis.planner.bench import Bench
 from magis.planner.workload_source import median
 from magis.results import Case
 from magis.strategies.distributed_names import technique

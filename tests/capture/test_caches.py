@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from magis import Bench, CaptureError, optimize, run_case
-from magis.api import check_case
 from magis.capture import OptimizerSpec, capture
+from magis.cases.check import check_case
 from magis.models import from_function
 from magis.results import Case
 from tests.training.loops import Loops, batch, loss_of, net

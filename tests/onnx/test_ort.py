@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from magis.api import Bench, run_case
 from magis.capture import Workload
+from magis.cases.run_case import run_case
 from magis.errors import UsageError
 from magis.models.bert import BertConfig, bert
 from magis.models.building import REAL
@@ -25,6 +25,7 @@ from magis.models.resnet import ResNetConfig, resnet
 from magis.models.unet import UNetConfig, unet
 from magis.models.vit import VitConfig, vit
 from magis.ops.optimizers import OptimizerSpec
+from magis.planner.bench import Bench
 from magis.results import Case
 from magis.runtime.steps import EagerStep
 from magis.strategies.distributed import has_dropout

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magis.api import Workload
+from magis.capture.workload import Workload
 from magis.ops.optimizer_forms import Weight, update
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, scalars, state_names, torch_optimizer
 from magis.planner.subject import Subject

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from magis import UsageError, run_case
-from magis.api import Bench, check_case
+from magis.cases.check import check_case
 from magis.models import from_function
+from magis.planner.bench import Bench
 from magis.results import Case
 from tests.training.loops import net
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from magis.api import run_case
+from magis.cases.run_case import run_case
 from magis.report import from_plain, to_plain
 from magis.results import Case, Memory, StepFigures
 from pytest_magis.baselines import stored_case, updated

@@ -10,7 +10,8 @@ import pytest
 
 from magis.results import CaseResult, RatioInterval
 from pytest_magis.baselines import simulated_ns, stored_case, updated
-from pytest_magis.verdict import Tolerances, Verdict, judge
+from pytest_magis.findings import Tolerances
+from pytest_magis.verdict import Verdict, judge
 from tests.plugin.verdicts import check, compare, result
 
 ROUNDING = 0.51 * 10**-4

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from magis.results import CaseResult, Memory
 from pytest_magis.baselines import ModelBaseline, identity_key, stored_case, updated
-from pytest_magis.verdict import PERMISSIONS, Tolerances, judge
+from pytest_magis.findings import PERMISSIONS, Tolerances
+from pytest_magis.verdict import judge
 from tests.plugin.verdicts import ALL, ELSEWHERE, HERE, kinds, result
 
 COUNTS = st.integers(min_value=1, max_value=2**60)

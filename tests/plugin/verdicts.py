@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures
 from pytest_magis.baselines import stored_case, updated
-from pytest_magis.verdict import PERMISSIONS, Tolerances, Verdict, judge
+from pytest_magis.findings import PERMISSIONS, Tolerances
+from pytest_magis.verdict import Verdict, judge
 
 HERE = {"instruction set": "avx512", "threads": "2"}
 ELSEWHERE = {"instruction set": "neon", "threads": "8"}

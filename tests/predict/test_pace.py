@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from magis.api import OptimizerSpec, Workload, capture
-from magis.capture.workload import fake_tensors
+from magis.capture.captured import capture
+from magis.capture.workload import Workload, fake_tensors
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
 from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
+from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
 from magis.predict.step_time import Links, Pace, predict_step
 from magis.strategies.distributed_names import technique

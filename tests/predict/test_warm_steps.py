@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from magis.api import Workload
+from magis.capture.workload import Workload
 from magis.models.bert import BertConfig, bert
 from magis.models.building import REAL
 from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of

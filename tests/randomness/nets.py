@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from magis.api import OptimizerSpec, Workload
+from magis.capture.workload import Workload
+from magis.ops.optimizers import OptimizerSpec
 
 WIDTH = 24
 

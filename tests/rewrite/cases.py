@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from magis.capture.workload import Workload
 from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
 from magis.models.bert import BertConfig, bert
-from magis.models.building import Style, Workload
+from magis.models.building import Style
 from magis.models.resnet import ResNetConfig, resnet
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize

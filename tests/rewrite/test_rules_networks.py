@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from magis.capture.workload import Workload
 from magis.cases.comparison import _differences
 from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
 from magis.models.bert import bert
-from magis.models.building import Style, Workload
+from magis.models.building import Style
 from magis.models.resnet import resnet
 from magis.planner.bench import Bench
 from magis.results import Case

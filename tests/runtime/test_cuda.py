@@ -15,9 +15,12 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.lib.chrome_trace import write_trace
-from magis.api import Bench, OptimizerSpec, Workload, run_case
+from magis.capture.workload import Workload
 from magis.cases.comparison import SAME, compare
+from magis.cases.run_case import run_case
 from magis.graph import Graph, verify
+from magis.ops.optimizers import OptimizerSpec
+from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.results import Case

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.api import run_case
+from magis.cases.run_case import run_case
 from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
 from magis.simulate.simulator import replay, timeline

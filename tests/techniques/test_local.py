@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magis.api import Workload
-from magis.capture.workload import fake_tensors
+from magis.capture.workload import Workload, fake_tensors
 from magis.errors import UsageError
 from magis.runtime.steps import EagerStep
 from magis.strategies.single_device import Local, local, window_of_compiled

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from magis.api import OptimizerSpec, Workload
+from magis.capture.workload import Workload
 from magis.errors import UsageError
+from magis.ops.optimizers import OptimizerSpec
 from magis.strategies.technique import loss_of_shares
 
 

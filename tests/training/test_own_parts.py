@@ -13,10 +13,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
-from magis.api import Bench, check_case, run_case
 from magis.capture import OptimizerSpec, capture
+from magis.cases.check import check_case
+from magis.cases.run_case import run_case
 from magis.errors import CaptureError
 from magis.models import from_function
+from magis.planner.bench import Bench
 from magis.results import Case
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 

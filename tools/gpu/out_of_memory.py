@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from magis.api import Bench, run_case
+from magis.cases.run_case import run_case
+from magis.planner.bench import Bench
 from magis.results import Case
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.lib.chrome_trace import write_trace
-from magis.api import Bench
+from magis.planner.bench import Bench
 from magis.planner.planning import plan
 from magis.results import Case
 
