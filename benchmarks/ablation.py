@@ -30,17 +30,17 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from cells import Limit  # noqa: E402
+from cells import Limit
 
-import magis  # noqa: E402
-from magis.models import SEED_NAMES, resolve  # noqa: E402
-from magis.paper.coordinated_search import STATES, published  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case  # noqa: E402
-from magis.search.budgeted_evaluator import Goal, Wanted  # noqa: E402
-from magis.search.fission_pareto import HASTY, Efforts, divided_front, whole_front  # noqa: E402
-from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort  # noqa: E402
+import magis
+from magis.models import SEED_NAMES, resolve
+from magis.paper.coordinated_search import STATES, published
+from magis.planner.bench import Bench
+from magis.planner.subject import Subject
+from magis.results import Case
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import HASTY, Efforts, divided_front, whole_front
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
 Plans = list[tuple[int, int]]
 """Peaks in bytes and latencies in nanoseconds."""

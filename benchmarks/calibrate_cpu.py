@@ -27,7 +27,7 @@ from magis.cost.operator_latency import roofline_ns
 from magis.cost.signature import parse
 from magis.graph.nodes import Op, Value
 from magis.ops.call import outputs, resolve, to_torch
-from magis.runtime.isolated_scratch import make_tensors, scalar_names
+from magis.runtime.isolated_scratch import make_tensors
 
 ROTATED_BYTES = 64 << 20
 
@@ -177,7 +177,7 @@ def small() -> Iterator[str]:
 def timed(key: str, seconds: float) -> tuple[Op, dict[int, Value], float]:
     """The operator with its outputs, the values, and the lower quartile of its time in nanoseconds."""
     op, values = parse(key)
-    scalars = dict.fromkeys(scalar_names(op), 1.0)
+    scalars = dict.fromkeys(op.scalars(), 1.0)
     first = make_tensors(op, values)
     size = sum(given.untyped_storage().nbytes() for given in first.values())
     copies = max(1, min(48, ROTATED_BYTES // max(1, size)))

@@ -30,24 +30,24 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
-from torch import nn  # noqa: E402
+from paper_figures import PAPER_LATENCY, PAPER_MEMORY
+from torch import nn
 
-from benchmarks.lib.planners.optimum import Relaxation  # noqa: E402
-from benchmarks.lib.planners.selective import selective  # noqa: E402
-from benchmarks.lib.planners.setting import Calibrated, Setting, origins  # noqa: E402
-from benchmarks.lib.planners.two_level import two_level  # noqa: E402
-from magis.models import PRESETS, resolve  # noqa: E402
-from magis.paper.coordinated_search import STATES, published  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.fronts import front_of  # noqa: E402
-from magis.planner.planning import plan  # noqa: E402
-from magis.planner.plans import Scratch, searched  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case, ParetoFront  # noqa: E402
-from magis.rewrite.functionalize import untangle  # noqa: E402
-from magis.search.budgeted_evaluator import Goal  # noqa: E402
-from magis.simulate.compiled_problem import compile_problem  # noqa: E402
+from benchmarks.lib.planners.optimum import Relaxation
+from benchmarks.lib.planners.selective import selective
+from benchmarks.lib.planners.setting import Calibrated, Setting, origins
+from benchmarks.lib.planners.two_level import two_level
+from magis.models import PRESETS, resolve
+from magis.paper.coordinated_search import STATES, published
+from magis.planner.bench import Bench
+from magis.planner.fronts import front_of
+from magis.planner.planning import plan
+from magis.planner.plans import Scratch, searched
+from magis.planner.subject import Subject
+from magis.results import Case, ParetoFront
+from magis.rewrite.functionalize import untangle
+from magis.search.budgeted_evaluator import Goal
+from magis.simulate.compiled_problem import compile_problem
 
 HEAD = (
     f"{'model':14} {'device':12} {'limit':>9} {'paper':>7} {'publish.':>8} {'secs':>5} {'two-lev.':>8} {'sac':>7}"

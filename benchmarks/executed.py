@@ -25,15 +25,15 @@ from magis.quiet import before_torch
 
 before_torch()
 
-import magis  # noqa: E402
-from magis.cases.comparison import CLOSE, SAME, compare_by_kind  # noqa: E402
-from magis.models import GATE_NAMES, SEED_NAMES, resolve  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.fronts import realized_front  # noqa: E402
-from magis.planner.plans import Plan  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case, Memory  # noqa: E402
-from magis.runtime.measure import collector_spared  # noqa: E402
+import magis
+from magis.cases.comparison import CLOSE, SAME, compare_by_kind
+from magis.models import GATE_NAMES, SEED_NAMES, resolve
+from magis.planner.bench import Bench
+from magis.planner.fronts import realized_front
+from magis.planner.plans import Plan
+from magis.planner.subject import Subject
+from magis.results import Case, Memory
+from magis.runtime.measure import collector_spared
 
 HEAD = (
     f"{'model':14} {'points':>6} {'fission':>7} {'bytes equal':>12} {'bit by bit':>11} {'rounding':>9} {'worst B':>8}"

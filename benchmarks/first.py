@@ -24,15 +24,15 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from cells import Limit  # noqa: E402
+from cells import Limit
 
-import magis  # noqa: E402
-from magis.models import GATE_NAMES, SEED_NAMES, resolve  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
+import magis
+from magis.models import GATE_NAMES, SEED_NAMES, resolve
+from magis.planner.bench import Bench
 from magis.planner.planning import plan
 from magis.planner.plans import Plan
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case  # noqa: E402
+from magis.planner.subject import Subject
+from magis.results import Case
 
 WARMING = "seed-unet"
 HEAD = f"{'model':14} {'limit':>8} {'seconds':>8} {'kept':>5} {'figure':>9} {'in the end':>11} {'seconds':>8}"

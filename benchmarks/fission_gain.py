@@ -19,18 +19,15 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from magis.cases.comparison import compare_by_kind, once_in_turns  # noqa: E402
-from magis.models import resolve  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
+from magis.cases.comparison import compare_by_kind, once_in_turns
+from magis.models import resolve
+from magis.planner.bench import Bench
 from magis.planner.planning import plan, plan_whole
-from magis.planner.plans import (
-    Plan,
-    Scratch,
-)
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case  # noqa: E402
-from magis.runtime.timing import Patience, in_turns, ratio_interval  # noqa: E402
-from magis.search.budgeted_evaluator import Goal  # noqa: E402
+from magis.planner.plans import Plan, Scratch
+from magis.planner.subject import Subject
+from magis.results import Case
+from magis.runtime.timing import Patience, in_turns, ratio_interval
+from magis.search.budgeted_evaluator import Goal
 
 
 @dataclass(frozen=True)

@@ -24,16 +24,16 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from magis.models.building import SEED  # noqa: E402
-from magis.models.gpt import GptNeoConfig, gpt_neo  # noqa: E402
-from magis.planner.planning import plan_whole  # noqa: E402
-from magis.planner.plans import Scratch  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.planner.workload_source import Source  # noqa: E402
+from magis.models.building import SEED
+from magis.models.gpt import GptNeoConfig, gpt_neo
+from magis.planner.planning import plan_whole
+from magis.planner.plans import Scratch
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 from magis.report.front_picture import TEXT, across, framed, label
-from magis.search.budgeted_evaluator import Goal, Wanted  # noqa: E402
-from magis.search.fission_pareto import divided_front, whole_front  # noqa: E402
-from magis.simulate.compiled_problem import compile_problem  # noqa: E402
+from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.fission_pareto import divided_front, whole_front
+from magis.simulate.compiled_problem import compile_problem
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 40, 40

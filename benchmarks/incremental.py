@@ -28,34 +28,30 @@ from magis.quiet import before_torch
 
 before_torch()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
-from torch import Tensor, nn  # noqa: E402
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.errors import VerifyError  # noqa: E402
-from magis.fission.candidates import most_parts, regions_around  # noqa: E402
-from magis.fission.expand import expand as expand_region  # noqa: E402
-from magis.fission.region import Region  # noqa: E402
-from magis.graph import Graph, verify  # noqa: E402
+from magis.errors import VerifyError
+from magis.fission.candidates import most_parts, regions_around
+from magis.fission.expand import expand as expand_region
+from magis.fission.region import Region
+from magis.graph import Graph, verify
 from magis.ops.optimizers import OptimizerSpec
-from magis.paper.incremental_schedule import full_order, rescheduled, survivors  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.planner.workload_source import Source  # noqa: E402
-from magis.rewrite.realize import realize  # noqa: E402
-from magis.rewrite.rules.matching import Index  # noqa: E402
-from magis.rewrite.rules.rule_table import (  # noqa: E402
-    RULES,
-    Match,
-    attempt,
-)
-from magis.schedule.stretches import MOST  # noqa: E402
-from magis.search.moves import hot  # noqa: E402
-from magis.simulate.arrays import make_step  # noqa: E402
-from magis.simulate.compiled_problem import Compiled, compile_problem  # noqa: E402
-from magis.simulate.evaluator import Evaluator, check_order, expand  # noqa: E402
-from magis.simulate.problem import FIRST, KEEP, RECOMPUTE, REDO, Int32s, Int64s, Problem  # noqa: E402  # noqa: E402
+from magis.paper.incremental_schedule import full_order, rescheduled, survivors
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
+from magis.rewrite.realize import realize
+from magis.rewrite.rules.matching import Index
+from magis.rewrite.rules.rule_table import RULES, Match, attempt
+from magis.schedule.stretches import MOST
+from magis.search.moves import hot
+from magis.simulate.arrays import make_step
+from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.simulate.evaluator import Evaluator, check_order, expand
+from magis.simulate.problem import FIRST, KEEP, RECOMPUTE, REDO, Int32s, Int64s, Problem
 
 MIB = 2**20
 DEVICE = "sim:rtx3090"

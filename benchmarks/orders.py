@@ -24,11 +24,11 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from incremental import DEVICE, network  # noqa: E402
+from incremental import DEVICE, network
 
-import magis  # noqa: E402
-from magis.search.fission_pareto import whole_front  # noqa: E402
-from magis.search.pareto_sweep import FULL  # noqa: E402
+import magis
+from magis.search.fission_pareto import whole_front
+from magis.search.pareto_sweep import FULL
 
 LATENCIES = (1.0, 1.05, 1.1)
 

@@ -25,11 +25,11 @@ from magis.quiet import before_torch
 
 before_torch()
 
-import torch  # noqa: E402
+import torch
 
-import magis  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
-from magis.results import Case, CaseResult  # noqa: E402
+import magis
+from magis.planner.bench import Bench
+from magis.results import Case, CaseResult
 
 DEVICE = "sim:rtx3090"
 BEGIN, END = "<!-- BEGIN paper -->", "<!-- END paper -->"

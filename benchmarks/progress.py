@@ -30,19 +30,19 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from cells import Limit  # noqa: E402
+from cells import Limit
 
-import magis  # noqa: E402
-from magis.models import resolve  # noqa: E402
+import magis
+from magis.models import resolve
 from magis.paper.coordinated_search import STATES, published
 from magis.paper.ftree import LEVELS
-from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.report.front_picture import across, framed, label  # noqa: E402
-from magis.results import Case  # noqa: E402
-from magis.rewrite.rules.greedy import quickest  # noqa: E402
-from magis.search.budgeted_evaluator import Goal, Wanted, Watch  # noqa: E402
-from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of  # noqa: E402
+from magis.planner.bench import Bench
+from magis.planner.subject import Subject
+from magis.report.front_picture import across, framed, label
+from magis.results import Case
+from magis.rewrite.rules.greedy import quickest
+from magis.search.budgeted_evaluator import Goal, Wanted, Watch
+from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
 PAPER_SECONDS = 180.0

@@ -21,16 +21,16 @@ from magis.quiet import before_torch
 
 before_torch()
 
-from magis.graph import Graph, verify  # noqa: E402
-from magis.graph.hazards import is_pure_view  # noqa: E402
-from magis.models import resolve  # noqa: E402
-from magis.planner.bench import Bench  # noqa: E402
-from magis.planner.subject import Subject  # noqa: E402
-from magis.results import Case  # noqa: E402
-from magis.rewrite.rules.greedy import aggregated, counted  # noqa: E402
-from magis.rewrite.rules.rule_table import RULES  # noqa: E402
-from magis.simulate.compiled_problem import compile_problem  # noqa: E402
-from magis.simulate.evaluator import Evaluator  # noqa: E402
+from magis.graph import Graph, verify
+from magis.graph.hazards import is_pure_view
+from magis.models import resolve
+from magis.planner.bench import Bench
+from magis.planner.subject import Subject
+from magis.results import Case
+from magis.rewrite.rules.greedy import aggregated, counted
+from magis.rewrite.rules.rule_table import RULES
+from magis.simulate.compiled_problem import compile_problem
+from magis.simulate.evaluator import Evaluator
 
 MIB = 2**20
 

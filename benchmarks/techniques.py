@@ -21,12 +21,12 @@ from magis.quiet import before_torch
 
 before_torch()
 
-import torch  # noqa: E402
+import torch
 
 from magis.cases.run_case import run_case
 from magis.planner.bench import Bench
-from magis.results import Case, CaseResult  # noqa: E402
-from magis.units import MIB  # noqa: E402
+from magis.results import Case, CaseResult
+from magis.units import MIB
 
 RIVALS = ("amp", "checkpoint", "selective-checkpoint", "compile", "compile-budget")
 RATIOS = {"magis": (0.8, 0.6, 0.4, 0.3, 0.25), "magis+amp": (0.8, 0.6, 0.4), "magis+compile": (0.8, 0.6, 0.5, 0.4)}

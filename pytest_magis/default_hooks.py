@@ -12,7 +12,7 @@ from pytest_magis.harness import devices, front_with_magis, run_with_magis
 from pytest_magis.strategies import BUILT_IN, Strategy
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
+    from magis.api import Workload
 
 
 @pytest.hookimpl(trylast=True)

@@ -16,8 +16,7 @@ from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_
 from pytest_magis.torchrun import AGENTS
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
-    from magis.planner.bench import Bench
+    from magis.api import Bench, Workload
 
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
@@ -72,7 +71,7 @@ def run_with_magis(
     timelines: bool = False,
 ) -> CaseResult:
     """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
-    from magis.cases.run_case import run_case
+    from magis.api import run_case
 
     return run_case(
         case,
@@ -105,7 +104,7 @@ def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
 
 def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
     """The front of a case's model through `magis.api`, on the captures of the process's cases."""
-    from magis.planner.fronts import pareto
+    from magis.api import pareto
 
     return pareto(
         case.model,
@@ -123,7 +122,7 @@ def check_with_magis(
     case: Case, config: pytest.Config, *, keep: bool, make: Callable[[int], Workload] | None = None
 ) -> None:
     """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
-    from magis.cases.check import check_case
+    from magis.api import check_case
 
     check_case(case, cache=_bench(config) if keep else None, make=make)
 
@@ -143,7 +142,7 @@ def forget(config: pytest.Config) -> None:
 
 def check_prices(case: Case, config: pytest.Config) -> None:
     """Check through `magis.api` that the operator profile in use, if any, can price the case."""
-    from magis.planner.bench import check_profile
+    from magis.api import check_profile
 
     check_profile(case, cache=_bench(config))
 
@@ -155,8 +154,7 @@ def runs_every_case(config: pytest.Config) -> bool:
 
 
 def _bench(config: pytest.Config) -> Bench:
-    from magis.planner.bench import Bench
-    from magis.planner.device_profiles import Profiles
+    from magis.api import Bench, Profiles
 
     if _BENCH not in config.stash:
         processes, resume = read_sharing(config)
@@ -188,7 +186,7 @@ def _cache(config: pytest.Config) -> Path | None:
 
 def devices() -> tuple[str, ...]:
     """Every device that cases can run on here, the default one first."""
-    from magis.planner.bench import available_devices, default_device
+    from magis.api import available_devices, default_device
 
     first = default_device()
     return (first, *(name for name in available_devices() if name != first))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
+    from magis.api import Workload
     from magis.report import Cell
     from magis.results import Case, CaseResult, ParetoFront
     from pytest_magis.strategies import Strategy

@@ -25,7 +25,7 @@ from pytest_magis.run_plan import PlannedCase
 from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
+    from magis.api import Workload
 
 
 @dataclass(frozen=True)

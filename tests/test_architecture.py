@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.layering import FACADE, MOST_LINES, load, violations
+from tests.layering import FACADE, MOST_LINES, PACKAGES, load, violations
 
 HEAVY = ("torch", "numpy", "pandas", "numba", "rustworkx", "scipy")  # never loaded by pytest's start-up
 
@@ -16,6 +19,27 @@ def test_the_house_is_in_order(repository: Path) -> None:
     assert load(repository).keys() >= {FACADE, "magis.errors"}, "nothing was checked"
     found = violations(repository)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tests", "tools"])
+def test_what_programs_import_of_the_project_exists(repository: Path, folder: str) -> None:
+    """Programs that no test runs break unseen when a name goes."""
+    paths = sorted((repository / folder).rglob("*.py"))
+    assert paths
+    missing = [
+        f"{path.relative_to(repository)}:{node.lineno}: {node.module} has no {alias.name}"
+        for path in paths
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES
+        for alias in node.names
+        if not exists(str(node.module), alias.name)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def exists(module: str, name: str) -> bool:
+    """Whether `from module import name` finds something."""
+    return hasattr(import_module(module), name) or find_spec(f"{module}.{name}") is not None
 
 
 @pytest.mark.parametrize("module", ["magis", "pytest_magis", "pytest_magis.plugin"])

@@ -19,7 +19,7 @@ from pytest_magis.outcome import PROPERTY
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from magis.capture.workload import Workload
+    from magis.api import Workload
 
 
 class Magis:

@@ -18,7 +18,7 @@ from pytest_magis.options import anywhere
 from pytest_magis.outcome import leave
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
+    from magis.api import Workload
 
 SHOWN = f"@pytest.mark.{MARK}"
 

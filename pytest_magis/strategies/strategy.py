@@ -8,8 +8,7 @@ from typing import Protocol
 
 from magis.errors import UsageError
 from magis.results import Case
-from magis.strategies.distributed_names import group_of
-from magis.strategies.strategy_names import LISTED, PLANNED_CODE, check_parts, family, is_local
+from magis.strategies.strategy_names import LISTED, PLANNED_CODE, check_parts, family, group_of, is_local
 
 # Strategies with one case a model: there is no limit to meet, they land where they land.
 
