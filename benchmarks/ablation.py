@@ -38,7 +38,7 @@ from magis.paper.coordinated_search import STATES, published
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import HASTY, Efforts, divided_front, whole_front
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
@@ -75,7 +75,7 @@ def fronts(subject: Subject, changes: dict[str, object], *, rules: bool = True) 
     graph = subject.aggregated if rules else subject.untangled
     reuse, costs = subject.source.reuse, subject.roofline
     whole = whole_front(subject.normal, costs, reuse=reuse, effort=less(FULL))
-    wanted = Wanted(Goal(memory_limit=0), 0)
+    wanted = PlanRequest(Objective(memory_limit=0), 0)
     divided = divided_front(graph, costs, wanted, reuse=reuse, efforts=Efforts(less(BODY), less(BRIEF), less(HASTY)))
     first, second = ([(point.peak, point.latency_ns) for point in found.points] for found in (whole, divided))
     return first, second

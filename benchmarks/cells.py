@@ -42,11 +42,11 @@ from magis.paper.coordinated_search import STATES, published
 from magis.planner.bench import Bench
 from magis.planner.fronts import front_of
 from magis.planner.planning import plan
-from magis.planner.plans import Scratch, searched
+from magis.planner.plans import PlanScratch, searched
 from magis.planner.subject import Subject
 from magis.results import Case, ParetoFront
 from magis.rewrite.functionalize import untangle
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 from magis.simulate.compiled_problem import compile_problem
 
 HEAD = (
@@ -66,10 +66,10 @@ class Limit:
     def text(self) -> str:
         return f"lat {self.latency:g}" if self.memory is None else f"mem {self.memory:g}"
 
-    def goal(self, subject: Subject) -> Goal:
+    def goal(self, subject: Subject) -> Objective:
         if self.memory is not None:
-            return Goal(memory_limit=int(self.memory * subject.original.peak_bytes))
-        return Goal(latency_limit_ns=int((self.latency or 0.0) * subject.latency_ns(subject.captured.graph)))
+            return Objective(memory_limit=int(self.memory * subject.original.peak_bytes))
+        return Objective(latency_limit_ns=int((self.latency or 0.0) * subject.latency_ns(subject.captured.graph)))
 
     def figure(self, subject: Subject, peak: int, latency_ns: float) -> float | None:
         """The peak ratio or the overhead; None if the limit is not kept."""
@@ -97,7 +97,7 @@ class Peers:
 
     @staticmethod
     def of(subject: Subject) -> Peers:
-        known = Scratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
+        known = PlanScratch(subject, None).known((subject.captured.graph, *searched(subject.normal)))
         compiled = compile_problem(subject.normal, subject.costs(known), reuse=subject.source.reuse)
         modules = subject.traced.module.named_modules()
         called = [path for path, module in modules if type(module).forward is not nn.Module.forward]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from magis.frontends.compile.compile_options import Report
+from magis.frontends.compile.compile_options import CompileReport
 from magis.frontends.compile.dynamo_backend import magis
 from magis.models import get
 from magis.runtime.measure import window_peak
@@ -115,7 +115,7 @@ def main(ratio: float, names: list[str]) -> None:
           f" {'latency':>8} {'again':>6} {'search':>7}  equal")  # fmt: skip
     for name in names:
         step = made(name)
-        reports: list[Report] = []
+        reports: list[CompileReport] = []
         eager, theirs = measured(step, None)
         aot, _ = measured(step, "aot_eager")
         ours, found = measured(step, magis, options={"memory_ratio": ratio, "report": reports.append})

@@ -23,11 +23,11 @@ from magis.cases.comparison import compare_by_kind, once_in_turns
 from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.planning import plan, plan_whole
-from magis.planner.plans import Plan, Scratch
+from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.runtime.timing import Patience, in_turns, ratio_interval
-from magis.search.budgeted_evaluator import Goal
+from magis.runtime.timing import StoppingRule, in_turns, ratio_interval
+from magis.search.budgeted_evaluator import Objective
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Point:
 def plans(subject: Subject, ratio: float) -> tuple[Plan, Plan]:
     """The plans for a simulated latency ratio without and with fission."""
     limit = int(ratio * subject.latency_ns(subject.captured.graph))
-    without = plan_whole(subject, Scratch(subject, None), Goal(latency_limit_ns=limit))
+    without = plan_whole(subject, PlanScratch(subject, None), Objective(latency_limit_ns=limit))
     with_it = plan(subject, memory_limit=None, latency_limit_ns=limit, budget=None, seconds=None, seed=0, stored=None)
     return without, with_it
 
@@ -62,7 +62,7 @@ def measured(subject: Subject, found: Plan, rounds: int) -> Point:
         raise SystemExit(f"{subject.source.name}: numbers {numbers}; {memory}, {subject.simulate_graph(found.graph)}")
     eager.prepare()
     eager.run()
-    timing = in_turns(once_in_turns(eager), once_in_turns(step), Patience(rounds, seconds=10.0))
+    timing = in_turns(once_in_turns(eager), once_in_turns(step), StoppingRule(rounds, seconds=10.0))
     return Point(memory.peak_bytes / subject.original_measured.peak_bytes, ratio_interval(timing).ratio, found.fission)
 
 

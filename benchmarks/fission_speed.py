@@ -19,7 +19,7 @@ from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
 from magis.fission.region import Region
 from magis.planner.bench import Bench
 from magis.results import Case
-from magis.search.loop_nest import Level, level
+from magis.search.loop_nest import LoopNest, level
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, RECOMPUTE, Int8s, Problem
@@ -50,7 +50,7 @@ def main() -> None:
         )
 
 
-def problems(found: Level) -> list[Problem]:
+def problems(found: LoopNest) -> list[Problem]:
     """Those of every level, the outermost first."""
     return [found.compiled.problem, *(problems(found.inner) if found.inner is not None else [])]
 

@@ -27,11 +27,11 @@ before_torch()
 from magis.models.building import SEED
 from magis.models.gpt import GptNeoConfig, gpt_neo
 from magis.planner.planning import plan_whole
-from magis.planner.plans import Scratch
+from magis.planner.plans import PlanScratch
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.report.front_picture import TEXT, across, framed, label
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import divided_front, whole_front
 from magis.simulate.compiled_problem import compile_problem
 
@@ -69,12 +69,12 @@ def main() -> None:
         captured = seconds(lambda subject=subject: subject.normal)
         graph, costs = subject.normal, subject.costs({})
         nodes = compile_problem(graph, costs, reuse=True).problem.n_nodes
-        goal = Goal(memory_limit=int(arguments.memory * subject.original.peak_bytes))
-        planned = seconds(partial(plan_whole, subject, Scratch(subject, None), goal))
+        goal = Objective(memory_limit=int(arguments.memory * subject.original.peak_bytes))
+        planned = seconds(partial(plan_whole, subject, PlanScratch(subject, None), goal))
         front = seconds(partial(whole_front, graph, costs, reuse=True))
         divided = 0.0
         if arguments.fission:
-            wanted = Wanted(goal, 0)
+            wanted = PlanRequest(goal, 0)
             divided = seconds(partial(divided_front, subject.aggregated, costs, wanted, reuse=True))
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         if number == 0:

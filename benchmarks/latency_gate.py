@@ -23,8 +23,8 @@ from magis.cases.comparison import TIMING_ROUNDS, once_in_turns
 from magis.cases.run_case import CaseRun
 from magis.planner.bench import Bench
 from magis.results import Case, CaseResult
-from magis.runtime.time_slices import Step, Turn
-from magis.runtime.timing import Patience, agreed, in_turns
+from magis.runtime.time_slices import Step, TimeSlice
+from magis.runtime.timing import StoppingRule, agreed, in_turns
 from pytest_magis.baseline_files import read_baseline, write_baseline
 from pytest_magis.baselines import stored_case, updated
 from pytest_magis.findings import WORSE, Tolerances
@@ -56,7 +56,7 @@ def slower(step: Step) -> Step:
     """The step, and a tenth of its own time of computation behind it."""
     small = torch.ones(64, 64)
 
-    def run(turn: Turn) -> None:
+    def run(turn: TimeSlice) -> None:
         step(turn)
         end = turn.spent_ns * (1 + SLOW_DOWN)
         while turn.spent_ns < end:
@@ -76,7 +76,7 @@ def child(model: str, baseline: str, runs: int) -> None:
         sys.exit(f"{model}: its steps cannot take turns here")
     stored = stored_case(file, LABEL, case)
     bounds = latency_bounds(stored, Tolerances())
-    patience = Patience(TIMING_ROUNDS, bounds)
+    patience = StoppingRule(TIMING_ROUNDS, bounds)
     for kind, changed in zip(KINDS, (lambda step: step, slower), strict=True):
         for _ in range(runs):
             looks = []

@@ -41,7 +41,7 @@ from magis.planner.subject import Subject
 from magis.report.front_picture import across, framed, label
 from magis.results import Case
 from magis.rewrite.rules.greedy import quickest
-from magis.search.budgeted_evaluator import Goal, Wanted, Watch
+from magis.search.budgeted_evaluator import Objective, PlanRequest, Watch
 from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
@@ -112,7 +112,7 @@ def ours(subject: Subject, limit: Limit, name: str, *, mixing: bool) -> Curve:
     work = work_of(merged, costs, reuse=reuse, efforts=efforts)
     sketch(work)
     whole_front(subject.normal, costs, reuse=reuse, effort=some(FULL))
-    places_front(work, Wanted(Goal(memory_limit=0), 0))
+    places_front(work, PlanRequest(Objective(memory_limit=0), 0))
     return progress.curve(name)
 
 

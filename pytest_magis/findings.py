@@ -1,4 +1,4 @@
-"""What a verdict consists of: kinds of findings, their parts, tolerances, and figures in words."""
+"""The parts of a verdict: findings, tolerances, figures in words, and commands that accept them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate's options as pytest knows them: names, help, ini twins.
+"""The gate's options as pytest knows them (names, help, ini twins), and how their values are read.
 
 All that an idle plugin loads, hence small: what the values mean is read in `pytest_magis.options`, once models are
 asked for.

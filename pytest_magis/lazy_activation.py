@@ -19,7 +19,7 @@ OUTCOME = "magis"
 """As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
 
 
-class Dormant:
+class LazyActivation:
     """The hooks of a session; a plugin object, since not every hook is told which session it belongs to."""
 
     def __init__(self, config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""The options of the gate, on the command line and in the ini file, checked before anything runs.
+"""The gate's options on the command line and in the ini file, checked before anything runs; shards.
 
 Every option is read as text and checked here, so that a mistake is one line and exit code 4 rather than a page of
 usage. In the ini file an option has the same name with underscores (`magis_memory_ratios`); the command line wins.

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_magis import flags, hookspecs
-from pytest_magis.lazy_activation import Dormant
+from pytest_magis.lazy_activation import LazyActivation
 
 if TYPE_CHECKING:
-    from pytest_magis.live.fixture import Magis
+    from pytest_magis.live.fixture import MagisFixture
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_magis.session import check_options
 
         check_options(config)
-    config.pluginmanager.register(Dormant(config), "magis-dormant")
+    config.pluginmanager.register(LazyActivation(config), "magis-dormant")
 
 
 def _compare(config: pytest.Config) -> None:
@@ -71,8 +71,8 @@ def _compare(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def magis(request: pytest.FixtureRequest) -> Magis:
+def magis(request: pytest.FixtureRequest) -> MagisFixture:
     """Gates the memory of networks that the test has at hand: `magis.check(module, batch, loss=...)`."""
-    from pytest_magis.live.fixture import Magis
+    from pytest_magis.live.fixture import MagisFixture
 
-    return Magis(request.node)
+    return MagisFixture(request.node)

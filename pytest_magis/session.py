@@ -1,4 +1,4 @@
-"""A pytest session that gates models: the hooks that add, order, record and report its cases."""
+"""A pytest session that gates models: hooks that add, order, distribute, record and report its cases."""
 
 from __future__ import annotations
 

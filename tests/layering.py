@@ -248,8 +248,25 @@ def check_lengths(root: Path) -> Iterator[str]:
             yield f"{path.relative_to(root)}:{lines}: more than {MOST_LINES} lines: split it"
 
 
+def check_names(tree: Tree) -> Iterator[str]:
+    """One name, one meaning: no two modules of one name, no class defined twice."""
+    known: dict[str, str] = {}
+    for module in tree.values():
+        short = module.path.stem
+        names = [] if short in ("__init__", "__main__") else [(f"module {short}", 1)]
+        names += [(f"class {node.name}", node.lineno) for node in module.tree.body if isinstance(node, ast.ClassDef)]
+        for name, line in names:
+            if name in known:
+                yield module.at(line, f"{name} is in {known[name]}, too: give it another name")
+            known[name] = module.name
+
+
 def violations(root: Path) -> list[str]:
     """Everything that breaks a rule under `root`, one line each."""
     tree = load(root)
-    found = [line for check in (check_layers, check_cycles, check_public, check_statements) for line in check(tree)]
+    found = [
+        line
+        for check in (check_layers, check_cycles, check_public, check_names, check_statements)
+        for line in check(tree)
+    ]
     return found + list(check_lengths(root))

@@ -21,7 +21,7 @@ from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.isolated_scratch import measure_workspaces
 from magis.runtime.measure import tensor_peak, window_peak
 from magis.runtime.steps import EagerStep, GraphStep, Step
-from magis.runtime.swap_streams import Host
+from magis.runtime.swap_streams import HostMemory
 from magis.simulate.compiled_problem import redo_form
 from tests.nets import Built
 
@@ -182,7 +182,7 @@ def interpret(
     """
     bound = graph_step(graph, net)
     tensors = dict(zip(graph.inputs, bound._tensors, strict=True))
-    host = Host()
+    host = HostMemory()
     kept: dict[int, Any] = {}  # what lies on the host
     torch.manual_seed(0)
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():

@@ -166,6 +166,8 @@ PLANTED = {
         "def optimize(): ...",
         "magis.api:1: is public but has no literal `__all__`",
     ),
+    "a module's name twice": ("magis/search/units.py", "", "magis.units:1: module units is in magis.search.units, too"),
+    "a class twice": ("magis/units.py", "class Graph: ...", "magis.units:1: class Graph is in magis.graph.graph, too"),
     "long": ("tests/test_x.py", "x = 1\n" * (MOST_LINES + 1), "tests/test_x.py:421: more than 420 lines"),
 }
 

@@ -1,4 +1,4 @@
-"""Autocast while a step is traced on CPU fakes, by the rules of the device that it is meant for.
+"""The target device's rules while a step is traced on CPU tensors: autocast, and operators that it substitutes.
 
 What autocast does is decided in torch's dispatcher, by one kernel per operator and device type. The rules of a GPU
 differ from the CPU's: softmax, layer norm, sums, powers and losses run in float32 there. CPU fakes only ever meet the

@@ -1,4 +1,4 @@
-"""Whose operators those of a step are: the sub-module whose forward is running, and the user's line."""
+"""Where an operator comes from: the sub-module whose forward is running, and the user's file and line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_THEIRS = (Path(torch.__file__).parent, HERE, HERE.parent / "aten")
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
-class Lines:
+class UserLines:
     """Looks lines up; remembers which files are the user's, since a step asks some thousand times."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Places:
     def __init__(self) -> None:
         self._modules: list[str] = [""]
         self._module_of_node: dict[int, str] = {}
-        self._lines = Lines()
+        self._lines = UserLines()
         self._line_of_node: dict[int, str] = {}
         self._failure: tuple[int, str] = (0, "")  # identity of an error, and the innermost module that it left
 

@@ -1,4 +1,4 @@
-"""Tensors that `functools.lru_cache` keeps: tables and embeddings of positions, made in a module's first step.
+"""State that a forward keeps in Python: attributes, counters, cached tables, tensors made in the first call.
 
 What a capture leaves there would be taken for real by the next call, so it is forgotten. What real calls have left
 there is part of the step: its contents are those of the call's arguments, and stay as they are.

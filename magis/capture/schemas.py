@@ -1,4 +1,4 @@
-"""What the schema of an operator says of it, and which random ones draw as many numbers whatever they are given."""
+"""What an operator's schema says: aliases, random numbers, and which tensors a captured step may handle."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FREE_DRAWS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class TensorMeta:
     """How an operator treats its arguments."""
 
     view: bool
@@ -43,12 +43,12 @@ class Looks:
 
 
 @cache
-def looks_of(func: Any) -> Looks:
+def looks_of(func: Any) -> TensorMeta:
     """By the schema of an operator of torch."""
     schema = func._schema
     aliases = [result.alias_info for result in schema.returns]
     name = schema.name.removeprefix("aten::")
-    return Looks(
+    return TensorMeta(
         view=bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases),
         renews=torch.Tag.inplace_view in func.tags or name == "set_",
         random=torch.Tag.nondeterministic_seeded in func.tags or "Generator?" in str(schema),

@@ -1,4 +1,4 @@
-"""Steps that stop at gradients, with an optimizer of its own behind them: both as one graph, to be simulated."""
+"""Joins a captured step and the optimizer that runs by itself after it into one graph to simulate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step, not run yet: what the rest of magis captures, runs and measures."""
+"""One training step that has not run yet, and how a module is built on tensors without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that do not fit: what is said of them, and the optimized one by itself where only the original does not."""
+"""Shared builders of result rows: figures, peak breakdowns, and steps that do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from magis.planner.subject import ROUNDS_ALONE, Subject
 from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
 from magis.runtime.exhausted import is_out_of_memory
-from magis.runtime.first_difference import Parting, first_parting
+from magis.runtime.first_difference import FirstDifference, first_parting
 from magis.runtime.measure import device_identity, others_memory
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
@@ -45,7 +45,7 @@ class Replayed:
         costs = self.subject.costs(self.subject.workspaces(self.graph))
         return replay(self.graph, costs.workspace, rounding=costs.rounding)
 
-    def parting(self, run: Callable[[], object]) -> Parting | None:
+    def parting(self, run: Callable[[], object]) -> FirstDifference | None:
         """Where the measured bytes of the step, which `run` runs, part from the simulated ones."""
         return first_parting(run, self.graph, self._profile())
 

@@ -1,4 +1,4 @@
-"""Whether the optimized step computes eager's numbers: bit by bit, or with rounding as good as its."""
+"""Compares the optimized step with eager: numbers (bit by bit, or rounding as good as its), and latency."""
 
 from __future__ import annotations
 
@@ -27,8 +27,17 @@ from magis.runtime.double_precision import (
 )
 from magis.runtime.steps import EagerStep, Step, whole_step
 from magis.runtime.time_slices import Step as TurningStep
-from magis.runtime.time_slices import Turn
-from magis.runtime.timing import ROUGHLY, Patience, Timing, agreed, in_turns, interleave, is_too_busy, ratio_interval
+from magis.runtime.time_slices import TimeSlice
+from magis.runtime.timing import (
+    ROUGHLY,
+    StoppingRule,
+    Timing,
+    agreed,
+    in_turns,
+    interleave,
+    is_too_busy,
+    ratio_interval,
+)
 
 S = TypeVar("S", bound=Step)
 
@@ -216,7 +225,7 @@ WARM_UP = 1
 
 
 @dataclass(frozen=True)
-class Look:
+class TimingLook:
     """Pairs of whole steps, which say the milliseconds, and those that say the ratio; they may be the same."""
 
     whole: Timing
@@ -224,7 +233,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Looks:
+class TimingLooks:
     """How the two steps of a case are timed, and what of their ratio is believed.
 
     ``rounds`` pairs to start with; ``bounds`` are the ratios at which the verdict changes. A ``rough`` ratio is only
@@ -237,25 +246,25 @@ class Looks:
     rough: bool = False
     turning: bool = False
 
-    def look(self, eager: Step, step: Step) -> Look:
+    def look(self, eager: Step, step: Step) -> TimingLook:
         """Time both steps: whole or, where they can and are long enough, in turns."""
         whole = partial(interleave, whole_step(eager), whole_step(step), warmup=WARM_UP, device=self.device)
         if self.rough:
             timing = whole(ROUGHLY)
-            return Look(timing, timing)
-        patience = Patience(self.rounds, self.bounds)
+            return TimingLook(timing, timing)
+        patience = StoppingRule(self.rounds, self.bounds)
         if self.turning:
-            some = whole(Patience(min(self.rounds, ROUNDS_WHOLE), most=0))
+            some = whole(StoppingRule(min(self.rounds, ROUNDS_WHOLE), most=0))
             if min(some.first_ms) >= SHORTEST_MS:
-                return Look(some, in_turns(once_in_turns(eager), once_in_turns(step), patience))
+                return TimingLook(some, in_turns(once_in_turns(eager), once_in_turns(step), patience))
         timing = whole(patience)
-        return Look(timing, timing)
+        return TimingLook(timing, timing)
 
-    def wants_another(self, look: Look) -> bool:
+    def wants_another(self, look: TimingLook) -> bool:
         """Whether a second look would tell something."""
         return not self.rough and not is_too_busy(look.pairs)
 
-    def ratio(self, found: Sequence[Look]) -> RatioInterval:
+    def ratio(self, found: Sequence[TimingLook]) -> RatioInterval:
         """What the looks, at most two, say together."""
         if self.rough:
             return ratio_interval(found[0].pairs)
@@ -266,7 +275,7 @@ class Looks:
 def once_in_turns(step: Step) -> TurningStep:
     """What is timed of a step that takes turns: what is timed of one that does not."""
 
-    def once(turn: Turn) -> object:
+    def once(turn: TimeSlice) -> object:
         step.prepare()
         return step.run_in_turns(turn)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
-from magis.cases.comparison import Look, Looks, compare_losses
+from magis.cases.comparison import TimingLook, TimingLooks, compare_losses
 from magis.planner.subject import Subject
 from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
@@ -130,17 +130,17 @@ class _OrtCase:
         return f"other kernels{' and another precision' if lower else ''}: loss within {100 * off:.2g}%"
 
     @property
-    def _looks(self) -> Looks:
+    def _looks(self) -> TimingLooks:
         asked = self.case.timing_rounds
-        return Looks(self.subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
+        return TimingLooks(self.subject.torch_device, asked or ROUNDS, self.bounds, rough=self.rough and asked is None)
 
-    def _timed(self) -> list[Look]:
+    def _timed(self) -> list[TimingLook]:
         """One look or two, each at steps made anew."""
-        found: list[Look] = []
+        found: list[TimingLook] = []
         while not found or (len(found) == 1 and self._looks.wants_another(found[0])):
             found.append(self._looks.look(self.subject.eager(), self._step(dropout=True)))
         return found
 
-    def _ratio(self, found: Sequence[Look]) -> RatioInterval | None:
+    def _ratio(self, found: Sequence[TimingLook]) -> RatioInterval | None:
         """Of an inference there is none: the original is a training step."""
         return None if self.name.inference else self._looks.ratio(found)

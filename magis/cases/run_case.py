@@ -19,7 +19,7 @@ from magis.cases.case_rows import (
     run_alone,
     too_large,
 )
-from magis.cases.comparison import TIMING_ROUNDS, Looks
+from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
 from magis.cases.contenders import Candidate, check_precision, numbers_of, of_technique, technique_of
 from magis.cases.kept_results import KeptResults
 from magis.cases.ort_cases import ort_result
@@ -278,12 +278,12 @@ class CaseRun:
         return _Outcome(measured, whole.first_ms, memory, whole.second_ms, looks.ratio(found), numbers)
 
     @property
-    def _looks(self) -> Looks:
+    def _looks(self) -> TimingLooks:
         subject = self._subject
         rounds = self._case.timing_rounds
         rough = self._rough and rounds is None
         turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
-        return Looks(subject.torch_device, rounds or TIMING_ROUNDS, self._bounds, rough=rough, turning=turning)
+        return TimingLooks(subject.torch_device, rounds or TIMING_ROUNDS, self._bounds, rough=rough, turning=turning)
 
     @property
     def _is_compiled(self) -> bool:

@@ -1,4 +1,4 @@
-"""`magis COMMAND ...`: reads the command line, and answers a user's mistake with one line and exit code 4."""
+"""The command `magis`: `fit`, `profile` and `merge`; a user's mistake gets one line and exit code 4."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model that searches and simulations are given: nanoseconds and workspace bytes of an operator."""
+"""The costs that searches and simulations use: nanoseconds, workspace bytes, and where the figures come from."""
 
 from __future__ import annotations
 

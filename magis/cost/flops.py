@@ -1,4 +1,4 @@
-"""What an operator does: floating-point operations, bytes read and written, by shapes alone.
+"""Floating-point operations, bytes and kernels of an operator, by shapes alone.
 
 Bytes are counted the way a kernel that runs alone meets them: every input once (an expanded dimension, stride
 0, once in all), every output once, and what the kernel's algorithm passes over twice, twice. Operators that
@@ -88,7 +88,7 @@ _CAUSAL = {  # position of the `is_causal` argument
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OperatorWork:
     """What one call does.
 
     `kind` is a family's kind, "view", "strided_copy" (a copy that changes the innermost dimension) or
@@ -120,14 +120,14 @@ class Work:
         return self.read_bytes + self.written_bytes
 
 
-def work(op: Op, values: Mapping[int, Value]) -> Work:
+def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     """What `op` does; `values` holds its inputs and outputs."""
     inputs = [values[number] for number in dict.fromkeys(_read(op))]
     outputs = [values[number] for number in op.made()]
     given = {values[number].storage for number in op.inputs()}
     dtype = _arithmetic(inputs or outputs)
     if is_view(op.target) and all(output.storage in given for output in outputs):
-        return Work("view", name_of(op.target), dtype)
+        return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)
     # operators that update lists in place return nothing
     written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
@@ -135,7 +135,7 @@ def work(op: Op, values: Mapping[int, Value]) -> Work:
     elements = _elements(op, known, inputs, outputs)
     tensors, launches = counts(op, values)
     matrix = known is not None and known.kind in ("matmul", "conv", "conv_backward")
-    done = Work(
+    done = OperatorWork(
         kind=known.kind if known is not None else "unknown",
         name=name_of(op.target).removeprefix("_foreach_"),
         dtype=dtype,
@@ -150,7 +150,9 @@ def work(op: Op, values: Mapping[int, Value]) -> Work:
     return done if known is None else _refined(done, known, op, values, outputs)
 
 
-def _refined(done: Work, known: Family, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> Work:
+def _refined(
+    done: OperatorWork, known: Family, op: Op, values: Mapping[int, Value], outputs: list[Value]
+) -> OperatorWork:
     """`done` with the arithmetic of its kind, and the bytes that its algorithm skips or passes over again."""
     name = name_of(op.target)
     match known.kind:
@@ -163,7 +165,7 @@ def _refined(done: Work, known: Family, op: Op, values: Mapping[int, Value], out
         case "attention" | "attention_backward":
             return _attention(done, op, values)
         case "none":
-            return Work("none", name, done.dtype, fresh_bytes=done.fresh_bytes)
+            return OperatorWork("none", name, done.dtype, fresh_bytes=done.fresh_bytes)
         case "copy":
             return replace(done, kind=_copy_kind(op, values))
         case "transcendental" if name == "pow" and op.args[1] in _EASY_POWERS:
@@ -244,7 +246,7 @@ def _tensor(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
     return values[arg.value] if isinstance(arg, Ref) else None
 
 
-def _matmul(done: Work, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> Work:
+def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
     """2 m n k, batches included: every element of the output is a sum of `k` products."""
     name = name_of(op.target)
     left = _tensor(op, values, 1 if name.startswith(("add", "baddbmm", "_addmm")) else 0)
@@ -281,7 +283,7 @@ def _convolution_backward_flops(op: Op, values: Mapping[int, Value]) -> int:
     return products * large + (gradient.numel if mask[2] else 0)
 
 
-def _attention(done: Work, op: Op, values: Mapping[int, Value]) -> Work:
+def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> OperatorWork:
     """Two products forward, five backward (one is computed again); half of each under a causal mask."""
     first = 1 if done.kind == "attention_backward" else 0
     query, key, value = (_tensor(op, values, first + step) for step in range(3))
@@ -297,7 +299,7 @@ def _attention(done: Work, op: Op, values: Mapping[int, Value]) -> Work:
     return replace(done, flops=flops // half, elements=scores // half, results=query.numel)
 
 
-def _passes(op: Op, values: Mapping[int, Value], known: Family, done: Work) -> tuple[int, int]:
+def _passes(op: Op, values: Mapping[int, Value], known: Family, done: OperatorWork) -> tuple[int, int]:
     """Bytes read and written, corrected for what the algorithm skips or passes over again."""
     read, written = done.read_bytes, done.written_bytes
     outputs = sum(values[number].nbytes for number in op.made())

@@ -1,4 +1,4 @@
-"""The time of one operator: from a profile where it knows the signature or kin of it, else from the roofline."""
+"""The time of one operator: from a profile where that knows it, else from the roofline; loops included."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from magis.cost.devices import DeviceModel
-from magis.cost.flops import Work, work
+from magis.cost.flops import OperatorWork, work
 from magis.cost.interpolate import Curve, kin
 from magis.cost.profile_store import Profile, target_of
 from magis.cost.shapes import made
@@ -32,7 +32,7 @@ def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int
     return _nanoseconds(device, work(op, values))
 
 
-def _nanoseconds(device: DeviceModel, done: Work) -> int:
+def _nanoseconds(device: DeviceModel, done: OperatorWork) -> int:
     if done.kind in ("view", "none"):  # nothing runs on the device
         return device.view_ns
     rates = device.rates.get(done.kind, device.rates["unknown"])

@@ -74,12 +74,12 @@ def parse(text: str) -> tuple[Op, dict[int, Value]]:
     signature.
     """
     try:
-        return _Reader(text).read()
+        return _SignatureReader(text).read()
     except (ValueError, RecursionError) as error:  # numbers and lists beyond what Python reads
         raise SignatureError(f"not an operator's signature: {text[:80]!r}: {type(error).__name__}") from None
 
 
-class _Reader:
+class _SignatureReader:
     """Reads one signature from left to right."""
 
     def __init__(self, text: str) -> None:

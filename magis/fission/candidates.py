@@ -1,4 +1,4 @@
-"""From a cut tensor to the region that the cut runs through: one connected component of the D-Graph (paper).
+"""Regions that could run in parts: around a cut tensor, and around one operator (paper, D-Graph).
 
 The D-Graph's vertices are the dimensions of tensors and the reduction axes of operators; an edge says that a dimension
 of an input is the same axis as one of the output. It is never built as a whole: the labels of an operator

@@ -24,7 +24,7 @@ Literals: TypeAlias = tuple[tuple[Path, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class Placement:
     """How a value of the body makes up a whole tensor: the dimension along which the parts lie side by side, with rows
     of other parts or not, "same" where each part has all of it, or how parts combine (``COMBINATIONS``, rows that
     overlap)."""
@@ -34,15 +34,15 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class GlobalCall:
     """A whole call that an operator is a part of: where it has other literals, and what its results look like."""
 
     literals: Literals
-    outputs: tuple[Fact | None, ...]
+    outputs: tuple[Placement | None, ...]
 
 
 @functools.lru_cache(maxsize=65536)
-def ways(text: str, facts: tuple[Fact, ...], parts: int, rows: tuple[int, ...]) -> tuple[Way, ...]:
+def ways(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, ...]) -> tuple[GlobalCall, ...]:
     """The whole calls that a call (its signature) is one of ``parts`` parts of, given the facts of its inputs.
 
     Where every part takes the same, the call may be whole itself; where some literals are larger, too, it may still
@@ -54,11 +54,15 @@ def ways(text: str, facts: tuple[Fact, ...], parts: int, rows: tuple[int, ...]) 
     values = {number: value_of(number, fact.whole) for number, fact in enumerate(facts)}
     if any(part_shape(fact, parts) != small[number].shape for number, fact in enumerate(facts)):
         return ()
-    found: list[Way] = []
+    found: list[GlobalCall] = []
     same = all(fact.how == "same" for fact in facts)
     if same:
         made = _made(op, values)
-        found += [Way((), tuple(None if looks is None else Fact("same", looks) for looks in made))] if made else []
+        found += (
+            [GlobalCall((), tuple(None if looks is None else Placement("same", looks) for looks in made))]
+            if made
+            else []
+        )
     for count in range(MOST_LITERALS + 1):
         for literals in _candidates(op, count, parts, () if same else rows):
             way = _cut(op, literals, values, facts, parts)
@@ -77,7 +81,9 @@ def _candidates(op: Op, count: int, parts: int, rows: Sequence[int]) -> Iterator
         yield from ((*literals, padding) for literals in combinations(larger, count - 1))
 
 
-def _cut(small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Fact, ...], parts: int) -> Way | None:
+def _cut(
+    small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
+) -> GlobalCall | None:
     """The whole call, if one of its splits takes the inputs as the facts say, and makes just this call of it."""
     op = sized(small, literals, small.inputs(), ())
     made = _made(op, values)
@@ -88,7 +94,9 @@ def _cut(small: Op, literals: Literals, values: Mapping[int, Value], facts: tupl
     for split in splits(whole, known):
         if split.inputs == wanted and split.extent % parts == 0 and _calls(part(op, split, parts)) == _calls(small):
             outputs = zip(made, split.outputs, strict=True)
-            return Way(literals, tuple(None if w is None or how is None else Fact(how, w) for w, how in outputs))
+            return GlobalCall(
+                literals, tuple(None if w is None or how is None else Placement(how, w) for w, how in outputs)
+            )
     return None
 
 
@@ -139,7 +147,7 @@ def looks_of(value: Value) -> Looks:
     return value.shape, value.stride, value.dtype, value.bits
 
 
-def part_shape(fact: Fact, parts: int) -> tuple[int, ...] | None:
+def part_shape(fact: Placement, parts: int) -> tuple[int, ...] | None:
     """The shape of one of the parts; None where there are none of equal size."""
     shape, cut = fact.whole[0], dimension(fact.how)
     if cut is None:

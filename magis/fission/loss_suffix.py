@@ -1,4 +1,4 @@
-"""Regions that run from some place of the forward pass to the loss and back: micro-batches of the rest of the step.
+"""Regions from a place of the forward pass to the loss and back, their pieces, and why a step has none.
 
     forward  a b c | d e f loss        the region "from d": d e f loss f' e' d', cut along the batch
     backward a'b'c'| d'e'f'

@@ -40,7 +40,7 @@ class Needed:
 
 
 @dataclass(frozen=True)
-class Floor:
+class LowerBound:
     """The bound, and what makes it: all that stays, and one operator with the tensors that it needs whole."""
 
     nbytes: int
@@ -89,14 +89,14 @@ def lower_bound(graph: Graph, workspace: Workspace, rounding: int = 1) -> int:
     return floor(graph, workspace, rounding).nbytes
 
 
-def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
+def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> LowerBound:
     """The same, explained."""
     sizes = {s.id: rounded(s.nbytes, rounding) for s in graph.storages.values() if s.persistent}
     kinds: dict[str, int] = {}
     for storage, nbytes in sizes.items():
         kind = graph.storages[storage].kind
         kinds[kind] = kinds.get(kind, 0) + nbytes
-    stays = Floor(
+    stays = LowerBound(
         nbytes=sum(sizes.values()),
         kinds=tuple(sorted(((kind, n) for kind, n in kinds.items() if n), key=lambda item: (-item[1], item[0]))),
         largest=_largest(graph, sizes),
@@ -107,7 +107,7 @@ def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
     if worst is None or not own:
         return stays
     wholes = [_described(graph.values[value], nbytes) for value, nbytes in needed.items()]
-    return Floor(
+    return LowerBound(
         nbytes=stays.nbytes + own,
         kinds=stays.kinds,
         largest=stays.largest,
@@ -120,8 +120,14 @@ def floor(graph: Graph, workspace: Workspace, rounding: int = 1) -> Floor:
 
 
 def with_behind(
-    found: Floor, name: str, whole: Graph, workspace: Workspace, deaths: Mapping[int, int], rounding: int, start: int
-) -> Floor:
+    found: LowerBound,
+    name: str,
+    whole: Graph,
+    workspace: Workspace,
+    deaths: Mapping[int, int],
+    rounding: int,
+    start: int,
+) -> LowerBound:
     """The bound for a step that others follow, from position ``start`` of ``whole`` on, which no plan changes and
     which are called ``name``."""
     profile = replay(whole, workspace, deaths=deaths, rounding=rounding)

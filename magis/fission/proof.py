@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from magis.cost.signature import signature
 from magis.errors import VerifyError
-from magis.fission.global_calls import Fact, Looks, Way, looks_of, part_shape, sized, value_of, ways
+from magis.fission.global_calls import GlobalCall, Looks, Placement, looks_of, part_shape, sized, value_of, ways
 from magis.graph import Arg, Graph, Loop, Op, Ref, Value
 from magis.graph.loop_rules import JOIN, REDUCE, rows_around
 from magis.ops.splits import Halo, Overlap
@@ -72,7 +72,7 @@ class _Source:
     """Where a fact is from: position of the operator, the facts of its inputs, and which of the ways."""
 
     at: int
-    inputs: tuple[Fact, ...]
+    inputs: tuple[Placement, ...]
     way: int
 
 
@@ -81,7 +81,7 @@ class _Alias:
     """A fact of a value that says the same of the whole of another one."""
 
     value: int
-    fact: Fact
+    fact: Placement
 
 
 class _Undoing:
@@ -92,8 +92,8 @@ class _Undoing:
         self.parts = loop.parts
         self.rows = tuple(sorted({rows_around(each)[0] for each in loop.graph.ops} - {0}))
         self.where = f"operator {op.id} ({op.target})"
-        self.facts: dict[int, dict[Fact, _Source | _Alias | None]] = {}
-        self.results: dict[int, tuple[int, Fact]] = {}
+        self.facts: dict[int, dict[Placement, _Source | _Alias | None]] = {}
+        self.results: dict[int, tuple[int, Placement]] = {}
         """Value outside that the loop makes -> the value of the body that is its part, and how."""
         self.given: dict[int, int] = {}
         """Input of the body -> value outside."""
@@ -107,24 +107,24 @@ class _Undoing:
         self.given = dict(zip(loop.graph.inputs[:count], op.inputs(), strict=True))
         self.wholes = dict(zip(loop.graph.inputs[count:], op.made(), strict=True))
         for inside, value in self.given.items():
-            self.facts[inside] = {Fact("same", looks_of(outside[value])): None}
+            self.facts[inside] = {Placement("same", looks_of(outside[value])): None}
         for at, each in enumerate(self.ops):
             self._see(at, each)
         if not self.problems:
             missing = [value for value in op.made() if value not in self.results]
             self.problems += [f"{self.where}: value {value} is made of no parts" for value in missing]
 
-    def ways(self, op: Op, facts: tuple[Fact, ...]) -> list[tuple[int, Way]]:
+    def ways(self, op: Op, facts: tuple[Placement, ...]) -> list[tuple[int, GlobalCall]]:
         """The whole calls, numbered, whose parts make what the operator makes."""
         every = ways(signature(op, self.values), facts, self.parts, self.rows)
         found = [(number, way) for number, way in enumerate(every) if self._agrees(op, way)]
         return sorted(found, key=lambda each: self._unlikely(each[1]))
 
-    def _unlikely(self, way: Way) -> int:
+    def _unlikely(self, way: GlobalCall) -> int:
         """How many results of a whole call look like nothing in the original step."""
         return sum((fact.whole[0], fact.whole[2]) not in self.likely for fact in way.outputs if fact is not None)
 
-    def known(self, op: Op) -> Iterator[tuple[Fact, ...]]:
+    def known(self, op: Op) -> Iterator[tuple[Placement, ...]]:
         """What is known of the operator's inputs, in every combination."""
         return islice(product(*(self.facts[value] for value in op.inputs())), MOST_COMBINATIONS)
 
@@ -155,7 +155,7 @@ class _Undoing:
         if not known:
             self._problem(op, f"takes a stretch of value {whole}, which is no whole tensor")
         for value in op.made():
-            self.facts[value] = {Fact(cut, fact.whole): _Alias(whole, fact) for fact in known}
+            self.facts[value] = {Placement(cut, fact.whole): _Alias(whole, fact) for fact in known}
 
     def _merge(self, op: Op, whole: int, part: int, how: int | str | Overlap) -> None:
         """A result made of its parts the way that they make it up."""
@@ -174,7 +174,7 @@ class _Undoing:
         taken = dict.fromkeys(op.inputs())
         if any(value not in self.facts for value in taken):
             return  # said where the input is made
-        found: dict[int, dict[Fact, _Source | _Alias | None]] = {value: {} for value in op.made()}
+        found: dict[int, dict[Placement, _Source | _Alias | None]] = {value: {} for value in op.made()}
         proven = False
         for facts in self.known(op) if not op.random and not op.target.startswith("magis.") else ():
             for number, way in self.ways(op, facts):
@@ -188,7 +188,7 @@ class _Undoing:
         given = [f"%{value} {' or '.join(sorted({_words(f.how) for f in self.facts[value]}))}" for value in taken]
         self._problem(op, f"is a part of no whole call with {', '.join(given) or 'these sizes'}")
 
-    def _agrees(self, op: Op, way: Way) -> bool:
+    def _agrees(self, op: Op, way: GlobalCall) -> bool:
         """Whether the parts of what the whole call makes look as the operator's results do."""
         if len(op.outputs) != len(way.outputs):
             return False
@@ -220,7 +220,7 @@ class _Emitting:
             self.ops.append(Op(len(self.ops), "magis.alias", (Ref(self._need(part, fact)),), (), (value,)))
         return self.ops
 
-    def _need(self, value: int, fact: Fact) -> int:
+    def _need(self, value: int, fact: Placement) -> int:
         """Id of the whole tensor that a value of the body is a part of."""
         source = self.undoing.facts[value][fact]
         if source is None:

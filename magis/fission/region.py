@@ -1,4 +1,4 @@
-"""F-Trans (paper): a sub-graph, a dimension of each of its operators, and a number of parts; and what makes it legal.
+"""F-Trans (paper): a sub-graph, a dimension of each operator, a number of parts; legality, buffer donation.
 
     Region(cuts={operator: Split, ...}, parts=4)
 

@@ -67,7 +67,7 @@ class Guards:
         return found
 
 
-class Memory:
+class MemoryGuard:
     """Where the module's parameters and buffers lie; other places need other bindings, other overlaps other plans."""
 
     def __init__(self, module: nn.Module) -> None:

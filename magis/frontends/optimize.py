@@ -19,13 +19,13 @@ from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apa
 from magis.capture.python_state import advance
 from magis.errors import UsageError
 from magis.frontends.branching import Draw, Undo, contents_kept, draw_of, outline, undo_of
-from magis.frontends.guards import Memory, check_hooks, check_mode, check_optimizer, device_of, trained_parameters
-from magis.frontends.optimizer_state import State, adopted
+from magis.frontends.guards import MemoryGuard, check_hooks, check_mode, check_optimizer, device_of, trained_parameters
+from magis.frontends.optimizer_state import OptimizerState, adopted
 from magis.frontends.planned import (
     AUTOCAST,
     Limits,
     Planned,
-    Report,
+    PlanReport,
     limits_of,
     planned,
     read_plan,
@@ -110,7 +110,7 @@ class OptimizedStep:
         self._limits = limits
         self._device = device
         self._autocast = autocast
-        self._memory = Memory(self._whole)
+        self._memory = MemoryGuard(self._whole)
         self._fingerprint: tuple[Any, ...] = ()
         self._restless = 0
         self._apart = ""
@@ -135,12 +135,12 @@ class OptimizedStep:
         self._look_at_memory()
         found = self._find(batch)
         if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
-            self._choice, self._memory = self._choose(), Memory(self._whole)
+            self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
             found = self._find(batch) or self._made(batch, plan)
         self._entries = [*(entry for entry in self._entries if entry is not found), found][-KEPT:]
         return found
 
-    def report(self) -> Report:
+    def report(self) -> PlanReport:
         """What the step that ran last was planned to need."""
         return self._entries[-1].plan.report
 
@@ -186,7 +186,7 @@ class OptimizedStep:
 
     def _look_at_memory(self) -> None:
         if not self._memory.holds():
-            self._memory = Memory(self._whole)
+            self._memory = MemoryGuard(self._whole)
             self._unbind()
 
     def _look_at_optimizer(self) -> None:
@@ -294,7 +294,7 @@ class _Bound:
     plan: Planned
     step: GraphStep
     module: nn.Module
-    state: State | None
+    state: OptimizerState | None
     optimizer: Optimizer | None
     choice: _Choice
     loss_fn: Callable[..., Tensor] | None
@@ -346,7 +346,7 @@ class _Bound:
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _updated(self, state: State) -> Tensor:
+    def _updated(self, state: OptimizerState) -> Tensor:
         optimizer = state.optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:

@@ -16,7 +16,7 @@ from magis.ops.optimizers import new_state, state_names
 
 
 @dataclass(eq=False)
-class State:
+class OptimizerState:
     """The tensors of an optimizer, by their names in the graph ("exp_avg:layer.weight")."""
 
     optimizer: Optimizer
@@ -78,7 +78,7 @@ class State:
         return [[next(numbers) for _ in some] for some in counters]
 
 
-def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter]) -> State:
+def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Parameter]) -> OptimizerState:
     """The state of an optimizer; what it lacks is made as its own first step would make it."""
     rule = update.spec
     home = {name: number for number, group in enumerate(rule.groups, 1) for name in group.parameters}
@@ -101,4 +101,4 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
                 if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
                     state[kind].neg_()
             tensors[f"{kind}:{name}"] = state[kind]
-    return State(optimizer, update, trained, tensors, members, first)
+    return OptimizerState(optimizer, update, trained, tensors, members, first)

@@ -1,4 +1,4 @@
-"""From a module, an example batch and a limit to a plan: what `magis.optimize` knows before the first step runs."""
+"""From a module, an example batch and a limit to a plan, and the plan as a file: the inside of `magis.optimize`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
 
     original_bytes: int
@@ -139,7 +139,7 @@ class Planned:
     digest: str
     """Of the captured step: a plan holds for this step alone (the outline, where its forward draws on the host)."""
     rule: OptimizerSpec
-    report: Report
+    report: PlanReport
     guards: Guards
     cached: Mapping[str, Tensor]
     """Tensors that caches of functions hold, by their names in the graph."""
@@ -207,7 +207,7 @@ def planned(
         _check_fits(graph, captured.graph)
         kept = sum((undone(graph) or {}).values())
         peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes + kept), subject.latency_ns(graph)
-        report = Report(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
+        report = PlanReport(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
         return made(graph=graph, report=report)
     kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
@@ -267,8 +267,8 @@ def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
     return value.name, value.dtype, value.shape
 
 
-def _report(found: Plan, subject: Subject, original: int, peak: int, limit: int | None, update: str) -> Report:
-    return Report(
+def _report(found: Plan, subject: Subject, original: int, peak: int, limit: int | None, update: str) -> PlanReport:
+    return PlanReport(
         original,
         peak,
         limit,

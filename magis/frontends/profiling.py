@@ -20,7 +20,17 @@ from magis.planner.bench import Bench, products_of
 from magis.planner.device_profiles import recording_identity
 from magis.results import Case
 from magis.runtime.measure import free_device_memory
-from magis.runtime.profiler import Batch, Effort, EventWatch, Wall, batches, cuda_workspace, link_speed, record, schemas
+from magis.runtime.profiler import (
+    CallBatch,
+    EventWatch,
+    ProfilingEffort,
+    Wall,
+    batches,
+    cuda_workspace,
+    link_speed,
+    record,
+    schemas,
+)
 
 GPU_SHARE = 4
 """A batch takes at most this part (the reciprocal) of a GPU's free memory."""
@@ -48,7 +58,7 @@ def record_profile(
     preset: str,
     dtypes: Iterable[str | None] = (None,),
     parts: bool = True,
-    effort: Effort | None = None,
+    effort: ProfilingEffort | None = None,
     seconds: float | None = None,
     progress: Progress = lambda _text: None,
 ) -> Recording:
@@ -61,7 +71,7 @@ def record_profile(
     started = time.perf_counter()
     every = tuple(dtypes)
     rounding = _checked(every, device, preset)
-    effort = effort or Effort(batch_bytes=_batch_bytes(device))
+    effort = effort or ProfilingEffort(batch_bytes=_batch_bytes(device))
     identity = recording_identity(device, rounding)
     profile = _opened(path, identity)
     if not path.exists():
@@ -129,11 +139,11 @@ def _opened(path: Path, identity: dict[str, str]) -> Profile:
 
 def _batch_bytes(device: str) -> int:
     if device == "cpu":
-        return Effort.batch_bytes
-    return max(Effort.batch_bytes, free_device_memory(device) // GPU_SHARE)
+        return ProfilingEffort.batch_bytes
+    return max(ProfilingEffort.batch_bytes, free_device_memory(device) // GPU_SHARE)
 
 
-def _measured(batch: Batch, effort: Effort, device: str) -> dict[str, Entry]:
+def _measured(batch: CallBatch, effort: ProfilingEffort, device: str) -> dict[str, Entry]:
     where = torch.device(device)
     if device == "cpu":
         return record(batch, effort, where, Wall())

@@ -1,4 +1,4 @@
-"""Which operators are views, and which pairs must keep their order beyond data flow.
+"""Views of storages, and the pairs of operators whose order is fixed beyond data flow.
 
 The order rules are the storage versions of the operators (``magis.graph.nodes``): the writer of version k + 1 comes
 after every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets

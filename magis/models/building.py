@@ -1,4 +1,4 @@
-"""Seeds, synthetic batches, losses and initial weights; all of it works on real and on fake tensors alike."""
+"""What the networks share: size checks, seeds, batches, losses, initial weights, and the seed's style."""
 
 from __future__ import annotations
 

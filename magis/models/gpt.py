@@ -1,4 +1,4 @@
-"""GPT-2-like decoder (Radford et al. 2019): pre-norm layers with learned positions, tied decoder."""
+"""Decoders like GPT-2 (Radford et al. 2019), and GPT-Neo (Black et al. 2021) with local attention."""
 
 from __future__ import annotations
 

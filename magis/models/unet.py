@@ -1,4 +1,4 @@
-"""U-Net (Ronneberger et al. 2015), padded and with BatchNorm, as commonly re-implemented."""
+"""U-Net (Ronneberger et al. 2015), padded, with BatchNorm, and U-Net++ (Zhou et al. 2018), nested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd's formulas of products, which look for zeros: eager divides by each factor where there are none.
+"""What eager mode does and a dispatch mode does not see: formulas of products, saved numbers, in-place writes.
 
 Under a dispatch mode torch does not look, and takes a longer way that holds for zeros, too, and rounds otherwise. So
 while a step is watched, `prod` and `cumprod` have their formulas here, with the question as a truth value that Python

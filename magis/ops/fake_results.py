@@ -1,4 +1,4 @@
-"""What kernels return where torch's functions for fake tensors say something else: declined results, layouts."""
+"""Corrections to what torch's fake tensor functions return: layouts, declined results, bits, packed memory."""
 
 from __future__ import annotations
 

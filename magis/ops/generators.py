@@ -1,4 +1,4 @@
-"""Generators of random numbers that belong to a step itself, beside the default one of its device, by name.
+"""Random generators of a step: the devices' default ones, those on the host, and those that the step owns.
 
 They are found where they are held: attributes of modules ("decoder.noise"), and what a forward or a loss function
 refers to from outside ("loss.noise"). The name stands in the graph: it finds the generator in a copy of the module, and

@@ -1,4 +1,4 @@
-"""Weight updates written out as the in-place operators that ``torch.optim`` runs without foreach or fusing.
+"""Weight updates as in-place operators, without foreach or fusing; optimizers of a user's own class.
 
 Operator for operator the single-tensor loops of ``torch.optim.SGD`` and ``torch.optim.Adam(W)``, so that captured and
 eager steps agree bit for bit and byte for byte; its updates by lists are in ``updates``. What changes from step to step

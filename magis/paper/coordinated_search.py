@@ -33,9 +33,9 @@ from magis.paper.ftree import LEVELS, Analysis, FTree, Node, mutations
 from magis.paper.incremental_schedule import rescheduled, survivors
 from magis.paper.nested_loops import (
     Figures,
-    Frame,
+    LoopFrame,
+    LoopView,
     Refusal,
-    View,
     apply,
     filled,
     flags_of,
@@ -45,7 +45,7 @@ from magis.paper.nested_loops import (
     realized,
 )
 from magis.schedule.window import window_orders
-from magis.search.budgeted_evaluator import Goal, Over, never
+from magis.search.budgeted_evaluator import Objective, Over, never
 from magis.simulate.compiled_problem import Costs
 
 STATES = 3000
@@ -57,7 +57,7 @@ Loops = frozenset[Node]
 
 
 @dataclass(frozen=True)
-class State:
+class SearchState:
     """A point of the search. ``decided`` are pairs (storage, flag); ``order`` is None for program order."""
 
     tree: FTree
@@ -78,7 +78,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Point:
+class SearchPoint:
     """The best so far after so many simulated states, and seconds of the processor."""
 
     states: int
@@ -87,14 +87,14 @@ class Point:
 
 
 @dataclass(frozen=True, eq=False)
-class Published:
+class PaperPlan:
     """What the search found, and how much it looked at."""
 
-    best: State
+    best: SearchState
     figures: Figures
     start: Figures
     """Of the step as it is."""
-    curve: tuple[Point, ...]
+    curve: tuple[SearchPoint, ...]
     states: int
     generated: int
     filtered: int
@@ -104,7 +104,7 @@ class Published:
     """F-Trees whose enabled nodes cannot all be loops."""
     stopped: bool
     """By whoever asked for the search, before its budget was spent."""
-    frame: Frame
+    frame: LoopFrame
     """The best state's compiled step."""
 
     @property
@@ -119,7 +119,7 @@ class Published:
 def published(
     graph: Graph,
     costs: Costs,
-    goal: Goal,
+    goal: Objective,
     *,
     reuse: bool = True,
     states: int = STATES,
@@ -127,19 +127,19 @@ def published(
     most: int | None = None,
     incremental: bool = True,
     over: Over = never,
-) -> Published:
+) -> PaperPlan:
     """Search from the step as it is; ``graph`` must be in functional form and untangled (``rewrite.untangle``)."""
     if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if states < 1:
         raise UsageError(f"a search needs a budget of at least 1 state, not {states}")
-    search = Search(Analysis(graph), costs, goal, Settings(reuse, states, levels, most, incremental, over))
+    search = Search(Analysis(graph), costs, goal, PaperSettings(reuse, states, levels, most, incremental, over))
     search.run()
     return search.result()
 
 
 @dataclass(frozen=True)
-class Settings:
+class PaperSettings:
     """Of one search, as ``published`` takes them."""
 
     reuse: bool
@@ -153,15 +153,15 @@ class Settings:
 class Search:
     """The queue and its books."""
 
-    def __init__(self, analysis: Analysis, costs: Costs, goal: Goal, settings: Settings) -> None:
+    def __init__(self, analysis: Analysis, costs: Costs, goal: Objective, settings: PaperSettings) -> None:
         self.analysis, self.costs, self.goal, self.settings = analysis, costs, goal, settings
         self.budget = settings.states
-        self.frames: OrderedDict[Loops, Frame | Refusal] = OrderedDict()
-        self.queue: list[tuple[tuple[int, int], int, State]] = []
+        self.frames: OrderedDict[Loops, LoopFrame | Refusal] = OrderedDict()
+        self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
         self.states = self.generated = self.filtered = self.expanded = self.refused = 0
-        self.curve: list[Point] = []
+        self.curve: list[SearchPoint] = []
         self.began = time.process_time()
-        self.best = State(FTree())
+        self.best = SearchState(FTree())
         self.start = self.figures = judge(self._whole(self.best), {})
         self.states, self.stopped = 1, False
         self.seen = {self.best.mark}
@@ -183,13 +183,13 @@ class Search:
                 if self.stopped or self.states >= self.budget:
                     return
 
-    def result(self) -> Published:
-        return Published(
+    def result(self) -> PaperPlan:
+        return PaperPlan(
             self.best, self.figures, self.start, tuple(self.curve), self.states,
             self.generated, self.filtered, self.expanded, self.refused, self.stopped, self._whole(self.best),
         )  # fmt: skip
 
-    def _scheduled(self, parent: State, child: State) -> State:
+    def _scheduled(self, parent: SearchState, child: SearchState) -> SearchState:
         """A child with other loops than its parent in the parent's order, ordered anew around what has changed."""
         if not self.settings.incremental or child.loops == parent.loops:
             return child
@@ -207,7 +207,7 @@ class Search:
     def _key(self, figures: Figures) -> tuple[int, int]:
         return self.goal.key(figures.peak, figures.latency_ns)
 
-    def _simulate(self, state: State) -> None:
+    def _simulate(self, state: SearchState) -> None:
         """Judge a state; it is the best, or may lead to it, or is forgotten."""
         level = self._frame(state)
         if isinstance(level, Refusal):
@@ -222,13 +222,13 @@ class Search:
         if tuple(RELAXED_DEN * mine for mine in key) < tuple(RELAXED_NUM * its for its in best):
             self._push(state, found)
 
-    def _point(self, figures: Figures) -> Point:
-        return Point(self.states, figures, time.process_time() - self.began)
+    def _point(self, figures: Figures) -> SearchPoint:
+        return SearchPoint(self.states, figures, time.process_time() - self.began)
 
-    def _push(self, state: State, figures: Figures) -> None:
+    def _push(self, state: SearchState, figures: Figures) -> None:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))
 
-    def _frame(self, state: State) -> Frame | Refusal:
+    def _frame(self, state: SearchState) -> LoopFrame | Refusal:
         """The compiled step with the loops of a state; the last few are kept."""
         loops = state.loops
         found = self.frames.pop(loops, None)
@@ -240,16 +240,16 @@ class Search:
             self.frames.popitem(last=False)
         return found
 
-    def _compiled(self, graph: Graph) -> Frame:
+    def _compiled(self, graph: Graph) -> LoopFrame:
         return frame(graph, self.analysis.graph, self.costs, reuse=self.settings.reuse)
 
-    def _whole(self, state: State) -> Frame:
+    def _whole(self, state: SearchState) -> LoopFrame:
         level = self._frame(state)
         if isinstance(level, Refusal):
             raise VerifyError(level.reason)
         return level
 
-    def _children(self, state: State) -> Iterator[State]:
+    def _children(self, state: SearchState) -> Iterator[SearchState]:
         """Every state one rule away."""
         view = look(self._whole(state), dict(state.decided), _order(state))
         tree = state.tree
@@ -257,7 +257,7 @@ class Search:
             kept = [node for node in tree.nodes if node.enabled]
             tree = self.analysis.tree(view.hot, levels=self.settings.levels, kept=kept)
         for mutation in mutations(tree):
-            yield State(mutation.tree, state.decided, None, stale=False)
+            yield SearchState(mutation.tree, state.decided, None, stale=False)
         decided = dict(state.decided)
         for move in view.moves[: self.settings.most]:
             yield replace(
@@ -269,11 +269,11 @@ class Search:
         if self._key(view.figures) <= self._key(self.figures):
             yield from self._reordered(state, tree, view)
 
-    def _reordered(self, state: State, tree: FTree, view: View) -> Iterator[State]:
+    def _reordered(self, state: SearchState, tree: FTree, view: LoopView) -> Iterator[SearchState]:
         """Other orders of windows around the peak."""
         for order in window_orders(view.evaluator):
             yield replace(state, tree=tree, order=tuple(order.tolist()), stale=True)
 
 
-def _order(state: State) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
+def _order(state: SearchState) -> np.ndarray[tuple[int], np.dtype[np.int32]] | None:
     return None if state.order is None else np.array(state.order, dtype=np.int32)

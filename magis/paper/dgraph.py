@@ -1,4 +1,4 @@
-"""Which operators of an axis are reached only through which other one, and what it would save to split those (paper).
+"""The D-Graph (paper): dimensions that are one axis, its dominators, and the saving of splitting under each.
 
     heat(v)  = bytes of the hot-spots (tensors in memory at the peak) made by operators that v strictly dominates
     score(v) = (1 - 1/n) heat(v) - bytes of the inputs of those operators that are no hot-spots

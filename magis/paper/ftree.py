@@ -1,4 +1,4 @@
-"""The F-Tree (paper, Algorithm 1): candidates for fission, from the hot-spots of a schedule; the graph stays as it is.
+"""The F-Tree (paper, Algorithm 1): candidates for fission from the hot-spots of a schedule, and its mutations.
 
 A node is a sub-graph with a cut of each operator (S, D) and a number of parts n: 1 for a candidate, more for a node
 that is *enabled*. What hangs below a node is a subset of it.

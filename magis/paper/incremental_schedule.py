@@ -1,4 +1,4 @@
-"""Incremental scheduling (paper, Algorithm 2): after a rewrite only the stretch of the order around it is ordered anew.
+"""Full and incremental scheduling (paper, Algorithm 2).
 
 old order                a b [c d e f] g h        d, e are replaced by x
 spliced                  a b  c x f    g h        survivors as they stood, new nodes as soon as they can run
@@ -18,7 +18,7 @@ from magis.graph import Op
 from magis.schedule.dynamic import WIDEST
 from magis.schedule.stretches import MOST, Steps, cuts, forced, improved, lives_of
 from magis.schedule.waists import NARROW, OUTSIDE, Precedence, in_parts, turned
-from magis.simulate.arrays import Step
+from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Group
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem
@@ -155,7 +155,7 @@ def _op_name(op: Op) -> tuple[object, ...]:
 
 
 def rescheduled(
-    problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: Step | None = None, most: int = MOST
+    problem: Problem, rank: Int64s, flags: Int8s | None = None, *, step: NodeStep | None = None, most: int = MOST
 ) -> tuple[Int32s, Int32s]:
     """For a rewritten step the better splice (``rank`` as there), and that ordered anew around new nodes."""
     steps = Steps(problem, step)
@@ -173,7 +173,7 @@ def rescheduled(
 # A part of more than ``dynamic.WIDEST`` nodes is cut where it is narrowest, and once more around those cuts.
 
 
-def full_order(problem: Problem, *, step: Step | None = None, most: int = MOST) -> Int32s:
+def full_order(problem: Problem, *, step: NodeStep | None = None, most: int = MOST) -> Int32s:
     """A legal order with a low peak, nothing recomputed; no worse than program order, which it begins with."""
     steps = Steps(problem, step)
     program = np.arange(problem.n_nodes, dtype=np.int32)

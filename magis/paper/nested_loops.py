@@ -1,4 +1,4 @@
-"""A step with any loops, side by side and nested, compiled level by level and judged with one set of decisions.
+"""Enabled nodes of an F-Tree as loops, side by side and nested, compiled and judged level by level.
 
 Every body is a step of its own at the size of a part; to the step around it a loop is one node, whose time is that of
 its body times the number of parts and whose workspace is the body's peak. A decision (storage of the original step ->
@@ -21,7 +21,7 @@ from magis.ops.splits import Split, splits
 from magis.paper.ftree import FTree, Node
 from magis.rewrite.realize import realize
 from magis.search.moves import giving_back, hot, saving
-from magis.simulate.arrays import Step
+from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand
 from magis.simulate.problem import KEEP, SWAP, Bools, Int8s, Int32s
@@ -30,7 +30,7 @@ Decisions = Mapping[int, int]
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class LoopFrame:
     """A compiled graph and the frames of the loops in it."""
 
     compiled: Compiled
@@ -42,7 +42,7 @@ class Frame:
     """The way back."""
     handed: Bools
     """[s] made by a loop."""
-    inner: tuple[tuple[int, Frame], ...]
+    inner: tuple[tuple[int, LoopFrame], ...]
     """Loops by node."""
     parts: int
 
@@ -68,7 +68,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class LoopView:
     """What is to be seen at the peak of a judged step."""
 
     figures: Figures
@@ -80,7 +80,9 @@ class View:
     """Rematerializations, swaps and their inverses on hot-spots."""
 
 
-def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False) -> Frame:
+def frame(
+    graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False
+) -> LoopFrame:
     """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``paper.loops``)."""
     compiled = compile_problem(graph, costs, reuse=reuse)
     problem = compiled.problem
@@ -90,14 +92,14 @@ def frame(graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: in
     for place, name in enumerate(names):
         if name >= 0:
             places[name] = (*places.get(name, ()), place)
-    inner: list[tuple[int, Frame]] = []
+    inner: list[tuple[int, LoopFrame]] = []
     for node, group in enumerate(compiled.nodes):
         body = group[0].body
         if body is not None:
             inner.append((node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True)))
     handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
     evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
-    return Frame(compiled, evaluator, names, places, handed, tuple(inner), parts)
+    return LoopFrame(compiled, evaluator, names, places, handed, tuple(inner), parts)
 
 
 def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
@@ -112,7 +114,7 @@ def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
     return found
 
 
-def flags_of(level: Frame, decisions: Decisions) -> Int8s:
+def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
     """The flags of one level; tensors without a decision stay until nobody needs them."""
     flags = np.full(len(level.names), KEEP, dtype=np.int8)
     for storage, flag in decisions.items():
@@ -122,12 +124,12 @@ def flags_of(level: Frame, decisions: Decisions) -> Int8s:
     return flags
 
 
-def judge(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Figures:
+def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Figures:
     """What a level costs; ``order`` is that of its nodes, program order if None."""
     return _judged(level, decisions, order)[0]
 
 
-def filled(level: Frame, decisions: Decisions) -> Step:
+def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
     """The evaluator's arrays of a level, with what its loops cost under these decisions."""
     step = level.evaluator.step
     if not level.inner:
@@ -141,7 +143,7 @@ def filled(level: Frame, decisions: Decisions) -> Step:
     return step._replace(ns=ns, ws=ws, tensor=tensor)
 
 
-def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
+def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
     evaluator = level.evaluator
     if level.inner or order is not None:
         order = evaluator.order if order is None else order
@@ -150,7 +152,7 @@ def _judged(level: Frame, decisions: Decisions, order: Int32s | None) -> tuple[F
     return Figures(found.peak, found.tensor_peak, found.latency_ns), evaluator
 
 
-def look(level: Frame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> View:
+def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> LoopView:
     """Judge a level and look around at its peak; a loop that runs there is looked into."""
     figures, evaluator = _judged(level, decisions, order)
     flags = flags_of(level, decisions)
@@ -164,10 +166,10 @@ def look(level: Frame, decisions: Decisions, order: Int32s | None = None, *, ins
             below = look(other, decisions, inside=True)
             found = {**below.hot, **found}
             moves += below.moves
-    return View(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
+    return LoopView(figures, evaluator, found, tuple(dict.fromkeys(sorted(moves, key=lambda move: move.rank))))
 
 
-def _moves(level: Frame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
+def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, inside: bool) -> Iterator[Move]:
     swaps = evaluator.problem.xfer_ns_per_byte > 0.0
     for rank, (storage, flag) in enumerate(saving(evaluator, flags, len(flags) * 2, allow_swap=swaps)):
         if level.names[storage] >= 0 and (flag == SWAP or not level.handed[storage]):
@@ -177,7 +179,7 @@ def _moves(level: Frame, evaluator: Evaluator, flags: Int8s, alive: Bools, *, in
             yield Move(level.names[storage], KEEP, inside, rank)
 
 
-def realized(level: Frame, decisions: Decisions, order: Int32s | None = None) -> Graph:
+def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
     """The graph of a level with its decisions carried out, everything inside included."""
     compiled, problem = level.compiled, level.compiled.problem
     ops, nodes = list(compiled.graph.ops), list(compiled.nodes)

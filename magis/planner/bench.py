@@ -1,4 +1,4 @@
-"""The subjects of a process: made once per model, shared by its cases."""
+"""The models under test of a process: made once each and shared by their cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares a captured step with what eager really runs, at the real size where that fits, else on a small batch."""
+"""Checks that a captured step is what eager runs: operators, order and results, recorded on real tensors."""
 
 from __future__ import annotations
 

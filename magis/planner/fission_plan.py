@@ -1,4 +1,4 @@
-"""Plans with fission: parts of the step in loops, where that is worth sums in another order than eager's."""
+"""Plans with fission: the step cut into loops, where that is worth sums in another order than eager's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op
-from magis.planner.plans import Plan, Scratch, approached, attempts, searched
+from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
 from magis.planner.subject import Subject
-from magis.search.budgeted_evaluator import Goal, Wanted
-from magis.search.fission_pareto import Cut, FissionFront, Point, joined, place_front
-from magis.search.loop_nest import Level, Solution, bound, level, realize_level, repeats, solution, solve, with_body
+from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, joined, place_front
+from magis.search.loop_nest import (
+    LoopNest,
+    LoopNestPlan,
+    bound,
+    level,
+    realize_level,
+    repeats,
+    solution,
+    solve,
+    with_body,
+)
 from magis.search.split_at_peak import Relieved, relieve
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
@@ -40,13 +50,13 @@ FAILURES = 3
 class Divided:
     """A planned step with loops."""
 
-    cuts: tuple[Cut, ...]
-    level: Level
-    solution: Solution
+    cuts: tuple[LoopPlace, ...]
+    level: LoopNest
+    solution: LoopNestPlan
     states: int = 0
 
 
-def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None = None) -> Divided | None:
+def divide(front: FissionFront, wanted: PlanRequest, *, known: tuple[int, int] | None = None) -> Divided | None:
     """The best divided step under the goal, of those on a step's front (``magis.search.fission_pareto.divided_front``).
 
     None if there is none, or only such that are no better than the ``known`` plan (its peak in bytes and its latency in
@@ -55,7 +65,7 @@ def divide(front: FissionFront, wanted: Wanted, *, known: tuple[int, int] | None
     return _best(front.points, wanted, front.states, known)
 
 
-def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divided:
+def replan(found: Divided, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Divided:
     """The same configuration planned with other costs, or under another goal."""
     here = level(found.level.compiled.graph, costs, reuse=reuse)
     front = place_front([(found.cuts[0], here)], over=wanted.over)
@@ -63,10 +73,12 @@ def replan(found: Divided, costs: Costs, wanted: Wanted, *, reuse: bool) -> Divi
     return found if best is None else best
 
 
-def _best(points: tuple[Point, ...], wanted: Wanted, states: int, known: tuple[int, int] | None) -> Divided | None:
+def _best(
+    points: tuple[FissionPoint, ...], wanted: PlanRequest, states: int, known: tuple[int, int] | None
+) -> Divided | None:
     """The best configurations of a front planned thoroughly, and the best of that."""
     ranked = sorted(points, key=lambda point: wanted.key(point.peak, point.latency_ns))
-    by_cut: dict[Cut | None, Point] = {}
+    by_cut: dict[LoopPlace | None, FissionPoint] = {}
     for point in ranked:
         by_cut.setdefault(point.cut, point)
     finalists = list(by_cut.values())
@@ -84,11 +96,11 @@ def _best(points: tuple[Point, ...], wanted: Wanted, states: int, known: tuple[i
     return replace(best, states=states)
 
 
-def _key(divided: Divided, wanted: Wanted) -> tuple[int, int]:
+def _key(divided: Divided, wanted: PlanRequest) -> tuple[int, int]:
     return wanted.key(divided.solution.peak, divided.solution.latency_ns)
 
 
-def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
+def _thoroughly(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
     """The best plan for a configuration, no worse than ``start``, and the states that it took."""
     limit = wanted.goal.memory_limit
     if limit is None:
@@ -99,7 +111,7 @@ def _thoroughly(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution,
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
 
 
-def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, int]:
+def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
     """The same under a latency limit: plans for memory limits below the best peak so far."""
     floor = bound(here)
     best, states, failures = start, 0, 0
@@ -118,12 +130,12 @@ def _squeezed(here: Level, start: Solution, wanted: Wanted) -> tuple[Solution, i
     return best, states
 
 
-def to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
+def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> LoopNestPlan:
     """The same plan around a leaner body, which may take what is left of the time."""
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
-    left = Goal(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
+    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
     body = solve(here.inner, left, max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
     problem = with_body(here, body)
     found = evaluate(problem, start.result.order, start.result.flags)
@@ -131,8 +143,8 @@ def to_the_end(here: Level, start: Solution, wanted: Wanted) -> Solution:
     return solution(here, problem, result, body)
 
 
-def _solved(here: Level, limit: int, wanted: Wanted) -> Solution:
-    return solve(here, Goal(memory_limit=limit), max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+def _solved(here: LoopNest, limit: int, wanted: PlanRequest) -> LoopNestPlan:
+    return solve(here, Objective(memory_limit=limit), max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
 
 
 FREE = 1.01
@@ -146,11 +158,11 @@ class Request:
     """What is asked of a search for plans with fission."""
 
     subject: Subject
-    scratch: Scratch
-    wanted: Wanted
+    scratch: PlanScratch
+    wanted: PlanRequest
 
 
-def worth_dividing(subject: Subject, goal: Goal, plain: Plan) -> bool:
+def worth_dividing(subject: Subject, goal: Objective, plain: Plan) -> bool:
     """Whether fission has anything to win over a plan without it.
 
     Steps that run on a CPU are cut only where they fit in no other way: measured, small parts cost far more there than
@@ -210,7 +222,7 @@ def _without(request: Request, plain: Plan) -> Plan:
     return replace(plain, unsplit=blocked(request.subject.untangled) or "no cut is worth its time")
 
 
-def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
+def _better(goal: Objective, ours: Plan, plain: Plan, original_ns: int) -> bool:
     if ours.feasible != plain.feasible:
         return ours.feasible
     if goal.memory_limit is None or not ours.feasible:
@@ -218,18 +230,18 @@ def _better(goal: Goal, ours: Plan, plain: Plan, original_ns: int) -> bool:
     return ours.latency_ns < plain.latency_ns - GAIN * original_ns
 
 
-def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
+def _of_divided(request: Request, found: Divided) -> Callable[[Objective], Plan]:
     """Plans of a step cut along its batch."""
     subject, scratch = request.subject, request.scratch
     around = searched(found.level.compiled.graph)
     known = scratch.known((subject.captured.original.graph, *around))
 
-    def planned(aim: Goal) -> Divided:
+    def planned(aim: Objective) -> Divided:
         if not known and aim == request.wanted.goal:
             return replace(found, states=0)  # planned with the same costs already
         return replan(found, subject.costs(known), replace(request.wanted, goal=aim), reuse=subject.source.reuse)
 
-    def attempt(aim: Goal) -> Plan:
+    def attempt(aim: Objective) -> Plan:
         again = planned(aim)
         plan = plan_of_level(scratch, again.level, again.solution, around)
         feasible = aim.met(again.solution.peak, again.solution.latency_ns)
@@ -238,7 +250,7 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Goal], Plan]:
     return attempt
 
 
-def plan_of_level(scratch: Scratch, level: Level, solution: Solution, around: Iterable[Graph]) -> Plan:
+def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan, around: Iterable[Graph]) -> Plan:
     """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
     graph = realize_level(level, solution)
     memory, relied = scratch.judged(graph, around)
@@ -259,7 +271,7 @@ def plan_of_level(scratch: Scratch, level: Level, solution: Solution, around: It
     )
 
 
-def _of_relieved(request: Request, found: Relieved) -> Callable[[Goal], Plan]:
+def _of_relieved(request: Request, found: Relieved) -> Callable[[Objective], Plan]:
     """Plans of a step with loops around single operators."""
     wanted = request.wanted
     plain = attempts(request.scratch, found.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)

@@ -13,11 +13,11 @@ from typing import Protocol
 from magis.errors import UsageError
 from magis.planner.bench import Bench, default_device
 from magis.planner.fission_plan import plan_of_level
-from magis.planner.plans import Plan, Scratch, searched
+from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Over, Wanted, never
-from magis.search.fission_pareto import HASTY, Point, joined, whole_front
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
+from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
 from magis.search.pareto_sweep import spread
 
@@ -130,8 +130,8 @@ def realized_front(
     subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS, over: Ending = _never
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
-    scratch = Scratch(subject, None)
-    wanted = Wanted(Goal(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
+    scratch = PlanScratch(subject, None)
+    wanted = PlanRequest(Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
@@ -142,17 +142,19 @@ def realized_front(
     return undominated(plans), whole.states + divided.states
 
 
-def _worth_their_parts(subject: Subject, divided: Sequence[Point], whole: Sequence[Point]) -> Iterator[Point]:
+def _worth_their_parts(
+    subject: Subject, divided: Sequence[FissionPoint], whole: Sequence[FissionPoint]
+) -> Iterator[FissionPoint]:
     """On a CPU only what needs less memory than any whole step (docs/notes/fission.md), elsewhere everything."""
     leanest = min((point.peak for point in whole), default=0)
     return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)
 
 
-def _plan_of(scratch: Scratch, point: Point) -> Plan:
+def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
     return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
 
 
-def best_on_front(subject: Subject, scratch: Scratch, goal: Goal, plan: Plan, over: Over = never) -> Plan:
+def best_on_front(subject: Subject, scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
     front = subject.whole_front({}, over)
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))

@@ -1,4 +1,4 @@
-"""Plans kept from run to run: an unchanged step under unchanged settings is not searched again.
+"""Plans kept from run to run, and what a plan from a file may contain.
 
 The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
 only where the graph is legal, made of the step's operators, and simulates to the very figures that stand beside it;
@@ -20,12 +20,12 @@ from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
 from magis.ops.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
-from magis.planner.plans import Plan, Scratch
+from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Memory
 from magis.runtime.measure import device_identity
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 from magis.simulate.compiled_problem import GENERATOR_NS
 
 # What a graph from a file may make a step do: operators of the step itself, and what plans are made of.
@@ -62,7 +62,7 @@ class KeptPlans:
     def key(
         self,
         subject: Subject,
-        goal: Goal,
+        goal: Objective,
         search: str,
         budget: int | None,
         seed: int,
@@ -81,11 +81,11 @@ class KeptPlans:
             sorted(device_identity(subject.source.device).items()),
         )
 
-    def load(self, key: str, scratch: Scratch, goal: Goal) -> Plan | None:
+    def load(self, key: str, scratch: PlanScratch, goal: Objective) -> Plan | None:
         """The plan under the key, with 0 seconds; None, with a warning, for one that is not what it says."""
         return self._kept.load(key, lambda text: _read(text, scratch, goal))
 
-    def save(self, key: str, plan: Plan, scratch: Scratch, goal: Goal) -> None:
+    def save(self, key: str, plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
         """Keep a plan, if it reads back as it is."""
         if plan.stopped_by_seconds:
             return
@@ -135,7 +135,7 @@ def _with_lines(graph: Graph, places: Iterator[int], step: Sequence[Op]) -> Grap
     return replace(graph, ops=tuple(found))
 
 
-def _read(text: str, scratch: Scratch, goal: Goal) -> Plan:
+def _read(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
     """The plan of a text. Raises one of ``UNSOUND`` for one that is not sound, or not of this step and goal."""
     head, _, body = text.partition("\n")
     given = json.loads(head, parse_constant=_refuse, parse_float=_refuse)
@@ -187,7 +187,7 @@ def _check_graph(graph: Graph, subject: Subject) -> None:
             raise MagisError("it needs more memory for one tensor than the original for all")
 
 
-def _check_figures(plan: Plan, scratch: Scratch, goal: Goal) -> None:
+def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
     """Raise MagisError unless the graph simulates to the figures.
 
     Latency exactly without swaps and loops. A swap takes up to its copies' time more, a loop is planned with or without

@@ -1,4 +1,4 @@
-"""From a limit to a verified graph: search, realize, and check with the exact simulator; without and with fission."""
+"""From a limit to a verified graph: search, realize, simulate exactly; without fission, with it, or as the paper."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from functools import partial
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph
-from magis.paper.coordinated_search import STATES, Published, published
+from magis.paper.coordinated_search import STATES, PaperPlan, published
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import Request, described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Plan, Scratch, approached, attempts, searched
+from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
 from magis.planner.subject import Subject
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Wanted
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
 from magis.simulate.peak_breakdown import changes
 
 # A plan made by the paper's own method: its coordinated search, realized, proved and simulated as every plan is.
 
 
-def paper_plan(scratch: Scratch, goal: Goal, *, budget: int | None, over: Callable[[], bool]) -> Plan:
+def paper_plan(scratch: PlanScratch, goal: Objective, *, budget: int | None, over: Callable[[], bool]) -> Plan:
     """The plan that Algorithm 3 finds under a limit, from the step in program order.
 
     `budget` counts simulated states (default 3000: the paper's three minutes at its own speed); `over` ends the search.
@@ -37,13 +37,13 @@ def paper_plan(scratch: Scratch, goal: Goal, *, budget: int | None, over: Callab
         return replace(plain, unsplit=f"a cut failed its proof: {error}")
 
 
-def _attempts(scratch: Scratch, states: int, levels: int, over: Callable[[], bool]) -> Callable[[Goal], Plan]:
+def _attempts(scratch: PlanScratch, states: int, levels: int, over: Callable[[], bool]) -> Callable[[Objective], Plan]:
     subject = scratch.subject
     step = subject.untangled
     around = searched(step)
     costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
 
-    def attempt(aim: Goal) -> Plan:
+    def attempt(aim: Objective) -> Plan:
         found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
         if found.loops:
             verify_fission(found.frame.compiled.graph, step)
@@ -52,7 +52,7 @@ def _attempts(scratch: Scratch, states: int, levels: int, over: Callable[[], boo
     return attempt
 
 
-def _realized(scratch: Scratch, found: Published, aim: Goal, around: tuple[Graph, ...]) -> Plan:
+def _realized(scratch: PlanScratch, found: PaperPlan, aim: Objective, around: tuple[Graph, ...]) -> Plan:
     graph = found.realized()
     if found.loops:
         verify_fission(graph)
@@ -107,8 +107,8 @@ def plan(
     """
     started = time.perf_counter()
     behind = subject.behind_ns
-    goal = Goal(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
-    scratch = Scratch(subject, stored)
+    goal = Objective(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
+    scratch = PlanScratch(subject, stored)
     if search == "paper":
         by = partial(_by_paper, scratch, goal, budget, seconds)
     else:
@@ -127,14 +127,14 @@ def plan(
     return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
 
 
-def _by_paper(scratch: Scratch, goal: Goal, budget: int | None, seconds: float | None) -> Plan:
+def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
     started = time.perf_counter()
     return paper_plan(
         scratch, goal, budget=budget, over=lambda: seconds is not None and time.perf_counter() - started >= seconds
     )
 
 
-def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, seed: int) -> Plan:
+def _searched(scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int) -> Plan:
     """The best plan of all searches, without seconds."""
     started = time.perf_counter()
     subject = scratch.subject
@@ -147,7 +147,7 @@ def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, 
 
     has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
     share = WHOLE if has_front else 1.0
-    request = Request(subject, scratch, Wanted(goal, seed, budget, over))
+    request = Request(subject, scratch, PlanRequest(goal, seed, budget, over))
     best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
     if has_front:
         best = (
@@ -162,8 +162,8 @@ def _searched(scratch: Scratch, goal: Goal, budget: int, seconds: float | None, 
 
 def plan_whole(
     subject: Subject,
-    scratch: Scratch,
-    goal: Goal,
+    scratch: PlanScratch,
+    goal: Objective,
     *,
     budget: int = DEFAULT_BUDGET,
     seed: int = 0,

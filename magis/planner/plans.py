@@ -1,4 +1,4 @@
-"""A realized plan, and what it was planned with: scratch of operators by signature.
+"""A realized plan, and the scratch bytes that it was planned with.
 
 A plan is only believed when the realized graph evaluates to no more bytes than the search was promised.
 """
@@ -13,7 +13,7 @@ from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import Goal, Over, never
+from magis.search.budgeted_evaluator import Objective, Over, never
 from magis.search.driver import SearchResult, search
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
@@ -49,7 +49,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class PlanScratch:
     """Where the workspaces of a plan come from: measured here or, with ``stored``, all from a baseline.
 
     Planning with the baseline's makes the plan, and so its tensor bytes, the same on every machine.
@@ -89,14 +89,14 @@ def searched(graph: Graph) -> tuple[Graph, Graph]:
 
 
 def attempts(
-    scratch: Scratch,
+    scratch: PlanScratch,
     graph: Graph,
     *,
     budget: int,
     seed: int,
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
-) -> Callable[[Goal], Plan]:
+) -> Callable[[Objective], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
     ``left`` says how many seconds a search may still take, ``over`` ends one.
@@ -106,7 +106,7 @@ def attempts(
     known = scratch.known((subject.captured.original.graph, *around))
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
-    def attempt(aim: Goal) -> Plan:
+    def attempt(aim: Objective) -> Plan:
         result = search(
             compiled.problem,
             memory_limit=aim.memory_limit,
@@ -121,7 +121,7 @@ def attempts(
     return attempt
 
 
-def _realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
+def _realized(scratch: PlanScratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
     events = expand(compiled.problem, result.order, result.flags)
     graph = realize(compiled, events)
     recomputed, swapped = events.repeats(compiled.problem.nbytes)
@@ -140,7 +140,7 @@ def _realized(scratch: Scratch, compiled: Compiled, result: SearchResult, around
     )
 
 
-def approached(goal: Goal, attempt: Callable[[Goal], Plan], hopeless: bool = False) -> Plan:
+def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:
     """The best of a few attempts: where a realized plan exceeds the memory limit, the next one gets a lower limit; not
     where that is ``hopeless``."""
     aim = goal
@@ -154,7 +154,7 @@ def approached(goal: Goal, attempt: Callable[[Goal], Plan], hopeless: bool = Fal
         tried.append(met)
         if hopeless or met.feasible or not found.feasible:
             break
-        aim = Goal(memory_limit=aim.memory_limit - (found.planned.peak_bytes - limit))
+        aim = Objective(memory_limit=aim.memory_limit - (found.planned.peak_bytes - limit))
     best = min(tried, key=lambda each: (not each.feasible, each.planned.peak_bytes))
     return replace(
         best,

@@ -31,8 +31,8 @@ from magis.errors import UsageError
 from magis.graph import digest
 from magis.report.atomic_files import write_bytes_atomically
 from magis.report.text_store import code_digest
-from magis.search.budgeted_evaluator import Over, Plan, never
-from magis.search.fission_pareto import Cut, Finding, Findings, Work, findings
+from magis.search.budgeted_evaluator import JudgedPlan, Over, never
+from magis.search.fission_pareto import DivisibleStep, Findings, LoopPlace, PointRecord, findings
 from magis.simulate.problem import DROP, Int8s, Int32s
 
 FORMAT = 1
@@ -52,7 +52,7 @@ BROKEN = (
 class Compute(Protocol):
     """``magis.search.fission_pareto.findings``, or what stands for it."""
 
-    def __call__(self, work: Work, number: int, over: Over = never) -> Findings: ...
+    def __call__(self, work: DivisibleStep, number: int, over: Over = never) -> Findings: ...
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sharing:
         """Whether there is anything to share or to keep."""
         return self.processes > 1 or self.folder is not None
 
-    def __call__(self, work: Work, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
+    def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
         """The findings of the places, in their order, until ``over`` ends them."""
         store = None if self.folder is None else _Store(self.folder, _key(work))
         known = {} if store is None else {n: found for n in numbers if (found := store.load(n)) is not None}
@@ -92,7 +92,7 @@ class Sharing:
                     return
                 yield found
 
-    def _futures(self, work: Work, missing: Sequence[int], stack: ExitStack) -> dict[int, Future[Findings]]:
+    def _futures(self, work: DivisibleStep, missing: Sequence[int], stack: ExitStack) -> dict[int, Future[Findings]]:
         workers = min(self.processes, len(missing))
         if workers < 2:
             return {}
@@ -110,7 +110,9 @@ class Sharing:
         stack.callback(end)
         return {number: pool.submit(self.compute, work, number) for number in missing}
 
-    def _computed(self, work: Work, number: int, future: Future[Findings] | None, over: Over) -> Findings | None:
+    def _computed(
+        self, work: DivisibleStep, number: int, future: Future[Findings] | None, over: Over
+    ) -> Findings | None:
         """None where ``over`` came before a worker's answer."""
         while future is not None:
             try:
@@ -138,7 +140,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _key(work: Work) -> str:
+def _key(work: DivisibleStep) -> str:
     """What findings depend on: the step, its costs, where it may be cut, and the code that searches."""
     found = hashlib.sha256(f"{FORMAT} {digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts}".encode())
     for place in work.places:
@@ -201,7 +203,7 @@ def _arrays(found: Findings) -> dict[str, Table]:
         "cut": np.array([(point.cut.at, point.cut.parts) for point in points]).reshape(len(points), 2),
     }
     for name in ("plan", "body"):
-        plans: list[Plan] = [getattr(point, name) for point in points]
+        plans: list[JudgedPlan] = [getattr(point, name) for point in points]
         arrays[f"{name} costs"] = np.array([(plan.peak, plan.latency_ns) for plan in plans]).reshape(len(points), 2)
         arrays[f"{name} flags"] = _ragged([plan.flags for plan in plans])
         arrays[f"{name} order"] = _ragged([plan.order for plan in plans])
@@ -223,18 +225,18 @@ def _findings(arrays: Mapping[str, Table], number: int) -> Findings:
     points = []
     for row, (at, parts) in enumerate(arrays["cut"].tolist()):
         plan, body = _plan(arrays, "plan", row), _plan(arrays, "body", row)
-        points.append(Finding(Cut(at, parts, number), plan, body))
+        points.append(PointRecord(LoopPlace(at, parts, number), plan, body))
     return Findings(tuple(points), int(arrays["states"][0]))
 
 
-def _plan(arrays: Mapping[str, Table], name: str, row: int) -> Plan:
+def _plan(arrays: Mapping[str, Table], name: str, row: int) -> JudgedPlan:
     peak, latency_ns = arrays[f"{name} costs"][row].tolist()
     flags, order = (_row(arrays[f"{name} {what}"], row) for what in ("flags", "order"))
     if not np.array_equal(np.sort(order), np.arange(len(order))):
         raise ValueError("an order that misses operators")
     if len(flags) and not 0 <= flags.min() <= flags.max() <= DROP:
         raise ValueError("an unknown decision")
-    return Plan(order.astype(np.int32), flags.astype(np.int8), peak, latency_ns)
+    return JudgedPlan(order.astype(np.int32), flags.astype(np.int8), peak, latency_ns)
 
 
 def _row(table: Table, row: int) -> Table:

@@ -16,7 +16,7 @@ from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
-from magis.fission.lower_bound import Floor, floor, with_behind
+from magis.fission.lower_bound import LowerBound, floor, with_behind
 from magis.graph import Graph, digest, verify
 from magis.planner.conformance import MOST_BYTES, conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
@@ -31,8 +31,8 @@ from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
 from magis.runtime.optimizer_behind import BehindStep
 from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
-from magis.search.budgeted_evaluator import Goal, Over, Wanted, never
-from magis.search.fission_pareto import FissionFront, Work, places_front, sketch, whole_front, work_of
+from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
+from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.strategies.technique import loss_of_shares
@@ -100,7 +100,7 @@ class Subject(TracedModel):
         return found
 
     @cached_property
-    def _work(self) -> Work:
+    def _work(self) -> DivisibleStep:
         return work_of(self.aggregated, self.roofline, reuse=self.source.reuse)
 
     @cached_property
@@ -108,7 +108,7 @@ class Subject(TracedModel):
         """A first, hasty answer to what parts of the step in loops give."""
         return sketch(self._work)
 
-    def divided_front(self, wanted: Wanted) -> FissionFront:
+    def divided_front(self, wanted: PlanRequest) -> FissionFront:
         """The front of the step cut into parts, without the hasty look; kept, since cases of one model share it."""
         known = self._fronts.get(wanted.budget)
         if known is not None:
@@ -247,7 +247,7 @@ class Subject(TracedModel):
             return replay(graph, costs.workspace, rounding=costs.rounding)
         return replay(whole.graph, costs.workspace, deaths=whole.deaths, rounding=costs.rounding)
 
-    def is_hopeless(self, goal: Goal) -> bool:
+    def is_hopeless(self, goal: Objective) -> bool:
         """Whether an optimizer that runs by itself needs more than a goal's limit, whatever the plan."""
         limit = goal.memory_limit
         return self.captured.behind is not None and limit is not None and limit < self.lower_bound
@@ -299,12 +299,12 @@ class Subject(TracedModel):
         return self.floor.nbytes
 
     @cached_property
-    def floor(self) -> Floor:
+    def floor(self) -> LowerBound:
         """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self._floor(self.costs(known))
 
-    def _floor(self, costs: CostModel) -> Floor:
+    def _floor(self, costs: CostModel) -> LowerBound:
         found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:

@@ -1,4 +1,4 @@
-"""A model as it is captured: its workload on hollow tensors and on real ones, and the step that it runs."""
+"""A captured model: its workload on hollow and on real tensors, its signatures and their scratch bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a workload comes from."""
+"""Where a workload comes from, whether running its step takes too long, and values that are made once."""
 
 from __future__ import annotations
 

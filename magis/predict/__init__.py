@@ -1,6 +1,6 @@
 """Peaks per rank without hardware: the rank's own code on fake tensors, every storage followed."""
 
-from magis.predict.live_storage import Ledger
+from magis.predict.live_storage import LiveStorage
 from magis.predict.rank_memory import RankPeak, fake_world, predict_rank, rank_peak
 
-__all__ = ["Ledger", "RankPeak", "fake_world", "predict_rank", "rank_peak"]
+__all__ = ["LiveStorage", "RankPeak", "fake_world", "predict_rank", "rank_peak"]

@@ -30,14 +30,14 @@ GATHERED = "gathered parameters"
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Tracked:
     reference: StorageWeakRef
     nbytes: int
     serial: int
     """Addresses are used again, these are not."""
 
 
-class Ledger(TorchDispatchMode):
+class LiveStorage(TorchDispatchMode):
     """Counts after every operator, and after every change of a storage's size, with inputs and outputs alive.
 
     Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` tells it
@@ -50,7 +50,7 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = 0
         self.allocator = CachingAllocator() if replays else None
         self._unwatched = unwatched()
-        self._alive: dict[int, _Entry] = {}
+        self._alive: dict[int, _Tracked] = {}
         self._kinds: dict[int, str] = {}
         self._peak: dict[int, int] = {}
         self._serial = itertools.count()
@@ -143,7 +143,7 @@ class Ledger(TorchDispatchMode):
             serial = next(self._serial) if known is None else known.serial
             self._replay(serial, nbytes)
             self._most += nbytes - (0 if known is None else known.nbytes)
-            self._alive[reference.cdata] = _Entry(reference, nbytes, serial)
+            self._alive[reference.cdata] = _Tracked(reference, nbytes, serial)
             if known is None and purpose is not None:
                 self._kinds[serial] = purpose
         if more and self._watching and self._most > self.peak_bytes:

@@ -17,7 +17,7 @@ from magis.capture import Workload
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.predict.live_storage import Ledger
+from magis.predict.live_storage import LiveStorage
 from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared
 from magis.strategies.distributed import local, quiet
@@ -59,7 +59,7 @@ def rank_peak(
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
     try:
-        with collector_spared(), Ledger(replays=replays) as ledger:
+        with collector_spared(), LiveStorage(replays=replays) as ledger:
             gc.disable()
             step = technique.prepare(make_work(), world)
             _name_gradients(step, ledger)
@@ -166,7 +166,7 @@ def _number(loss: Tensor | None, world: World) -> float | None:
     return None if loss is None or world.fake else float(loss)
 
 
-def _name_gradients(step: RankStep, ledger: Ledger) -> None:
+def _name_gradients(step: RankStep, ledger: LiveStorage) -> None:
     """Gradients are named when they come: some are gone before the step ends."""
 
     def came(parameter: Tensor) -> None:
@@ -178,7 +178,7 @@ def _name_gradients(step: RankStep, ledger: Ledger) -> None:
             parameter.register_post_accumulate_grad_hook(came)
 
 
-def _name(step: RankStep, ledger: Ledger) -> None:
+def _name(step: RankStep, ledger: LiveStorage) -> None:
     held = getattr(step, "held", None)
     for kind, tensor in held() if held is not None else ():
         if torch.is_tensor(tensor):

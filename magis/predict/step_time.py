@@ -61,7 +61,7 @@ _SHARED = frozenset(
 _TWICE = frozenset({"allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_"})
 
 
-class Pace(TorchDispatchMode):
+class StepTime(TorchDispatchMode):
     """Adds up what the operators under it would take."""
 
     def __init__(self, device: DeviceModel, links: Links) -> None:
@@ -147,7 +147,7 @@ def predict_step(
 
     ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
     """
-    pace = Pace(device, LINKS[device.name.removeprefix("sim:")])
+    pace = StepTime(device, LINKS[device.name.removeprefix("sim:")])
     seen = _Seen(technique)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
     if technique.name in _BY_TORCH:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
 from magis.ranks.environment import Attachment
-from magis.ranks.hosts import Host, LocalHost, cores
+from magis.ranks.hosts import LocalHost, RankHost, cores
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -59,10 +59,10 @@ class Agents:
         """Whether all processes of the job serve by now."""
         return all(host.is_there() for host in self._hosts.values())
 
-    def hosts(self, size: int) -> dict[int, Host]:
+    def hosts(self, size: int) -> dict[int, RankHost]:
         """Where the first ``size`` ranks live: this process's in a keeper of its own, made here."""
         threads = max(1, cores() // min(size, self.local_size))
-        own: dict[int, Host] = {0: LocalHost(threads, self._attachment.local_rank)}
+        own: dict[int, RankHost] = {0: LocalHost(threads, self._attachment.local_rank)}
         return own | {rank: self._hosts[rank] for rank in range(1, size)}
 
     def __enter__(self) -> Self:

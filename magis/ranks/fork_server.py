@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from magis.quiet import before_torch
-from magis.ranks.records import Lines, last_words, stack
+from magis.ranks.records import JsonLines, last_words, stack
 
 _PRELOADED = (
     "magis.ranks.worker",
@@ -65,7 +65,7 @@ class _Child:
     events: int
     log: int
     """Of a file without a name, to which the rank's standard output and error go."""
-    lines: Lines = field(default_factory=Lines)
+    lines: JsonLines = field(default_factory=JsonLines)
 
 
 class _Keeper:
@@ -76,7 +76,7 @@ class _Keeper:
         self._prctl: Callable[..., int] = getattr(ctypes.CDLL(None), "prctl", lambda *_: -1)
         self._children: dict[int, _Child] = {}
         self._generation = 0
-        self._input = Lines()
+        self._input = JsonLines()
         self._selector = selectors.DefaultSelector()
         self._wake, waker = os.pipe()
         for end in (self._wake, waker):

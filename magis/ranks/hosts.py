@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from magis.errors import MagisError
-from magis.ranks.records import Lines, last_words
+from magis.ranks.records import JsonLines, last_words
 
 _END_SECONDS = 10.0
 """For a keeper to kill its ranks and go; it takes a small part of a second."""
@@ -22,7 +22,7 @@ _OF_OTHER_JOBS = ("TORCHELASTIC_", "PYTEST_", "COV_CORE_")
 """Variables of the job that this process belongs to, which its ranks are not part of."""
 
 
-class Host(Protocol):
+class RankHost(Protocol):
     """Takes commands for ranks and gives their events (magis/ranks/fork_server.py says which)."""
 
     def send(self, message: Mapping[str, object]) -> None:
@@ -46,7 +46,7 @@ class LocalHost:
         paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_OTHER_JOBS)}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the host)
-        self._lines = Lines()
+        self._lines = JsonLines()
         # a session of its own: Ctrl-C reaches this process, which then ends the ranks
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "magis.ranks.fork_server", str(os.getpid())],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
 from magis.ranks.failures import Rank, failure, silence
-from magis.ranks.hosts import Host, LocalHost, cores
+from magis.ranks.hosts import LocalHost, RankHost, cores
 from magis.ranks.records import RankJob, RankReport
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RankPool:
         self.device = device
         self._timeout_s = timeout_s
         self._agents = agents
-        self._hosts: dict[int, Host] = {}
+        self._hosts: dict[int, RankHost] = {}
         """By rank; ranks of one machine share theirs."""
         self._ranks: list[Rank] = []
         """Empty: none are there."""
@@ -117,7 +117,7 @@ class RankPool:
             self._tell(rank, {"do": "join", "address": address, "port": port})
         self._gather("joined", _START_SECONDS)
 
-    def _made_hosts(self) -> dict[int, Host]:
+    def _made_hosts(self) -> dict[int, RankHost]:
         if self._agents is not None:
             return self._agents.hosts(self.size)
         host = LocalHost(max(1, cores() // self.size))
@@ -139,10 +139,10 @@ class RankPool:
             "env": env,
         }
 
-    def _each_host(self) -> list[Host]:
+    def _each_host(self) -> list[RankHost]:
         return list({id(host): host for host in self._hosts.values()}.values())
 
-    def _send(self, host: Host, message: dict[str, object]) -> None:
+    def _send(self, host: RankHost, message: dict[str, object]) -> None:
         host.send({"generation": self._generation, **message})
 
     def _tell(self, rank: Rank, line: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks are asked for and what they answer: plain records that travel as lines of JSON."""
+"""Requests to ranks and their answers: records that travel as lines of JSON."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ _NOISE = "USDT:"
 
 
 @dataclass
-class Lines:
+class JsonLines:
     """Collects bytes as they come and gives the messages of the lines that are whole."""
 
     _rest: bytes = b""

@@ -1,4 +1,4 @@
-"""A front as JSON text, and as a picture: memory ratio against latency overhead (paper, Figure 11)."""
+"""A Pareto front as JSON text and as a picture: memory ratio against latency overhead (paper, Figure 11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""results.csv: one row per case.
+"""results.csv, one row per case, and a case's result as plain JSON types.
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
 the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The

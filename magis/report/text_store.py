@@ -1,4 +1,4 @@
-"""Texts kept in a folder from run to run: written whole, bounded in number and bytes, believed only if sound.
+"""Texts kept in a folder from run to run: written whole, bounded in number and bytes, read only if sound.
 
 A file is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user named.
 Whatever goes wrong costs the time that the file would have saved, and one warning: a folder that cannot be written

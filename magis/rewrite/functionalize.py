@@ -1,4 +1,4 @@
-"""In-place operators on memory of the step itself become functional ones, for the search to move and repeat.
+"""In-place operators made functional, and false order constraints removed, so that a search has freedom.
 
     x = f(...); x.relu_(); use(x)   ->   x = f(...); y = relu(x); use(y)
 

@@ -1,4 +1,4 @@
-"""A graph as straight-line Python: one line per operator, every tensor forgotten right after its last use.
+"""A graph as straight-line Python: one line per operator, every tensor deleted after its last use.
 
 The source is meant to be read (``generate``), and runs below autograd: the graph holds the gradients already, so
 nothing is saved for a backward pass.

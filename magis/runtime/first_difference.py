@@ -19,7 +19,7 @@ _WITHIN = 60
 
 
 @dataclass(frozen=True)
-class Parting:
+class FirstDifference:
     """The first operator whose bytes are not as simulated."""
 
     op: Op
@@ -36,7 +36,7 @@ class Parting:
         )
 
 
-def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfile) -> Parting | None:
+def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfile) -> FirstDifference | None:
     """Run the step, simulated as `graph` with `profile`; None if no operator that is found in its log differs."""
     with memory_profile() as log:
         kept = run()
@@ -50,7 +50,7 @@ def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfil
         peak = max((now for moment, now in _until(events, at, end)), default=level)
         simulated = profile.peaks[position] - profile.persistent_bytes
         if max(peak, level) != simulated:
-            return Parting(graph.ops[position], simulated, max(peak, level))
+            return FirstDifference(graph.ops[position], simulated, max(peak, level))
     return None
 
 

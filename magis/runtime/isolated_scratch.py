@@ -1,4 +1,4 @@
-"""Scratch of operators one by one, on made-up arguments, under one profile of the CPU allocator for all of them.
+"""Scratch bytes of single operators on made-up arguments, measured where a crash harms nothing.
 
 One call before the measured one lets kernels fill their caches, which are no scratch.
 """

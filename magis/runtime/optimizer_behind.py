@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from magis.ops.optimizers import OwnOptimizer, state_of
 from magis.runtime.steps import GraphStep, settle
-from magis.runtime.time_slices import Turn, Watched
+from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class BehindStep:
@@ -38,7 +38,7 @@ class BehindStep:
         self._step.run()
         return self._updated()
 
-    def run_in_turns(self, turn: Turn) -> Tensor:
+    def run_in_turns(self, turn: TimeSlice) -> Tensor:
         self._step.run_in_turns(turn)
         with Watched(turn):
             return self._updated()

@@ -1,4 +1,4 @@
-"""Times of operators by signature: each measured by itself, but as a step meets it.
+"""Times of operators by signature: each measured alone, as a step meets it, on the CPU's or the GPU's clock.
 
 A kernel that is called again and again finds its arguments, its results and its own code in the caches; in a step it
 does not. So operators are timed in batches that are larger than any cache, in rounds: every round runs each operator
@@ -33,7 +33,7 @@ FILLING = 0.75
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProfilingEffort:
     """How much to measure: bytes of arguments and results at once, rounds, and seconds after which LEAST will do."""
 
     batch_bytes: int = 256 * MIB
@@ -72,14 +72,14 @@ class Wall:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CallBatch:
     """Signatures that are timed together, and the bytes that they hold."""
 
     keys: tuple[str, ...]
     nbytes: int
 
 
-def batches(keys: Iterable[str], limit: int) -> Iterator[Batch]:
+def batches(keys: Iterable[str], limit: int) -> Iterator[CallBatch]:
     """The signatures in their order, as many at a time as fit into `limit` bytes with arguments and results.
 
     Those that this torch refuses, or that are larger than the limit by themselves, are left out.
@@ -91,12 +91,12 @@ def batches(keys: Iterable[str], limit: int) -> Iterator[Batch]:
         if size is None or size > limit:
             continue
         if held and total + size > limit:
-            yield Batch(tuple(held), total)
+            yield CallBatch(tuple(held), total)
             held, total = [], 0
         held.append(key)
         total += size
     if held:
-        yield Batch(tuple(held), total)
+        yield CallBatch(tuple(held), total)
 
 
 def _size(key: str) -> int | None:
@@ -111,7 +111,11 @@ def _size(key: str) -> int | None:
 
 
 def record(
-    batch: Batch, effort: Effort, device: torch.device, watch: Stopwatch, workspace: Callable[[str], int] | None = None
+    batch: CallBatch,
+    effort: ProfilingEffort,
+    device: torch.device,
+    watch: Stopwatch,
+    workspace: Callable[[str], int] | None = None,
 ) -> dict[str, Entry]:
     """The costs of a batch's operators; those that refuse made-up arguments are left out.
 
@@ -139,7 +143,7 @@ def _gpus(device: torch.device) -> list[torch.device]:
     return [device] if device.type == "cuda" else []
 
 
-def _round(calls: Sequence[Call], watch: Stopwatch, scrub: _Scrub) -> Sequence[int]:
+def _round(calls: Sequence[PreparedCall], watch: Stopwatch, scrub: _Scrub) -> Sequence[int]:
     for call in calls:
         call.refill()
     scrub()
@@ -156,7 +160,7 @@ def _entry(times: Sequence[int], workspace: int) -> Entry:
 
 
 @dataclass(eq=False)
-class Call:
+class PreparedCall:
     """An operator with made-up arguments, and what it returned last."""
 
     key: str
@@ -169,7 +173,7 @@ class Call:
             tensor.fill_(FILLING)
 
 
-def prepared(key: str, device: torch.device) -> Call | None:
+def prepared(key: str, device: torch.device) -> PreparedCall | None:
     """A call that went well once; None if the operator refuses the arguments."""
     try:
         op, values = parse(key)
@@ -182,7 +186,9 @@ def prepared(key: str, device: torch.device) -> Call | None:
         run()
     except (*REFUSALS, MagisError):
         return None
-    return Call(key, run, [each for each in _written(overload._schema, args, kwargs) if each.is_floating_point()])
+    return PreparedCall(
+        key, run, [each for each in _written(overload._schema, args, kwargs) if each.is_floating_point()]
+    )
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -234,7 +240,7 @@ TOGETHER = 128
 """Calls that are issued without waiting: a stream that is full would make the host wait for other calls' kernels."""
 
 
-class Events(Protocol):
+class CudaEvents(Protocol):
     """What the clock needs of `torch.cuda`."""
 
     def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 (torch's name)
@@ -247,7 +253,7 @@ class Events(Protocol):
 class EventWatch:
     """Times calls by events; `cuda` is `torch.cuda`, or stands in for it."""
 
-    def __init__(self, cuda: Events) -> None:
+    def __init__(self, cuda: CudaEvents) -> None:
         self._cuda = cuda
         self._calls: list[tuple[Any, Any, int]] = []
 

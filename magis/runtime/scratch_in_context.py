@@ -1,4 +1,4 @@
-"""Operators whose scratch, or whose safety, hangs on what is in their tensors.
+"""Operators whose scratch depends on their tensors' contents: measured within a step on its own tensors.
 
 Scratch is mostly measured on made-up tensors of the right shapes. That is exact where a kernel allocates by shapes
 alone, as dense arithmetic does. It is not where whole numbers say how much there is to do (bags, segments, places to

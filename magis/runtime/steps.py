@@ -27,7 +27,7 @@ from magis.runtime.codegen import Step as Program
 from magis.runtime.codegen import compile_step
 from magis.runtime.packed_weights import check_places, place
 from magis.runtime.swap_streams import Runtime, make_host
-from magis.runtime.time_slices import Turn, Watched
+from magis.runtime.time_slices import TimeSlice, Watched
 
 
 class Step(Protocol):
@@ -43,7 +43,7 @@ class Step(Protocol):
     def run(self) -> Tensor:
         """One step; returns the loss (or the first output in inference)."""
 
-    def run_in_turns(self, turn: Turn) -> Tensor:
+    def run_in_turns(self, turn: TimeSlice) -> Tensor:
         """The same step; `turn` is called between its operators."""
 
     def results(self) -> tuple[Tensor, ...]:
@@ -112,7 +112,7 @@ class EagerStep:
                 return self._run()
         return self._run()
 
-    def run_in_turns(self, turn: Turn) -> Tensor:
+    def run_in_turns(self, turn: TimeSlice) -> Tensor:
         with Watched(turn):
             return self.run()
 
@@ -231,7 +231,7 @@ class GraphStep:
         self._host = make_host(device, runtime)
         self._step = compile_step(graph, device, host=self._host, generators=self.generators)
         self._interrupted: Program | None = None
-        self._turn: Turn | None = None
+        self._turn: TimeSlice | None = None
         self._state: dict[str, Tensor] = dict(states or {})
         self._tensors = self._bind(graph, inputs, targets, device)
         names = (graph.values[value].name for value in graph.inputs)
@@ -327,7 +327,7 @@ class GraphStep:
         """Whatever comes next comes after every copy of the step, too."""
         self._host.join()
 
-    def run_in_turns(self, turn: Turn) -> Tensor:
+    def run_in_turns(self, turn: TimeSlice) -> Tensor:
         self._turn = turn
         if self._interrupted is None:
             with turn.rest():

@@ -1,4 +1,4 @@
-"""Swaps on a GPU: copies run on a stream of their own, beside the operators of the step.
+"""Swaps: host memory for tensors that leave the device, and copies on a stream of their own on a GPU.
 
 There is one *copy stream*; the operators run on the *compute stream* (whichever is current). A stream runs what it is
 given in order; what is ordered between the two is ordered by events, and nothing here ever stops the host.
@@ -73,7 +73,7 @@ class GeneratorStates:
             (own or self._generator).set_state(torch.from_numpy(state))
 
 
-class Host(GeneratorStates):
+class HostMemory(GeneratorStates):
     """Copies of tensors in plain numpy memory, with the tensors' layout kept; the device's generator.
 
     Swapping frees nothing on a CPU, where host and device are one; it runs there all the same, so that swapping plans
@@ -169,7 +169,7 @@ class Parked:
 
 
 class StreamHost(GeneratorStates):
-    """The interface of ``Host`` for a device with streams; see the module's text for what waits for what."""
+    """The interface of ``HostMemory`` for a device with streams; see the module's text for what waits for what."""
 
     def __init__(self, device: torch.device | str, runtime: Runtime) -> None:
         super().__init__(device)
@@ -233,11 +233,11 @@ class StreamHost(GeneratorStates):
             return self._runtime.pinned(nbytes)
 
 
-AnyHost: TypeAlias = Host | StreamHost
+AnyHost: TypeAlias = HostMemory | StreamHost
 
 
 def make_host(device: torch.device | str, runtime: Runtime | None = None) -> AnyHost:
     """Where a step on ``device`` keeps what it swaps out: with streams on a GPU, or wherever a ``runtime`` is given."""
     if runtime is None and torch.device(device).type != "cuda":
-        return Host(device)
+        return HostMemory(device)
     return StreamHost(device, runtime if runtime is not None else CudaRuntime(device))

@@ -31,7 +31,7 @@ _FRAME_SLOTS = 1 << 15
 """A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
 
 
-class Turn:
+class TimeSlice:
     """What a step calls between operators: returns when it is this step's turn (again), and keeps the step's time."""
 
     def __init__(self, baton: _Baton, which: int, slice_ns: float) -> None:
@@ -73,11 +73,11 @@ class Turn:
         self.total_ns = self.spent_ns
 
 
-Step = Callable[[Turn], object]
+Step = Callable[[TimeSlice], object]
 """One step, which calls the turn between its operators."""
 
 
-class Turns:
+class TimeSlices:
     """Runs pairs of the two steps; a context manager, since it owns a thread."""
 
     def __init__(self, first: Step, second: Step, slice_ms: float) -> None:
@@ -99,7 +99,7 @@ class Turns:
     def pair(self, leader: int) -> tuple[float, float]:
         """Run each step once, the `leader` (0 or 1) first; milliseconds of both. Whatever a step raises is raised."""
         baton = self._baton = _Baton(leader)
-        turns = tuple(Turn(baton, which, slice_ns) for which, slice_ns in enumerate(self._slices()))
+        turns = tuple(TimeSlice(baton, which, slice_ns) for which, slice_ns in enumerate(self._slices()))
         self._worker.start(partial(turns[1].run, self._steps[1]))
         try:
             turns[0].run(self._steps[0])
@@ -215,7 +215,7 @@ def _nodes(result: Tensor) -> Iterator[Any]:
             stack.extend(following for following, _ in node.next_functions)
 
 
-def _with_room(step: Step, turn: Turn) -> object:
+def _with_room(step: Step, turn: TimeSlice) -> object:
     """Call `step` with room for Python's own frames.
 
     They lie in pieces of 16 KiB that are mapped when a call does not fit any more and unmapped when it returns: a step

@@ -1,4 +1,4 @@
-"""Latency of two steps as a ratio: interleaved timing, and an interval for the ratio that noise cannot move much.
+"""Latency ratio of two steps, with an interval that noise cannot move much, on a machine that may be busy.
 
 Both steps run alternately in one process, whole (`interleave`) or a few milliseconds each (`in_turns`), so that what
 slows the machine down slows both; which one goes first alternates too. The ratio is the *median of the pairs' ratios*
@@ -37,7 +37,8 @@ from typing import Any, TypeAlias
 import torch
 
 from magis.results import RatioInterval
-from magis.runtime import time_slices as turns
+from magis.runtime.time_slices import Step as TurningStep
+from magis.runtime.time_slices import TimeSlices
 
 # How long threads of this process waited for a core: what tells a busy machine from a quiet one.
 # Linux counts for every thread the nanoseconds in which it could have run and did not. On a quiet machine the
@@ -111,7 +112,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StoppingRule:
     """How long to time: `rounds` undisturbed pairs, then a third of that at a time while the ratio is too uncertain.
 
     With `bounds` the ratio is certain enough when none of them lies in its interval, without when the interval is at
@@ -149,14 +150,14 @@ class Patience:
         return found.high - found.low <= self.width * found.ratio
 
 
-ROUGHLY = Patience(8, width=0.1, seconds=2.5)
+ROUGHLY = StoppingRule(8, width=0.1, seconds=2.5)
 """Where a ratio is only shown: as few pairs as give an interval."""
 
 
 def interleave(
     first: Callable[[], object],
     second: Callable[[], object],
-    patience: Patience,
+    patience: StoppingRule,
     warmup: int = 2,
     device: torch.device | str = "cpu",
 ) -> Timing:
@@ -175,19 +176,19 @@ def interleave(
         return _collected(pair, patience, waits if clock is host_clock else dict[str, int])
 
 
-def in_turns(first: turns.Step, second: turns.Step, patience: Patience, *, slice_ms: float = SLICE_MS) -> Timing:
+def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *, slice_ms: float = SLICE_MS) -> Timing:
     """Like `interleave`, but the steps of a pair go on in turn, about `slice_ms` milliseconds each: CPU only.
 
     What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
     themselves are those of steps that share caches with each other. One pair is run before the timed ones.
     """
-    with _collector_at_rest(), turns.Turns(first, second, slice_ms) as pairs:
+    with _collector_at_rest(), TimeSlices(first, second, slice_ms) as pairs:
         pairs.pair(0)
         return _collected(pairs.pair, patience, waits)
 
 
 def _collected(
-    pair: Callable[[int], tuple[float, float]], patience: Patience, waits: Callable[[], dict[str, int]]
+    pair: Callable[[int], tuple[float, float]], patience: StoppingRule, waits: Callable[[], dict[str, int]]
 ) -> Timing:
     """Pairs until patience ends, the leader alternating."""
     pairs: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Cutting orders into stretches, and ordering them one after another: what full and incremental scheduling share."""
+"""Orders cut into stretches and ordered one after another, by narrow waists or around the peak."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from magis.schedule.dynamic import WIDEST, Stretch, best_order
 from magis.schedule.waists import Precedence, Waists, precedence, waists
-from magis.simulate.arrays import Step, make_step
+from magis.simulate.arrays import NodeStep, make_step
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import Int32s, Int64s, Problem
 
@@ -22,7 +22,7 @@ LEAST = 20
 class Steps:
     """A problem as scheduling looks at it; its parts are worked out when first asked for."""
 
-    def __init__(self, problem: Problem, step: Step | None = None) -> None:
+    def __init__(self, problem: Problem, step: NodeStep | None = None) -> None:
         self.problem = problem
         self.step = make_step(problem) if step is None else step
 

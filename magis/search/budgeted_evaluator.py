@@ -31,7 +31,7 @@ class SearchOver(Exception):  # noqa: N818 (ends a search whose best plan stands
 
 
 @dataclass(frozen=True)
-class Goal:
+class Objective:
     """A limit of memory (bytes) or of latency (ns); exactly one of them is given."""
 
     memory_limit: int | None = None
@@ -51,10 +51,10 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """A goal, and how much may be done for it: states of the search of a step without loops; ``over`` ends it early."""
 
-    goal: Goal
+    goal: Objective
     seed: int
     budget: int = DEFAULT_BUDGET
     over: Over = never
@@ -64,7 +64,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class JudgedPlan:
     """A judged plan: peak in bytes, latency in nanoseconds."""
 
     order: Int32s
@@ -72,14 +72,14 @@ class Plan:
     peak: int
     latency_ns: int
 
-    def key(self, goal: Goal) -> tuple[int, int]:
+    def key(self, goal: Objective) -> tuple[int, int]:
         return goal.key(self.peak, self.latency_ns)
 
-    def met(self, goal: Goal) -> bool:
+    def met(self, goal: Objective) -> bool:
         return goal.met(self.peak, self.latency_ns)
 
 
-class Judge:
+class BudgetedEvaluator:
     """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
 
     Plans are judged on the order of the last ``use``. ``seconds`` and ``over`` are further caps, though never on the
@@ -90,7 +90,7 @@ class Judge:
     def __init__(
         self,
         problem: Problem,
-        goal: Goal,
+        goal: Objective,
         budget: int,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -102,7 +102,7 @@ class Judge:
         self.budget = budget
         self.states = 0
         self.stopped_by_seconds = False
-        self.best: Plan | None = None
+        self.best: JudgedPlan | None = None
         self._clock = clock
         self._over = over
         self._watch = watch
@@ -132,12 +132,12 @@ class Judge:
         if self._watch is not None:
             self._watch(*found)
         if self.best is None or self.goal.key(*found) < self.best.key(self.goal):
-            self.best = Plan(self.evaluator.order, flags.copy(), *found)
+            self.best = JudgedPlan(self.evaluator.order, flags.copy(), *found)
         return found
 
-    def plan(self, flags: Int8s) -> Plan:
+    def plan(self, flags: Int8s) -> JudgedPlan:
         """The judged plan, with flags of its own."""
-        return Plan(self.evaluator.order, flags.copy(), *self.cost(flags))
+        return JudgedPlan(self.evaluator.order, flags.copy(), *self.cost(flags))
 
     def look(self, flags: Int8s) -> tuple[int, int]:
         """As ``cost``, and ``evaluator`` then describes this plan."""
@@ -147,17 +147,17 @@ class Judge:
             self.evaluator.quick(flags)
         return found
 
-    def front(self) -> list[Plan]:
+    def front(self) -> list[JudgedPlan]:
         """Of all plans judged, those that no other one equals or beats in both costs, by rising peak."""
         every = [
             (*found, place, flags, evaluator.order)
             for place, (evaluator, seen) in enumerate(self._orders.values())
             for flags, found in seen.items()
         ]
-        plans: list[Plan] = []
+        plans: list[JudgedPlan] = []
         for peak, latency_ns, _, flags, order in sorted(every, key=lambda entry: entry[:4]):
             if not plans or latency_ns < plans[-1].latency_ns:
-                plans.append(Plan(order, np.frombuffer(flags, dtype=np.int8).copy(), peak, latency_ns))
+                plans.append(JudgedPlan(order, np.frombuffer(flags, dtype=np.int8).copy(), peak, latency_ns))
         return plans
 
     def check_budget(self) -> None:

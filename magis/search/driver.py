@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import UsageError, VerifyError
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal, Judge, Over, Plan, SearchOver, never
+from magis.search.budgeted_evaluator import (
+    DEFAULT_BUDGET,
+    BudgetedEvaluator,
+    JudgedPlan,
+    Objective,
+    Over,
+    SearchOver,
+    never,
+)
 from magis.search.local_search import anneal, best_first
 from magis.search.moves import climb, reordered
 from magis.search.proposals import Proposer, distinct
@@ -69,8 +77,8 @@ def search(
         raise UsageError("a search needs a memory limit or a latency limit, and not both")
     if budget < 1:
         raise UsageError(f"a search needs a budget of at least 1 state, not {budget}")
-    goal = Goal(memory_limit, latency_limit_ns)
-    judge = Judge(problem, goal, budget, seconds, over=over)
+    goal = Objective(memory_limit, latency_limit_ns)
+    judge = BudgetedEvaluator(problem, goal, budget, seconds, over=over)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()
@@ -92,7 +100,7 @@ def search(
 class _Search:
     """The stages of one search; every stage ends early by SearchOver when the budget does."""
 
-    def __init__(self, judge: Judge, *, allow_swap: bool, seed: int, brief: bool) -> None:
+    def __init__(self, judge: BudgetedEvaluator, *, allow_swap: bool, seed: int, brief: bool) -> None:
         self.judge = judge
         self.brief = brief
         self.goal = judge.goal
@@ -111,7 +119,7 @@ class _Search:
         base = reordered(judge, base)
         if not np.array_equal(base.order, orders[0]):  # best without recomputation, not always with it
             orders.append(base.order)
-        plans: list[Plan] = []
+        plans: list[JudgedPlan] = []
         for order in orders:
             if goal.memory_limit is not None:
                 plans += self.make.mix(self.make.propose(order, goal.memory_limit, thorough=not self.brief), goal)
@@ -131,7 +139,7 @@ class _Search:
             if judge.states == before:
                 return  # nothing is left to try
 
-    def best(self, plans: list[Plan]) -> list[Plan]:
+    def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:
         """The best plan so far, first of a list."""
         return [self.judge.best] if self.judge.best is not None else plans[:1]
 
@@ -141,12 +149,12 @@ class _Search:
             self.judge.use(best.order)
             climb(self.judge, self.goal, best, allow_swap=self.allow_swap)
 
-    def approach(self, order: Int32s, limit: int) -> list[Plan]:
+    def approach(self, order: Int32s, limit: int) -> list[JudgedPlan]:
         """Plans for limits between one that is not kept and the lowest peak reached.
 
         Far below what can be reached all prices rise without end, and nothing useful is proposed.
         """
-        plans: list[Plan] = []
+        plans: list[JudgedPlan] = []
         for _ in range(APPROACHES):
             best = self.judge.best
             if best is None or best.peak <= limit:
@@ -155,7 +163,7 @@ class _Search:
             plans += self.make.mix(self.make.propose(order, target, thorough=True), self.goal)
         return plans
 
-    def bisect(self, base: Plan) -> list[Plan]:
+    def bisect(self, base: JudgedPlan) -> list[JudgedPlan]:
         """Latency mode: plans at ever closer memory limits around the lowest that the latency limit allows."""
         judge, goal = self.judge, self.goal
         low, high = lower_bound(judge.problem), base.peak
@@ -165,7 +173,7 @@ class _Search:
                 break
             limit = (low + high) // 2
             found = self.make.propose(base.order, limit, thorough=False)
-            tight = Goal(memory_limit=limit)
+            tight = Objective(memory_limit=limit)
             found = [climb(judge, tight, plan, allow_swap=self.allow_swap) for plan in found[:2]] + found[2:]
             plans += found
             if min(plan.key(tight) for plan in found) <= (limit, goal.latency_limit_ns or 0):
@@ -174,15 +182,15 @@ class _Search:
                 low = limit
         return distinct(plans, goal)
 
-    def squeeze(self, order: Int32s) -> list[Plan]:
+    def squeeze(self, order: Int32s) -> list[JudgedPlan]:
         """Latency mode: memory limits just below the lowest peak, as long as they can be kept in time."""
-        plans: list[Plan] = []
+        plans: list[JudgedPlan] = []
         for _ in range(SQUEEZES):
             best = self.judge.best
             if best is None or not best.met(self.goal):
                 break
             limit = best.peak - max(1, (best.peak - self.judge.problem.persistent_bytes) // 100)
-            plans += self.make.mix(self.make.propose(order, limit, thorough=True), Goal(memory_limit=limit))
+            plans += self.make.mix(self.make.propose(order, limit, thorough=True), Objective(memory_limit=limit))
             if self.judge.best is best:
                 break
         return plans

@@ -22,9 +22,9 @@ from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.ops.splits import Split
-from magis.search.budgeted_evaluator import Goal, Judge, Over, Plan, Wanted, Watch, never
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
 from magis.search.driver import SearchResult
-from magis.search.loop_nest import Level, Solution, level, other_parts, solution, with_body
+from magis.search.loop_nest import LoopNest, LoopNestPlan, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
@@ -60,7 +60,7 @@ USUAL = Efforts()
 
 
 @dataclass(frozen=True)
-class Cut:
+class LoopPlace:
     """From which operator on, and into how many parts; ``number`` counts places."""
 
     at: int
@@ -71,7 +71,7 @@ class Cut:
 class _Planned:
     """Has the costs of its plan."""
 
-    plan: Plan
+    plan: JudgedPlan
 
     @property
     def peak(self) -> int:
@@ -83,15 +83,15 @@ class _Planned:
 
 
 @dataclass(frozen=True, eq=False)
-class Point(_Planned):
+class FissionPoint(_Planned):
     """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
 
-    level: Level
-    plan: Plan
-    cut: Cut | None = None
-    body: Solution | None = None
+    level: LoopNest
+    plan: JudgedPlan
+    cut: LoopPlace | None = None
+    body: LoopNestPlan | None = None
 
-    def solution(self) -> Solution:
+    def solution(self) -> LoopNestPlan:
         """The plan with everything inside it, as it is realized."""
         problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
         return solution(self.level, problem, _result(self.plan), self.body)
@@ -101,19 +101,19 @@ class Point(_Planned):
 class FissionFront:
     """Points by rising peak and falling latency; states evaluated on the way."""
 
-    points: tuple[Point, ...]
+    points: tuple[FissionPoint, ...]
     states: int
 
 
 def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
-    here = Level(compile_problem(graph, costs, reuse=reuse))
+    here = LoopNest(compile_problem(graph, costs, reuse=reuse))
     found = sweep(here.compiled.problem, effort, over)
-    return FissionFront(tuple(Point(here, plan) for plan in found.plans), found.states)
+    return FissionFront(tuple(FissionPoint(here, plan) for plan in found.plans), found.states)
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class DivisibleStep:
     """A step, in functional form and free of needless constraints, and where it may be cut."""
 
     graph: Graph
@@ -124,32 +124,32 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Finding(_Planned):
+class PointRecord(_Planned):
     """A point without its graphs: what another process, or a file, hands over."""
 
-    cut: Cut
-    plan: Plan
-    body: Plan
+    cut: LoopPlace
+    plan: JudgedPlan
+    body: JudgedPlan
 
 
 @dataclass(frozen=True, eq=False)
 class Findings:
     """The front of one place, and the states evaluated for it."""
 
-    points: tuple[Finding, ...]
+    points: tuple[PointRecord, ...]
     states: int
 
 
 class Share(Protocol):
     """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
 
-    def __call__(self, work: Work, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
+    def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
 
 
 def divided_front(
     graph: Graph,
     costs: Costs,
-    wanted: Wanted,
+    wanted: PlanRequest,
     *,
     reuse: bool,
     efforts: Efforts = USUAL,
@@ -165,9 +165,9 @@ def divided_front(
     return joined(sketch(work), places_front(work, wanted, share))
 
 
-def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> Work:
+def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """A step with the places at which it may be cut."""
-    return Work(graph, costs, reuse, tuple(pieces(graph)), efforts)
+    return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
@@ -176,7 +176,7 @@ def joined(*fronts: FissionFront) -> FissionFront:
     return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
 
 
-def places_front(work: Work, wanted: Wanted, share: Share | None = None) -> FissionFront:
+def places_front(work: DivisibleStep, wanted: PlanRequest, share: Share | None = None) -> FissionFront:
     """The front of all places, tried until a few times the budget of states is spent, or ``wanted.over`` says so (what
     was found until then is kept; of places that other processes compute only whole ones)."""
     numbers = range(len(work.places))
@@ -188,7 +188,7 @@ def places_front(work: Work, wanted: Wanted, share: Share | None = None) -> Fiss
     return FissionFront(tuple(pareto(points)), spent)
 
 
-def sketch(work: Work) -> FissionFront:
+def sketch(work: DivisibleStep) -> FissionFront:
     """A first answer: the first place, cut into a middling number of parts, with little effort."""
     if not work.places:
         return FissionFront((), 0)
@@ -198,7 +198,7 @@ def sketch(work: Work) -> FissionFront:
     return place_front(list(_levels(work, start, cuts, numbers[len(numbers) // 2 :][:1])), quick)
 
 
-class Part(Protocol[C_co]):
+class PlaceFront(Protocol[C_co]):
     """A front of some place, in either form."""
 
     @property
@@ -207,7 +207,7 @@ class Part(Protocol[C_co]):
     def states(self) -> int: ...
 
 
-def _until_spent(fronts: Iterator[Part[C_co]], wanted: Wanted) -> tuple[list[C_co], int]:
+def _until_spent(fronts: Iterator[PlaceFront[C_co]], wanted: PlanRequest) -> tuple[list[C_co], int]:
     """What the places have, until a few times the budget of states is spent or the search is over."""
     points: list[C_co] = []
     spent = 0
@@ -219,34 +219,34 @@ def _until_spent(fronts: Iterator[Part[C_co]], wanted: Wanted) -> tuple[list[C_c
     return points, spent
 
 
-def findings(work: Work, number: int, over: Over = never) -> Findings:
+def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
     """The front of one of a step's places."""
     front = _place(work, number, over)
     points = (
-        Finding(point.cut, point.plan, _plan(point.body.result))
+        PointRecord(point.cut, point.plan, _plan(point.body.result))
         for point in front.points
         if point.cut is not None and point.body is not None
     )
     return Findings(tuple(points), front.states)
 
 
-def _plan(result: SearchResult) -> Plan:
-    return Plan(result.order, result.flags, result.peak, result.latency_ns)
+def _plan(result: SearchResult) -> JudgedPlan:
+    return JudgedPlan(result.order, result.flags, result.peak, result.latency_ns)
 
 
-def _place(work: Work, number: int, over: Over = never) -> FissionFront:
+def _place(work: DivisibleStep, number: int, over: Over = never) -> FissionFront:
     start, cuts = _start(work, number)
     numbers = numbers_of_parts(most_parts(cuts))
     return place_front(list(_levels(work, start, cuts, numbers, over)), work.efforts, over)
 
 
-def _start(work: Work, number: int) -> tuple[Cut, Mapping[int, Split]]:
+def _start(work: DivisibleStep, number: int) -> tuple[LoopPlace, Mapping[int, Split]]:
     """Where a place is, and what is cut there."""
     place = work.places[number]
-    return Cut(place.at, 0, number), place.cuts
+    return LoopPlace(place.at, 0, number), place.cuts
 
 
-def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
+def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
     """The points of findings; VerifyError if they are not of this step."""
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
@@ -261,10 +261,10 @@ def _restored(work: Work, found: Sequence[Finding]) -> Iterator[Point]:
                     _check(inner, each.body)
                     body = solution(here.inner, inner, _result(each.body), None)
                     _check(with_body(here, body), each.plan)
-                    yield Point(here, each.plan, cut, body)
+                    yield FissionPoint(here, each.plan, cut, body)
 
 
-def _check(problem: Problem, plan: Plan) -> None:
+def _check(problem: Problem, plan: JudgedPlan) -> None:
     """VerifyError unless the plan is one of this problem, with the costs that it claims."""
     if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
         found = evaluate(problem, plan.order, plan.flags)  # which refuses what is no plan
@@ -274,10 +274,10 @@ def _check(problem: Problem, plan: Plan) -> None:
 
 
 def _levels(
-    work: Work, start: Cut, cuts: Mapping[int, Split], numbers: Sequence[int], over: Over = never
-) -> Iterator[tuple[Cut, Level]]:
+    work: DivisibleStep, start: LoopPlace, cuts: Mapping[int, Split], numbers: Sequence[int], over: Over = never
+) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """The region as a loop, cut into these numbers of parts; only the first of them where all is ``over``."""
-    first: Level | None = None
+    first: LoopNest | None = None
     for parts in numbers:
         region = Region(cuts, parts)
         if first is not None and over():
@@ -299,16 +299,18 @@ def numbers_of_parts(most: int) -> list[int]:
     return even if len(even) > 1 else [parts for parts in range(2, PARTS[-1] + 1) if most % parts == 0]
 
 
-def place_front(levels: Sequence[tuple[Cut, Level]], efforts: Efforts = USUAL, over: Over = never) -> FissionFront:
+def place_front(
+    levels: Sequence[tuple[LoopPlace, LoopNest]], efforts: Efforts = USUAL, over: Over = never
+) -> FissionFront:
     """The front of one region, cut into the numbers of parts that are given.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
     ``over`` ends that, there is at least one plan of the first.
     """
-    model: Level | None = None
-    inside: Sequence[Plan] = ()
-    around: list[Plan] = []
-    points: list[Point] = []
+    model: LoopNest | None = None
+    inside: Sequence[JudgedPlan] = ()
+    around: list[JudgedPlan] = []
+    points: list[FissionPoint] = []
     states = 0
     for number, (cut, here) in enumerate(levels):
         if points and over():
@@ -331,12 +333,12 @@ def place_front(levels: Sequence[tuple[Cut, Level]], efforts: Efforts = USUAL, o
                 around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
             found = _judged(outside, around, efforts.around.watch)
             states += found.states
-            points += [Point(here, plan, cut, body) for plan in found.plans]
+            points += [FissionPoint(here, plan, cut, body) for plan in found.plans]
         points = pareto(points)
     return FissionFront(tuple(points), states)
 
 
-def _alike(one: Level, other: Level) -> bool:
+def _alike(one: LoopNest, other: LoopNest) -> bool:
     """Whether plans of one level are plans of the other: the same nodes take and make the same storages, throughout."""
     for first, second in zip(_problems(one), _problems(other), strict=True):
         for name in ("in_ptr", "in_idx", "out_ptr", "out_idx", "extra_ptr", "extra_idx", "reuse_ptr", "reuse_idx"):
@@ -345,21 +347,21 @@ def _alike(one: Level, other: Level) -> bool:
     return True
 
 
-def _problems(level: Level) -> list[Problem]:
+def _problems(level: LoopNest) -> list[Problem]:
     inner = [] if level.inner is None else _problems(level.inner)
     return [level.compiled.problem, *inner]
 
 
-def _judged(problem: Problem, plans: Sequence[Plan], watch: Watch | None = None) -> Front:
+def _judged(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front:
     """The front of plans that were made for a problem of the same structure."""
-    judge = Judge(problem, Goal(memory_limit=0), len(plans), watch=watch)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)
         judge.plan(plan.flags)
     return Front(tuple(judge.front()), judge.states)
 
 
-def _result(plan: Plan) -> SearchResult:
+def _result(plan: JudgedPlan) -> SearchResult:
     return SearchResult(
         plan.order, plan.flags, plan.peak, plan.latency_ns, states=0, stopped_by_seconds=False, feasible=True,
         lower_bound=0,

@@ -1,4 +1,4 @@
-"""Proposals from minimum cuts: the cheapest recomputation at given prices of memory.
+"""Lagrangian relaxation of the memory limit: minimum cuts propose what to recompute at given prices.
 
 The linear program of what to keep, swap and recompute, relaxed the Lagrangian way. With a price for every byte at
 every position of the order, the best choice of what to keep and what to make again is a minimum cut, found in a
@@ -18,7 +18,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from magis.search.budgeted_evaluator import Judge, Plan
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s
 
@@ -127,7 +127,7 @@ NEW_PRICE = 0.01  # what a position costs at least when it begins to exceed the 
 MOST_COST = 1e15  # far above any sum of nanoseconds, far below UNBOUNDED
 
 
-class CutModel:
+class LagrangianMinCut:
     """The network of one order; vertices: storages (there when needed again), nodes (run again), source, sink."""
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -216,8 +216,8 @@ class CutModel:
 
 
 def follow_prices(
-    judge: Judge,
-    model: CutModel,
+    judge: BudgetedEvaluator,
+    model: LagrangianMinCut,
     limit: int,
     *,
     rounds: int,
@@ -226,7 +226,7 @@ def follow_prices(
     learning: bool = True,
     tilt: float = 0.0,
     sharp: bool = False,
-) -> list[Plan]:
+) -> list[JudgedPlan]:
     """Plans on the way of the prices to a memory limit (bytes), at most one a round.
 
     Prices start equal over all positions where the plan without any recomputation exceeds the limit, or, if
@@ -243,11 +243,11 @@ def follow_prices(
     first = levels == levels.max() if sharp else over
     prices = np.where(first, 1e-4 / int(first.sum()), 0.0)
     step = 0.4
-    plans: list[Plan] = []
+    plans: list[JudgedPlan] = []
     for _ in range(rounds):
         flags = model.solve(prices, link_price, kept, tilt)
         if not plans or not np.array_equal(flags, plans[-1].flags):
-            plans.append(Plan(judge.evaluator.order, flags, *judge.look(flags)))
+            plans.append(JudgedPlan(judge.evaluator.order, flags, *judge.look(flags)))
             over = levels_by_position(judge.evaluator) > limit
             if learning:
                 model.learn(flags)
@@ -257,7 +257,13 @@ def follow_prices(
 
 
 def slide_prices(
-    judge: Judge, model: CutModel, limits: Sequence[int], *, rounds: int, link_price: float, kept: Bools | None
+    judge: BudgetedEvaluator,
+    model: LagrangianMinCut,
+    limits: Sequence[int],
+    *,
+    rounds: int,
+    link_price: float,
+    kept: Bools | None,
 ) -> None:
     """Follow the prices down falling memory limits (bytes), from each to the next; the judge keeps what it has seen.
 

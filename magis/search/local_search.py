@@ -1,4 +1,4 @@
-"""Best-first search over plans (paper, Algorithm 3), with lazy children.
+"""Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
 
 A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
 cheaply (bytes per nanosecond) and evaluated best first, only so many of them. A child enters the queue if it is not
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from magis.schedule.window import window_orders
-from magis.search.budgeted_evaluator import Goal, Judge, Plan, SearchOver
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, SearchOver
 from magis.search.moves import alternatives, giving_back, saving
 from magis.simulate.problem import KEEP, Int64s
 
@@ -23,10 +23,12 @@ CHILDREN = 12  # evaluated per popped plan and kind of move
 RELAXED_NUM, RELAXED_DEN = 11, 10
 
 
-def best_first(judge: Judge, goal: Goal, starts: Sequence[Plan], states: int, *, allow_swap: bool) -> None:
+def best_first(
+    judge: BudgetedEvaluator, goal: Objective, starts: Sequence[JudgedPlan], states: int, *, allow_swap: bool
+) -> None:
     """Search from some plans until so many new states are evaluated or none is left; the judge keeps the best."""
     stop = judge.states + states
-    queue: list[tuple[tuple[int, int], int, Plan]] = []
+    queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
     pushed: set[tuple[bytes, bytes]] = set()
     for plan in starts:
         _push(queue, pushed, goal, plan)
@@ -45,7 +47,10 @@ def best_first(judge: Judge, goal: Goal, starts: Sequence[Plan], states: int, *,
 
 
 def _push(
-    queue: list[tuple[tuple[int, int], int, Plan]], pushed: set[tuple[bytes, bytes]], goal: Goal, plan: Plan
+    queue: list[tuple[tuple[int, int], int, JudgedPlan]],
+    pushed: set[tuple[bytes, bytes]],
+    goal: Objective,
+    plan: JudgedPlan,
 ) -> None:
     digest = (plan.order.tobytes(), plan.flags.tobytes())
     if digest not in pushed:
@@ -53,7 +58,7 @@ def _push(
         heapq.heappush(queue, (plan.key(goal), len(pushed), plan))
 
 
-def _children(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool) -> Iterator[Plan]:
+def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool) -> Iterator[JudgedPlan]:
     """Judged neighbours: saving at the peak, giving back, another order of a window around the peak."""
     judge.use(plan.order)
     judge.look(plan.flags)
@@ -65,7 +70,7 @@ def _children(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool) -> Iter
     for storage, flag in moves:
         flags = plan.flags.copy()
         flags[storage] = flag
-        yield Plan(plan.order, flags, *judge.cost(flags))
+        yield JudgedPlan(plan.order, flags, *judge.cost(flags))
     for order in orders:
         judge.use(order)
         child = judge.plan(plan.flags)
@@ -81,7 +86,9 @@ PAIRS = 0.6  # share of steps that change two storages at once: one leaves, one 
 STALE = 300  # steps in a row that met only plans seen before: the neighbourhood is used up
 
 
-def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allow_swap: bool) -> None:
+def anneal(
+    judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, states: int, *, seed: int, allow_swap: bool
+) -> None:
     """Walk from a plan for so many new states; the judge keeps the best.
 
     The walk may break the limit, at a price; it accepts what is worse by less than a threshold that sinks to
@@ -118,7 +125,7 @@ def anneal(judge: Judge, goal: Goal, plan: Plan, states: int, *, seed: int, allo
                 flags[storage] = flag
 
 
-def _worth_moving(judge: Judge) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _worth_moving(judge: BudgetedEvaluator) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """[s] storages of at least a thousandth of what all temporary ones could save together on average."""
     nbytes: Int64s = judge.problem.nbytes
     worth: np.ndarray[tuple[int], np.dtype[np.bool_]] = nbytes * 1000 >= nbytes.max(initial=0)
@@ -132,7 +139,7 @@ class _Price:
     excess of a 64th of the whole is as bad as a whole step (or peak) more.
     """
 
-    def __init__(self, judge: Judge, goal: Goal, plan: Plan) -> None:
+    def __init__(self, judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan) -> None:
         problem = judge.problem
         latency = max(1, int(problem.node_ns.sum() + problem.blk_ns.sum()))
         peak = max(1, plan.peak - problem.persistent_bytes)

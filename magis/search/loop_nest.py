@@ -13,7 +13,7 @@ import numpy as np
 from magis.errors import VerifyError
 from magis.graph import Graph, Loop, Op
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import Goal, Over, never
+from magis.search.budgeted_evaluator import Objective, Over, never
 from magis.search.driver import SearchResult, search
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand, lower_bound
@@ -24,7 +24,7 @@ SQUEEZES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Level:
+class LoopNest:
     """A graph compiled, and the level within the loop that it holds, if it holds one.
 
     ``loop`` is the position of the loop in the graph, ``node`` the loop's node.
@@ -33,7 +33,7 @@ class Level:
     compiled: Compiled
     loop: int = -1
     node: int = -1
-    inner: Level | None = None
+    inner: LoopNest | None = None
 
     @property
     def parts(self) -> int:
@@ -41,7 +41,7 @@ class Level:
 
 
 @dataclass(frozen=True, eq=False)
-class Solution:
+class LoopNestPlan:
     """A planned level: figures of the level's graph (bytes, nanoseconds) with everything inside it."""
 
     problem: Problem
@@ -50,7 +50,7 @@ class Solution:
     around: int
     """Bytes in memory during the loop besides those of its body; 0 without a loop."""
     states: int
-    inner: Solution | None = None
+    inner: LoopNestPlan | None = None
 
     @property
     def peak(self) -> int:
@@ -61,17 +61,17 @@ class Solution:
         return self.result.latency_ns
 
 
-def level(graph: Graph, costs: Costs, *, reuse: bool) -> Level:
+def level(graph: Graph, costs: Costs, *, reuse: bool) -> LoopNest:
     """Compile a graph with at most one loop, and what is inside."""
     at = next((position for position, op in enumerate(graph.ops) if op.body is not None), -1)
     if at < 0:
-        return Level(compile_problem(graph, costs, reuse=reuse))
+        return LoopNest(compile_problem(graph, costs, reuse=reuse))
     compiled = compile_problem(graph, costs, reuse=reuse)
     node = next(index for index, group in enumerate(compiled.nodes) if group[0].body is not None)
-    return Level(compiled, at, node, level(_loop(graph.ops[at]).graph, costs, reuse=reuse))
+    return LoopNest(compiled, at, node, level(_loop(graph.ops[at]).graph, costs, reuse=reuse))
 
 
-def other_parts(known: Level, loop: Loop, costs: Costs, *, reuse: bool) -> Level:
+def other_parts(known: LoopNest, loop: Loop, costs: Costs, *, reuse: bool) -> LoopNest:
     """The same level with its loop cut into another number of parts."""
     op = replace(known.compiled.graph.ops[known.loop], body=loop)
     return replace(known, compiled=_with_loop(known.compiled, op), inner=level(loop.graph, costs, reuse=reuse))
@@ -90,7 +90,7 @@ def _with_loop(compiled: Compiled, loop: Op) -> Compiled:
     return replace(compiled, graph=replace(compiled.graph, ops=ops), nodes=nodes)
 
 
-def bound(level: Level) -> int:
+def bound(level: LoopNest) -> int:
     """Bytes that no plan of the level avoids."""
     problem = level.compiled.problem
     if level.inner is None:
@@ -98,7 +98,7 @@ def bound(level: Level) -> int:
     return lower_bound(_figures(problem, level, bound(level.inner), 0, 0))
 
 
-def fastest_ns(level: Level) -> int:
+def fastest_ns(level: LoopNest) -> int:
     """Nanoseconds of the level when nothing is recomputed."""
     problem = level.compiled.problem
     total = int(problem.node_ns.sum() + problem.blk_ns.sum())
@@ -107,13 +107,13 @@ def fastest_ns(level: Level) -> int:
     return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
 
 
-def with_body(level: Level, inner: Solution) -> Problem:
+def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
     """The level's problem with its loop planned."""
     ns = level.parts * inner.latency_ns
     return _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
 
 
-def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: int) -> Problem:
+def _figures(problem: Problem, level: LoopNest, peak: int, tensor_peak: int, ns: int) -> Problem:
     """The problem with these figures of its loop."""
 
     def at_node(
@@ -134,7 +134,9 @@ def _figures(problem: Problem, level: Level, peak: int, tensor_peak: int, ns: in
     )
 
 
-def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool = False, over: Over = never) -> Solution:
+def solve(
+    level: LoopNest, goal: Objective, budget: int, seed: int = 0, *, brief: bool = False, over: Over = never
+) -> LoopNestPlan:
     """The best plan found for a level under a goal; each of its searches may look at ``budget`` states.
 
     The body is planned for what the step around it leaves, which depends on the body: a few rounds.
@@ -142,8 +144,8 @@ def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool =
     if level.inner is None:
         return _searched(level, level.compiled.problem, goal, budget, seed, None, brief, over)
     floor = bound(level.inner)
-    best: Solution | None = None
-    inner = solve(level.inner, Goal(memory_limit=UNLIMITED), budget, seed, brief=brief, over=over)
+    best: LoopNestPlan | None = None
+    inner = solve(level.inner, Objective(memory_limit=UNLIMITED), budget, seed, brief=brief, over=over)
     states = 0
     for _ in range(SQUEEZES):
         problem = with_body(level, inner)
@@ -159,22 +161,22 @@ def solve(level: Level, goal: Goal, budget: int, seed: int = 0, *, brief: bool =
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, Goal(memory_limit=limit), budget, seed, brief=brief, over=over)
+        inner = solve(level.inner, Objective(memory_limit=limit), budget, seed, brief=brief, over=over)
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
 def _searched(
-    level: Level,
+    level: LoopNest,
     problem: Problem,
-    goal: Goal,
+    goal: Objective,
     budget: int,
     seed: int,
-    inner: Solution | None,
+    inner: LoopNestPlan | None,
     brief: bool,
     over: Over,
-) -> Solution:
+) -> LoopNestPlan:
     result = search(
         problem,
         memory_limit=goal.memory_limit,
@@ -187,7 +189,7 @@ def _searched(
     return solution(level, problem, result, inner)
 
 
-def solution(level: Level, problem: Problem, result: SearchResult, inner: Solution | None) -> Solution:
+def solution(level: LoopNest, problem: Problem, result: SearchResult, inner: LoopNestPlan | None) -> LoopNestPlan:
     """A plan of a level's problem, its loop planned by ``inner``."""
     judge = Evaluator(problem, result.order)
     tensor_peak = judge.evaluate(result.flags).tensor_peak
@@ -195,10 +197,10 @@ def solution(level: Level, problem: Problem, result: SearchResult, inner: Soluti
     if inner is not None:
         run = judge.runs.tolist().index(2 * level.node)
         around = int(judge.levels[run]) - inner.peak
-    return Solution(problem, result, tensor_peak, around, result.states + (inner.states if inner else 0), inner)
+    return LoopNestPlan(problem, result, tensor_peak, around, result.states + (inner.states if inner else 0), inner)
 
 
-def realized(level: Level, solution: Solution) -> Compiled:
+def realized(level: LoopNest, solution: LoopNestPlan) -> Compiled:
     """The level's compiled graph with the planned body in its loop and the solution's figures, ready to be realized."""
     compiled = replace(level.compiled, problem=solution.problem)
     if level.inner is None or solution.inner is None:
@@ -208,13 +210,13 @@ def realized(level: Level, solution: Solution) -> Compiled:
     return replace(_with_loop(compiled, replace(op, body=Loop(_loop(op).parts, body))), problem=solution.problem)
 
 
-def realize_level(level: Level, solution: Solution) -> Graph:
+def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
     """The graph of a planned level, everything inside included."""
     compiled = realized(level, solution)
     return realize(compiled, expand(compiled.problem, solution.result.order, solution.result.flags))
 
 
-def repeats(solution: Solution) -> tuple[int, int]:
+def repeats(solution: LoopNestPlan) -> tuple[int, int]:
     """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
     events = expand(solution.problem, solution.result.order, solution.result.flags)
     recomputed, swapped = events.repeats(solution.problem.nbytes)

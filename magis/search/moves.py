@@ -14,7 +14,7 @@ import numpy as np
 
 from magis.schedule.stretches import wide_orders
 from magis.schedule.window import window_orders
-from magis.search.budgeted_evaluator import Goal, Judge, Plan
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s, Problem
 
@@ -71,7 +71,9 @@ def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -
     return [(storage, flag) for _, storage, flag in found if flags[storage] != flag][:most]
 
 
-def climb(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool, most: int = 48) -> Plan:
+def climb(
+    judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, most: int = 48
+) -> JudgedPlan:
     """Single moves as long as one improves the goal's key: giving back where there is room, saving at the peak."""
     while True:
         flags = plan.flags.copy()
@@ -93,14 +95,14 @@ def climb(judge: Judge, goal: Goal, plan: Plan, *, allow_swap: bool, most: int =
             before, flags[storage] = int(flags[storage]), flag
             found = judge.cost(flags)
             if goal.key(*found) < plan.key(goal):
-                plan = Plan(judge.evaluator.order, flags.copy(), *found)
+                plan = JudgedPlan(judge.evaluator.order, flags.copy(), *found)
             else:
                 flags[storage] = before
 
 
-def reordered(judge: Judge, plan: Plan) -> Plan:
+def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
     """Lower the peak of a plan by other orders around it, of windows or else of wide stretches, as long as one does."""
-    child: Plan | None = plan
+    child: JudgedPlan | None = plan
     while child is not None:
         plan = child
         child = _lower(judge, plan, window_orders) or _lower(judge, plan, wide_orders)
@@ -108,7 +110,9 @@ def reordered(judge: Judge, plan: Plan) -> Plan:
     return plan
 
 
-def _lower(judge: Judge, plan: Plan, orders: Callable[[Evaluator], Iterator[Int32s]]) -> Plan | None:
+def _lower(
+    judge: BudgetedEvaluator, plan: JudgedPlan, orders: Callable[[Evaluator], Iterator[Int32s]]
+) -> JudgedPlan | None:
     """The plan on the first of other orders that lowers its peak."""
     judge.use(plan.order)
     judge.look(plan.flags)
@@ -142,7 +146,7 @@ def _groups(problem: Problem, differing: Int64s) -> list[list[int]]:
     return list(groups.values())
 
 
-def relink(judge: Judge, goal: Goal, cheap: Plan, lean: Plan) -> Plan | None:
+def relink(judge: BudgetedEvaluator, goal: Objective, cheap: JudgedPlan, lean: JudgedPlan) -> JudgedPlan | None:
     """The best mixture found of two plans on one order: ``cheap`` breaks the memory limit, ``lean`` keeps it.
 
     Groups go over from cheap to lean, those first that save most bytes per nanosecond, until the limit is kept;
@@ -172,5 +176,5 @@ def relink(judge: Judge, goal: Goal, cheap: Plan, lean: Plan) -> Plan | None:
         trial[groups[index]] = cheap.flags[groups[index]]
         found = judge.cost(trial)
         if goal.key(*found) < plan.key(goal):
-            plan = Plan(plan.order, trial, *found)
+            plan = JudgedPlan(plan.order, trial, *found)
     return plan

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from magis.search.budgeted_evaluator import Goal, Judge, Over, Plan, SearchOver, Watch, never
-from magis.search.lagrangian_min_cut import CutModel, checkpoints, slide_prices
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, SearchOver, Watch, never
+from magis.search.lagrangian_min_cut import LagrangianMinCut, checkpoints, slide_prices
 from magis.search.moves import climb, relink, reordered
 from magis.search.proposals import NO_SWAPS, Proposer
 from magis.simulate.evaluator import lower_bound
@@ -78,7 +78,7 @@ C = TypeVar("C", bound=Costed)
 class Front:
     """Plans by rising peak and falling latency."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[JudgedPlan, ...]
     states: int
 
 
@@ -108,7 +108,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
     if not effort.recompute:
         problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
     floor = lower_bound(problem)
-    judge = Judge(problem, Goal(memory_limit=floor), effort.states, over=over, watch=effort.watch)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=floor), effort.states, over=over, watch=effort.watch)
     allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         for start in _orders(judge, reorder=effort.reorder):
@@ -121,7 +121,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
     return Front(tuple(judge.front()), judge.states)
 
 
-def _orders(judge: Judge, *, reorder: bool) -> list[Plan]:
+def _orders(judge: BudgetedEvaluator, *, reorder: bool) -> list[JudgedPlan]:
     """Without any recomputation, in program order and re-ordered around its peak."""
     untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
     base = judge.plan(untouched)
@@ -131,20 +131,20 @@ def _orders(judge: Judge, *, reorder: bool) -> list[Plan]:
     return [base] if np.array_equal(base.order, other.order) else [base, other]
 
 
-def _slide(judge: Judge, start: Plan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
+def _slide(judge: BudgetedEvaluator, start: JudgedPlan, floor: int, effort: Effort, *, allow_swap: bool) -> None:
     """Proposals on one order, from the peak of ``start`` down to the floor."""
     judge.use(start.order)
     limits = [start.peak - (start.peak - floor) * level // effort.levels for level in range(1, effort.levels)]
     if not limits:
         return
-    model = CutModel(judge.evaluator)
+    model = LagrangianMinCut(judge.evaluator)
     sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
     for kept in sets[:: max(1, len(sets) // effort.sets)]:
         for link_price in (NO_SWAPS, *(effort.link_prices if allow_swap else ())):
             slide_prices(judge, model, limits, rounds=effort.rounds, link_price=link_price, kept=kept)
 
 
-def _approach(judge: Judge, floor: int, share: int, *, allow_swap: bool) -> None:
+def _approach(judge: BudgetedEvaluator, floor: int, share: int, *, allow_swap: bool) -> None:
     """Proposals for one limit between the leanest plan and the floor, with prices that rise from nothing.
 
     Prices that came down a long way rise without end where nothing can be gained any more, and hide what still can.
@@ -154,17 +154,17 @@ def _approach(judge: Judge, floor: int, share: int, *, allow_swap: bool) -> None
     if limit == leanest.peak:
         return
     make = Proposer(judge, allow_swap=allow_swap, brief=True)
-    make.mix(make.propose(leanest.order, limit, thorough=False), Goal(memory_limit=limit))
+    make.mix(make.propose(leanest.order, limit, thorough=False), Objective(memory_limit=limit))
 
 
-def _climb(judge: Judge, plan: Plan, *, allow_swap: bool) -> None:
+def _climb(judge: BudgetedEvaluator, plan: JudgedPlan, *, allow_swap: bool) -> None:
     """Neighbours of a plan that are faster at its peak, or leaner at its latency."""
     judge.use(plan.order)
-    for goal in (Goal(memory_limit=plan.peak), Goal(latency_limit_ns=plan.latency_ns)):
+    for goal in (Objective(memory_limit=plan.peak), Objective(latency_limit_ns=plan.latency_ns)):
         climb(judge, goal, plan, allow_swap=allow_swap)
 
 
-def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
+def _mix(judge: BudgetedEvaluator, front: Sequence[JudgedPlan], *, allow_swap: bool) -> None:
     """Mixtures of plans that are some places apart on a front, for limits between their peaks."""
     apart = front[-1].peak // 100 if front else 0
     for first, lean in enumerate(front):
@@ -177,7 +177,7 @@ def _mix(judge: Judge, front: Sequence[Plan], *, allow_swap: bool) -> None:
             if cheap.peak - lean.peak < max(1, apart):
                 continue
             for share in range(1, shares):
-                goal = Goal(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
+                goal = Objective(memory_limit=lean.peak + (cheap.peak - lean.peak) * share // shares)
                 mixed = relink(judge, goal, cheap, lean)
                 if mixed is not None:
                     climb(judge, goal, mixed, allow_swap=allow_swap)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magis.search.budgeted_evaluator import Goal, Judge, Plan
-from magis.search.lagrangian_min_cut import CutModel, checkpoints, follow_prices, turning_point
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective
+from magis.search.lagrangian_min_cut import LagrangianMinCut, checkpoints, follow_prices, turning_point
 from magis.search.moves import climb, relink
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Bools, Int8s, Int32s
 
@@ -26,21 +26,21 @@ SERIES = ((0.0, True, True), (0.3, True, False), (-0.7, True, True), (0.0, False
 class Proposer:
     """Makes plans that a judge judges."""
 
-    judge: Judge
+    judge: BudgetedEvaluator
     allow_swap: bool
     brief: bool
     """A tenth of the proposals."""
 
-    def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[Plan]:
+    def propose(self, order: Int32s, limit: int, *, thorough: bool) -> list[JudgedPlan]:
         """Plans for a memory limit on one order, distinct in what they cost, best first."""
         judge = self.judge
         judge.use(order)
-        model = CutModel(judge.evaluator)
+        model = LagrangianMinCut(judge.evaluator)
         sets: list[Bools | None] = [None, *checkpoints(judge.evaluator)]
         if not thorough:
             sets = sets[:: max(1, len(sets) // 4)]
         rounds = BRIEF_ROUNDS if self.brief else ROUNDS if thorough else ROUNDS // 2
-        plans: list[Plan] = []
+        plans: list[JudgedPlan] = []
 
         def follow(kept: Bools | None, series: int, link_price: float) -> None:
             tilt, learning, sharp = SERIES[series]
@@ -67,7 +67,7 @@ class Proposer:
             for kept in sets[:: max(1, len(sets) // 2)]:
                 for series in range(2):
                     follow(kept, series, price)
-        return distinct(plans, Goal(memory_limit=limit))
+        return distinct(plans, Objective(memory_limit=limit))
 
     def all_but(self, kept: Bools) -> list[Int8s]:
         """Make everything again except checkpoints: for the way back alone, and wherever something lies idle."""
@@ -79,7 +79,7 @@ class Proposer:
             plans.append(flags)
         return plans
 
-    def mix(self, plans: list[Plan], goal: Goal) -> list[Plan]:
+    def mix(self, plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
         """Climb from the best plans, all on one order; mix cheap ones above the limit with lean ones below."""
         judge = self.judge
         if not plans:
@@ -94,9 +94,9 @@ class Proposer:
         return [climb(judge, goal, plan, allow_swap=self.allow_swap) for plan in found[:4]] + found[4:]
 
 
-def distinct(plans: list[Plan], goal: Goal) -> list[Plan]:
+def distinct(plans: list[JudgedPlan], goal: Objective) -> list[JudgedPlan]:
     """One plan per pair of costs, sorted by the goal's key."""
-    unique: dict[tuple[int, int], Plan] = {}
+    unique: dict[tuple[int, int], JudgedPlan] = {}
     for plan in plans:
         unique.setdefault((plan.peak, plan.latency_ns), plan)
     return sorted(unique.values(), key=lambda plan: plan.key(goal))

@@ -19,7 +19,7 @@ from magis.fission.expand import expand
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
-from magis.search.budgeted_evaluator import Wanted
+from magis.search.budgeted_evaluator import PlanRequest
 from magis.search.driver import SearchResult, search
 from magis.search.fission_pareto import numbers_of_parts
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
@@ -64,7 +64,7 @@ class _State:
     """Position in the graph of the operator at the peak."""
 
 
-def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relieved | None:
+def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> Relieved | None:
     """The best plan found with loops around operators at the peak; None if no loop helps.
 
     ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). Once
@@ -100,7 +100,7 @@ def relieve(graph: Graph, costs: Costs, wanted: Wanted, *, reuse: bool) -> Relie
     return best
 
 
-def _planned(compiled: Compiled, wanted: Wanted, *, brief: bool) -> SearchResult:
+def _planned(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> SearchResult:
     return search(
         compiled.problem,
         memory_limit=wanted.goal.memory_limit,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
 
-class Step(NamedTuple):
+class NodeStep(NamedTuple):
     """The arrays of a Problem that the passes read: contiguous, in one set of types, rows as in Problem."""
 
     in_ptr: Int32s
@@ -54,7 +54,7 @@ class Gaps(NamedTuple):
     last: Int32s  # [s] last touch by a node
 
 
-class Scratch(NamedTuple):
+class WorkingArrays(NamedTuple):
     """Working memory of one evaluator; what ``run_plan`` leaves in it describes the last plan.
 
     Events are counted without blocks and swaps here: first runs are 2 * node, recomputations 2 * node + 1.
@@ -90,7 +90,7 @@ class Scratch(NamedTuple):
     result: Int64s  # [7] see kernel
 
 
-def make_step(problem: Problem) -> Step:
+def make_step(problem: Problem) -> NodeStep:
     """The arrays of a problem as the passes want them."""
     in_block = np.zeros(problem.n_storages, dtype=np.bool_)
     in_block[problem.blk_in_idx] = True
@@ -98,7 +98,7 @@ def make_step(problem: Problem) -> Step:
     stays = problem.pinned | problem.to_end | in_block
     xfer = problem.xfer_ns_per_byte
     after = _readers_of_writes(problem)
-    return Step(
+    return NodeStep(
         in_ptr=_int32(problem.in_ptr),
         in_idx=_int32(problem.in_idx),
         out_ptr=_int32(problem.out_ptr),
@@ -136,7 +136,7 @@ def make_gaps(problem: Problem) -> Gaps:
     return Gaps(*(np.full(problem.n_storages, -1, dtype=np.int32) for _ in range(3)))
 
 
-def make_scratch(step: Step) -> Scratch:
+def make_scratch(step: NodeStep) -> WorkingArrays:
     """Working memory for every plan of a step, whatever its flags."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
@@ -149,7 +149,7 @@ def make_scratch(step: Step) -> Scratch:
     def i64(*shape: int) -> Int64s:
         return np.zeros(shape, dtype=np.int64)
 
-    return Scratch(
+    return WorkingArrays(
         event=i32(capacity),
         until=i32(s),
         stack=i32(n, 2),

@@ -1,4 +1,4 @@
-"""A graph as the arrays that the search works on, and the way back from array indices to operators.
+"""Compiles a graph to the arrays of the search, and maps array indices back to operators.
 
 Nodes are the operators that do work; views are left out (they cost no memory and follow their storage), and what only
 updates persistent memory is gathered into blocks that float (see ``Problem``).

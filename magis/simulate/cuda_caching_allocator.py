@@ -1,4 +1,4 @@
-"""PyTorch's caching allocator on a GPU, as rules about blocks: what it reserves for a sequence of allocations.
+"""PyTorch's caching allocator on a GPU: the bytes that it reserves for a step, predicted without one.
 
     request --(512 B)--> best fitting free block of its pool, split if enough is left over, else a new segment
     free    --> the block, joined with free neighbours of its segment

@@ -14,7 +14,7 @@ import numpy as np
 
 from magis.errors import VerifyError
 from magis.simulate import kernel
-from magis.simulate.arrays import Step, make_gaps, make_scratch, make_step
+from magis.simulate.arrays import NodeStep, make_gaps, make_scratch, make_step
 from magis.simulate.problem import (
     BLOCK,
     DROP,
@@ -56,7 +56,7 @@ class Evaluator:
     blocks and swaps: first runs and recomputations of nodes.
     """
 
-    def __init__(self, problem: Problem, order: Int32s, step: Step | None = None) -> None:
+    def __init__(self, problem: Problem, order: Int32s, step: NodeStep | None = None) -> None:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
         self.step = make_step(problem) if step is None else step

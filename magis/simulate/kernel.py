@@ -11,7 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from magis.simulate.arrays import Gaps, Scratch, Step
+from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
 from magis.simulate.problem import DROP, RECOMPUTE, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
@@ -21,7 +21,7 @@ PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS = range(7)
 
 
 @numba.njit(cache=True)
-def find_gaps(step: Step, order: Int32s, gaps: Gaps) -> None:
+def find_gaps(step: NodeStep, order: Int32s, gaps: Gaps) -> None:
     """Fill fresh ``gaps`` for an order: per storage the longest stretch, in time, between two touches by nodes.
 
     Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
@@ -59,7 +59,7 @@ def find_gaps(step: Step, order: Int32s, gaps: Gaps) -> None:
 
 
 @numba.njit(cache=True)
-def _set_until(step: Step, gaps: Gaps, flags: Int8s, scratch: Scratch) -> bool:
+def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Up to which position first copies are there; returns whether any storage is to be swapped."""
     start, _, last = gaps
     until, redo_at, redoable = scratch.until, scratch.redo_at, step.redoable
@@ -79,7 +79,7 @@ def _set_until(step: Step, gaps: Gaps, flags: Int8s, scratch: Scratch) -> bool:
 
 
 @numba.njit(cache=True)
-def _expand(step: Step, order: Int32s, scratch: Scratch) -> int:
+def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     """Pass 1: the order with what must be recomputed before each node; returns the number of events."""
     in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
     producer, nbytes, redo_ns = step.producer, step.nbytes, step.ns[1]
@@ -141,7 +141,7 @@ def _expand(step: Step, order: Int32s, scratch: Scratch) -> int:
 
 
 @numba.njit(cache=True)
-def _place_blocks(step: Step, scratch: Scratch, count: int) -> None:
+def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
     """Pass 2: every update block behind the last event that it must wait for."""
     in_ptr, in_idx, after_ptr, after_idx = (
         step.blk_in_ptr,
@@ -170,7 +170,7 @@ def _place_blocks(step: Step, scratch: Scratch, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def _swap_gaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
+def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Start times, and the longest gap of every storage that the plan swaps."""
     in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
@@ -204,7 +204,7 @@ def _swap_gaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def _place_swaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None:
+def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Pass 3: where swapped storages leave the device and come back.
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
@@ -272,7 +272,7 @@ def _place_swaps(step: Step, flags: Int8s, scratch: Scratch, count: int) -> None
 
 
 @numba.njit(cache=True)
-def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
+def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
     """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
     blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = step.blk_in_ptr, step.blk_in_idx, step.blk_ws, step.blk_tensor
@@ -352,7 +352,7 @@ def _count_bytes(step: Step, scratch: Scratch, swaps: bool, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def run_plan(step: Step, order: Int32s, gaps: Gaps, flags: Int8s, scratch: Scratch) -> None:
+def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> None:
     """Judge a plan; all that is to be known of it is then in ``scratch``."""
     swaps = _set_until(step, gaps, flags, scratch)
     count = _expand(step, order, scratch)

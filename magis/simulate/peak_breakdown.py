@@ -1,4 +1,4 @@
-"""Short tables of bytes by module: what a step holds at its peak, and what a plan does to it."""
+"""Bytes by module, kind and line: what a step holds at its peak, and what a plan changes there."""
 
 from __future__ import annotations
 

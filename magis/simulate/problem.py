@@ -1,4 +1,4 @@
-"""A training step as compact arrays: what the evaluator, the search and the re-ordering work on.
+"""A training step as compact arrays, and plans as events: the data of evaluator, search and re-ordering.
 
 ``compile`` makes a Problem of a Graph, ``events`` says what a plan for it looks like, ``realize`` turns the
 events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates;

@@ -1,4 +1,4 @@
-"""The exact simulator of a graph: bytes in memory at every operator, in the order in which they run.
+"""The exact simulator of a graph: bytes at every operator in program order, and their time line.
 
 Bytes = persistent storages + temporary storages alive + the workspace of the running operator. Views are free, a
 storage lives until its last view is forgotten. With workspaces measured in isolation this equals

@@ -1,4 +1,4 @@
-"""Data parallelism on whole float32 weights: `ddp`, and two techniques that own parts of what belongs to them.
+"""Data parallelism: `ddp` and its variants on whole float32 weights, and `fsdp` by torch's `fully_shard`.
 
 `ddp` is `DistributedDataParallel`. `oss` is the same with `ZeroRedundancyOptimizer`: each parameter's optimizer state
 is on one rank, which updates it and hands out the result (fairscale's OSS). `oss+sdp` also reduces each gradient to

@@ -1,4 +1,4 @@
-"""What the distributed techniques share: lower precision, loss scaling, averaging gradients, and the plain step."""
+"""What distributed strategies share: mixed precision, loss scaling, averaged gradients, float16 masters."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from magis.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.strategies.pipeline_stages import Cut, cut_of, keep_stage, stage_blocks
+from magis.strategies.pipeline_stages import StageCut, cut_of, keep_stage, stage_blocks
 from magis.strategies.technique import World, batch_size, share_of_batch
 from magis.strategies.tensor_parallel import share_blocks
 
@@ -181,7 +181,7 @@ class _Part(nn.Module):
     def __init__(
         self,
         work: Workload,
-        cut: Cut,
+        cut: StageCut,
         blocks: range,
         ends: tuple[bool, bool],
         casting: AbstractContextManager[Any],
@@ -294,7 +294,7 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     return tuple(t.tensor_split(count)[0] for t in tensors)
 
 
-def _hidden(work: Workload, cut: Cut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
+def _hidden(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
     """The hidden state of a micro-batch as it goes from stage to stage."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
         return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))

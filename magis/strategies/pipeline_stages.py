@@ -23,7 +23,7 @@ from magis.models.vit import Vit
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """How to run a network in parts. Each function gets the network, whole or with only its part's parameters."""
 
     start: Callable[[Any, tuple[Tensor, ...]], Tensor]
@@ -38,7 +38,7 @@ class Cut:
     """The parameter that start and finish share: both ends hold a copy, and add up its gradients."""
 
 
-def cut_of(work: Workload, stages: int) -> Cut:
+def cut_of(work: Workload, stages: int) -> StageCut:
     """How to cut the network of ``work``; UsageError where that is not known or not possible."""
     cut = _CUTS.get(type(work.module))
     if cut is None:
@@ -61,7 +61,7 @@ def stage_blocks(count: int, stages: int, stage: int) -> range:
     return range(first, first + each + (stage < over))
 
 
-def keep_stage(work: Workload, cut: Cut, stages: int, stage: int) -> None:
+def keep_stage(work: Workload, cut: StageCut, stages: int, stage: int) -> None:
     """Drop the parameters that other stages hold; names stay, and modules without parameters."""
     own = {f"{work.blocks[index]}." for index in stage_blocks(len(work.blocks), stages, stage)}
     blocks = tuple(f"{block}." for block in work.blocks)
@@ -144,10 +144,10 @@ def _plain_block(net: Any, index: int, x: Tensor) -> Tensor:
     return out
 
 
-_CUTS: dict[type[nn.Module], Cut] = {
-    Bert: Cut(_bert_start, _plain_block, _bert_finish, ("embeddings.",), "embeddings.word.weight"),
-    GptNeo: Cut(_neo_start, _neo_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Gpt: Cut(_neo_start, _gpt_block, _neo_finish, ("word.", "position."), "word.weight"),
-    Btlm: Cut(_btlm_start, _btlm_block, _btlm_finish, ("word.",), "word.weight"),
-    Vit: Cut(_vit_start, _plain_block, _vit_finish, ("patches.", "class_token", "positions")),
+_CUTS: dict[type[nn.Module], StageCut] = {
+    Bert: StageCut(_bert_start, _plain_block, _bert_finish, ("embeddings.",), "embeddings.word.weight"),
+    GptNeo: StageCut(_neo_start, _neo_block, _neo_finish, ("word.", "position."), "word.weight"),
+    Gpt: StageCut(_neo_start, _gpt_block, _neo_finish, ("word.", "position."), "word.weight"),
+    Btlm: StageCut(_btlm_start, _btlm_block, _btlm_finish, ("word.",), "word.weight"),
+    Vit: StageCut(_vit_start, _plain_block, _vit_finish, ("patches.", "class_token", "positions")),
 }

@@ -1,4 +1,4 @@
-"""Techniques of one rank: lower precision, activation checkpointing, offloading, compilation, and combinations.
+"""Strategies of one rank: precision, activation checkpointing, offloading, compilation, and combinations.
 
 A name is made of at most one of each kind, joined by "+": "amp+checkpoint", "amp+compile". What a technique changes is
 of two sorts: the module's blocks, for as long as the step lives (``wrapped``), and what surrounds forward and loss of

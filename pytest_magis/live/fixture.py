@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from magis.api import Workload
 
 
-class Magis:
+class MagisFixture:
     """What the fixture `magis` is. One of its own for every test."""
 
     def __init__(self, item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""What a test asks for its own network, in its mark or in its call of `check`; the options decide the rest."""
+"""What a test asks for its own network, and the start of the gate for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRESET = "small"
 
 
 @dataclass(frozen=True)
-class Asked:
+class TestOptions:
     """What was written; None for what was not."""
 
     name: str | None = None
@@ -53,9 +53,9 @@ class Asked:
         return replace(settings, grid=grid, tolerances=tolerances, strategies=self.strategies or settings.strategies)
 
 
-def read_asked(shown: str, given: Mapping[str, Any]) -> Asked:
+def read_asked(shown: str, given: Mapping[str, Any]) -> TestOptions:
     """What `given` asks for, by name. Raises UsageError, beginning with `shown`, for whatever is wrong."""
-    known = tuple(field.name for field in fields(Asked))
+    known = tuple(field.name for field in fields(TestOptions))
     for name in given:
         if name not in known:
             raise UsageError(f"{shown} takes no {name!r}", hint=nearest(name, known))
@@ -64,7 +64,7 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> Asked:
         for name, value in given.items()
         if value is not None
     }
-    return Asked(**read)
+    return TestOptions(**read)
 
 
 def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:

@@ -1,4 +1,4 @@
-"""Latencies in the form of pytest-benchmark's `--benchmark-json`, for tools that read that.
+"""A case's figures for other tools: pytest-benchmark's JSON, properties of a JUnit file.
 
 One benchmark a case: the optimized step (of the eager strategy, the original). Times are seconds there. A case keeps
 the median and half the interquartile range of its steps: they are `median`, `q1`, `q3`, and, since nothing further out

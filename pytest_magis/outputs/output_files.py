@@ -1,4 +1,4 @@
-"""results.csv of a run: a row per outcome, with the columns that other projects add."""
+"""Files of a run: results.csv with columns of other projects, Pareto fronts, time lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table at the end of a run: one line per case, within 120 columns."""
+"""The tables at the end of a run: one line per case, and the comparison of strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is: a name, and the cases that it contributes for a model."""
+"""A strategy: a name and the cases that it contributes for a model; the built-in ones."""
 
 from __future__ import annotations
 

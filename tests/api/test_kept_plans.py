@@ -19,11 +19,11 @@ from magis.models import from_function
 from magis.planner import planning
 from magis.planner.bench import Bench
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Plan, Scratch
+from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.report.text_store import Kept
 from magis.results import Case, CaseResult
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 
 BLOCKS = "tests.api.nets:blocks"
 CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=6)
@@ -97,8 +97,8 @@ class Shelf:
     plans: KeptPlans
     kept: Kept
     key: str
-    scratch: Scratch
-    goal: Goal
+    scratch: PlanScratch
+    goal: Objective
     text: str
 
     def load(self, text: str) -> Plan | None:
@@ -114,8 +114,8 @@ def subject() -> Subject:
 @pytest.fixture
 def shelf(subject: Subject, tmp_path: Path) -> Shelf:
     kept = Kept(tmp_path)
-    plans, scratch = KeptPlans(kept), Scratch(subject, None)
-    goal = Goal(memory_limit=int(0.7 * subject.original.peak_bytes))
+    plans, scratch = KeptPlans(kept), PlanScratch(subject, None)
+    goal = Objective(memory_limit=int(0.7 * subject.original.peak_bytes))
     key = plans.key(subject, goal, "magis", 300, 0, None)
     found = planning._searched(scratch, goal, 300, None, 0)
     plans.save(key, found, scratch, goal)
@@ -224,7 +224,7 @@ def test_lines_are_those_of_now(keep_results: bool, tmp_path: Path) -> None:
 
 def test_a_plan_of_another_step_is_none(shelf: Shelf, tmp_path: Path) -> None:
     other = Bench().subject(dataclasses.replace(GPU, model="tests.api.nets:projected"))
-    scratch = Scratch(other, None)
+    scratch = PlanScratch(other, None)
     assert digest(other.captured.graph) != shelf.scratch.subject.digest
     shelf.kept.save("plan-other", shelf.text)
     with pytest.warns(RuntimeWarning, match="made again"):

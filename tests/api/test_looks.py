@@ -11,7 +11,7 @@ from magis.cases.run_case import run_case
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep
-from magis.runtime.timing import ROUGHLY, Patience, Timing
+from magis.runtime.timing import ROUGHLY, StoppingRule, Timing
 
 Timed = Callable[..., tuple[CaseResult, list[int], list[str]]]
 CASE = Case("tests.api.nets:blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300)
@@ -39,7 +39,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
             made.append(eager(subject, **more))
             return made[-1]
 
-        def interleave(first: object, second: object, patience: Patience, **_more: object) -> Timing:
+        def interleave(first: object, second: object, patience: StoppingRule, **_more: object) -> Timing:
             step = next(cell.cell_contents for cell in first.__closure__)  # type: ignore[attr-defined]
             if patience.most == 0:  # whole steps, to see whether they are long enough to take turns
                 return Timing((5.0,), (5.0,))

@@ -18,10 +18,10 @@ from magis.planner.planning import plan
 from magis.results import Case
 from magis.runtime import profiler
 from magis.runtime.measure import device_identity
-from magis.runtime.profiler import Effort
+from magis.runtime.profiler import ProfilingEffort
 from magis.units import MIB
 
-QUICK = Effort(batch_bytes=256 * MIB, rounds=5)
+QUICK = ProfilingEffort(batch_bytes=256 * MIB, rounds=5)
 
 
 def recorded(path: Path, **how: object):  # type: ignore[no-untyped-def]
@@ -49,10 +49,10 @@ def test_every_operator_is_measured_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_recording_that_is_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cpu.json"
-    small = Effort(batch_bytes=2 * MIB, rounds=5)
+    small = ProfilingEffort(batch_bytes=2 * MIB, rounds=5)
     real, calls = profiler.record, []
 
-    def cut_off(batch: profiler.Batch, *rest: object) -> dict[str, Entry]:
+    def cut_off(batch: profiler.CallBatch, *rest: object) -> dict[str, Entry]:
         calls.append(batch)
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -76,7 +76,7 @@ def test_two_recordings_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "cpu.json"
     real, others = profiler.record, []
 
-    def meanwhile(batch: profiler.Batch, *rest: object) -> dict[str, Entry]:
+    def meanwhile(batch: profiler.CallBatch, *rest: object) -> dict[str, Entry]:
         key = f"other{len(others)}(a)"
         others.append(key)
         known = load(path)
@@ -84,7 +84,7 @@ def test_two_recordings_at_once_lose_nothing(tmp_path: Path, monkeypatch: pytest
         return real(batch, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("magis.frontends.profiling.record", meanwhile)
-    recorded(path, effort=Effort(batch_bytes=2 * MIB, rounds=5))
+    recorded(path, effort=ProfilingEffort(batch_bytes=2 * MIB, rounds=5))
     assert len(others) > 1
     assert set(others) <= set(load(path).entries)
 
@@ -140,4 +140,4 @@ def test_plans_hold_no_operator_that_was_not_listed(model: str, ratio: float) ->
 def test_a_gpu_is_filled_to_a_quarter_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "free_device_memory", lambda _device: 100 * 2**30)
     assert profiling._batch_bytes("cuda") == 25 * 2**30
-    assert profiling._batch_bytes("cpu") == Effort.batch_bytes
+    assert profiling._batch_bytes("cpu") == ProfilingEffort.batch_bytes

@@ -20,11 +20,11 @@ from magis.planner.bench import Bench
 from magis.planner.shared_searches import Sharing
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.budgeted_evaluator import Goal, Over, Wanted, never
-from magis.search.fission_pareto import Findings, FissionFront, Share, Work, divided_front, findings
+from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
+from magis.search.fission_pareto import DivisibleStep, Findings, FissionFront, Share, divided_front, findings
 
 PROJECTED = "tests.api.nets:projected"
-WANTED = Wanted(Goal(memory_limit=0), 0)
+WANTED = PlanRequest(Objective(memory_limit=0), 0)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def pieces(subject: Subject) -> list[Findings]:
     """What every place has: computed once, so that tests of files are quick."""
     found: list[Findings] = []
 
-    def computed(work: Work, number: int, over: Over = never) -> Findings:
+    def computed(work: DivisibleStep, number: int, over: Over = never) -> Findings:
         found.append(findings(work, number))
         return found[number]
 
@@ -86,14 +86,14 @@ def same(one: FissionFront, other: FissionFront) -> bool:
     )
 
 
-def dying(work: Work, number: int, over: Over = never) -> Findings:
+def dying(work: DivisibleStep, number: int, over: Over = never) -> Findings:
     """The second place takes its worker with it."""
     if number == 1 and multiprocessing.parent_process() is not None:
         os._exit(9)
     return findings(work, number, over)
 
 
-def refusing(_work: Work, number: int, over: Over = never) -> Findings:
+def refusing(_work: DivisibleStep, number: int, over: Over = never) -> Findings:
     raise AssertionError(f"place {number} was computed again")
 
 
@@ -118,7 +118,11 @@ def test_workers_end_with_the_search(subject: Subject, pieces: list[Findings]) -
         return sum(calls) > 3
 
     cut_short = divided_front(
-        subject.untangled, subject.roofline, Wanted(Goal(memory_limit=0), 0, over=over), reuse=True, share=Sharing(2)
+        subject.untangled,
+        subject.roofline,
+        PlanRequest(Objective(memory_limit=0), 0, over=over),
+        reuse=True,
+        share=Sharing(2),
     )
     # The processes themselves: the executor's thread may be about to note that one of them has ended.
     assert len(workers) == 2
@@ -181,12 +185,12 @@ def test_what_was_found_is_not_searched_again(
 def test_a_search_that_was_cut_off_goes_on(
     subject: Subject, alone: FissionFront, pieces: list[Findings], tmp_path: Path
 ) -> None:
-    def failing(_work: Work, number: int, over: Over = never) -> Findings:
+    def failing(_work: DivisibleStep, number: int, over: Over = never) -> Findings:
         if number == 2:
             raise KeyboardInterrupt
         return pieces[number]
 
-    def rest(_work: Work, number: int, over: Over = never) -> Findings:
+    def rest(_work: DivisibleStep, number: int, over: Over = never) -> Findings:
         assert number >= 2
         return pieces[number]
 

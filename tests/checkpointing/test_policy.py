@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from magis import MagisError, RegionPolicies, UsageError, checkpoint_policy
 from magis.frontends.checkpointing.choose import blocks_of
-from magis.frontends.checkpointing.policy import Region
+from magis.frontends.checkpointing.policy import CheckpointedRegion
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.measure import window_peak
 
@@ -179,7 +179,9 @@ def test_a_block_that_would_read_its_own_changes_stays_as_it_is() -> None:
 
 def test_policies_are_kept_as_text(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
-    policy = RegionPolicies((Region("layers.0", frozenset({("aten.mm.default", 1)})), Region("a")), 100, 80, 1.5)
+    policy = RegionPolicies(
+        (CheckpointedRegion("layers.0", frozenset({("aten.mm.default", 1)})), CheckpointedRegion("a")), 100, 80, 1.5
+    )
     policy.save(path)
     assert RegionPolicies.load(path) == policy
     assert json.loads(path.read_text(encoding="utf-8"))["regions"][0]["saved"] == [["aten.mm.default", 1]]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from magis.frontends.compile.compile_options import Report
+from magis.frontends.compile.compile_options import CompileReport
 from magis.frontends.compile.dynamo_backend import magis
 from magis.runtime.measure import window_peak
 
@@ -48,7 +48,7 @@ class Twins:
         dynamic: bool | None = None,
         **options: Any,
     ) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[CompileReport] = []
         self.modules = (module, copy.deepcopy(module))
         make = make or (lambda each: torch.optim.AdamW(each.parameters(), lr=1e-2))
         self.optimizers = tuple(make(each) for each in self.modules)

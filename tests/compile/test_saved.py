@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F  # noqa: N812
 
 from magis.errors import UsageError
-from magis.frontends.compile.compile_options import Report, as_options
+from magis.frontends.compile.compile_options import CompileReport, as_options
 from magis.frontends.compile.dynamo_backend import magis
 from magis.frontends.compile.inductor_partitioner import Partitioner, kept_nodes, needed_nodes
 from magis.frontends.compile.joint_graph import capture_joint
@@ -40,7 +40,7 @@ def rows(seed: int, count: int = 512) -> Tensor:
 
 
 def split(
-    ratio: float, module: nn.Module, seen: list[Any], reports: list[Report]
+    ratio: float, module: nn.Module, seen: list[Any], reports: list[CompileReport]
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Loss and gradients by the partitioner, without inductor's code; ``seen`` gets joint graphs and their halves."""
     options = as_options({"memory_ratio": ratio, "inductor": True, "budget": 300, "report": reports.append})
@@ -85,7 +85,7 @@ def saved_bytes(halves: Halves) -> int:
 def test_gradients_are_torchs_and_less_is_saved(parts: tuple[Callable[[], nn.Module], ...]) -> None:
     module = chain(32, 4, *parts)
     seen: list[Any] = []
-    reports: list[Report] = []
+    reports: list[CompileReport] = []
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     sizes = []
     for ratio in (1.0, 0.8):
@@ -140,7 +140,7 @@ def test_what_cannot_be_planned_is_split_as_inductor_does() -> None:
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **further: Any) -> Halves:
         strange = next(node for node in joint.graph.nodes if node.op == "call_function")
         strange.meta["saved_tensor_with_no_vc_check"] = True
-        reports: list[Report] = []
+        reports: list[CompileReport] = []
         options = replace(as_options({"inductor": True}), report=reports.append)
         with pytest.warns(UserWarning, match="inductor chooses what is saved: an autograd.Function"):
             Partitioner(options)(joint, inputs, **further)
@@ -160,7 +160,7 @@ def test_the_option_is_a_truth_value() -> None:
 
 def test_inductors_code_computes_eagers_gradients() -> None:
     module = chain(32, 2, lambda: nn.Dropout(0.0))
-    reports: list[Report] = []
+    reports: list[CompileReport] = []
     options = {"inductor": True, "memory_ratio": 0.8, "budget": 100, "report": reports.append}
     call = torch.compile(lambda x, y: F.mse_loss(module(x), y), backend=magis, options=options)
     loss, ours = gradients_of(call, module, rows(1), rows(2))

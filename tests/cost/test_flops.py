@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils.flop_counter import FlopCounterMode
 
 from magis.cost.families import FAMILIES, family, name_of
-from magis.cost.flops import Work, work
+from magis.cost.flops import OperatorWork, work
 from magis.graph.nodes import Op, Ref, Value
 from magis.ops.facts import VIEWS
 from tests.cost.recording import record
@@ -97,7 +97,7 @@ def test_attention_counts_as_in_torch_and_half_when_causal() -> None:
     assert ours_and_torchs(attend(causal=True))[0] == full // 2
 
 
-def done_by(fn: Callable[[], object], name: str) -> Work:
+def done_by(fn: Callable[[], object], name: str) -> OperatorWork:
     """The work of the one call of operator `name` in `fn`."""
     recording = record(fn)
     (op,) = [op for op in recording.calls if name_of(op.target) == name]
@@ -146,7 +146,7 @@ def test_nothing_is_charged_for_views_and_bare_allocations() -> None:
     )
     assert len(recording.calls) == 6
     for op in recording.calls:
-        assert work(op, recording.values) == Work("view", name_of(op.target), "float32")
+        assert work(op, recording.values) == OperatorWork("view", name_of(op.target), "float32")
     done = done_by(lambda: torch.empty(4, 8), "empty")
     assert (done.moved_bytes, done.flops) == (0, 0)
 

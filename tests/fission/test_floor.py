@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from magis.fission.lower_bound import Floor, Needed, floor, lower_bound
+from magis.fission.lower_bound import LowerBound, Needed, floor, lower_bound
 from magis.graph import Graph, Op, Value, parse, verify
 from magis.planner.bench import Bench
 from magis.planner.fission_plan import divide
 from magis.results import Case
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import divided_front
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
@@ -64,7 +64,7 @@ def test_one_operator_that_nothing_cuts_is_all_that_counts() -> None:
 def test_the_explanation_names_the_operator_and_what_it_needs_whole() -> None:
     found = floor(step(*CUMSUM), of_cumsum)
     vector = Needed("", (8,), "float64", 64)
-    assert found == Floor(
+    assert found == LowerBound(
         64 + 64 + 64 + 7, (("batch", 64),), vector, "aten.cumsum.default", "", "forward", (vector, vector), 7
     )
     assert str(found) == (
@@ -156,7 +156,7 @@ def test_no_plan_in_parts_is_below_it_though_below_the_bound_of_whole_operators(
     bound = lower_bound(graph, costs.workspace, costs.rounding)
     before = whole_bound(compile_problem(graph, costs, reuse=True).problem)
     assert graph.persistent_bytes() < bound < before
-    wanted = Wanted(Goal(memory_limit=bound), 0, BUDGET)
+    wanted = PlanRequest(Objective(memory_limit=bound), 0, BUDGET)
     found = divide(divided_front(graph, costs, wanted, reuse=True), wanted)
     assert found is not None
     assert bound <= found.solution.peak

@@ -16,12 +16,12 @@ from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, verify
 from magis.ops.optimizers import scalars
-from magis.paper.coordinated_search import Published, published
+from magis.paper.coordinated_search import PaperPlan, published
 from magis.paper.ftree import Analysis, FTree, mutations
-from magis.paper.nested_loops import Frame, apply, flags_of, frame, judge, look, realized
+from magis.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, look, realized
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import compile_step
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 from magis.simulate.evaluator import check_order
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.simulator import replay
@@ -49,7 +49,7 @@ def costs() -> RooflineCosts:
     return device_model("sim:rtx3090")
 
 
-def framed(tree: FTree) -> Frame:
+def framed(tree: FTree) -> LoopFrame:
     graph, _ = step()
     looped = apply(graph, tree)
     assert isinstance(looped, Graph)
@@ -62,11 +62,11 @@ def start() -> tuple[int, int]:
 
 
 @functools.cache
-def found(memory: str = "", latency: str = "", states: int = STATES) -> Published:
+def found(memory: str = "", latency: str = "", states: int = STATES) -> PaperPlan:
     graph, _ = step()
     peak, latency_ns = start()
     limit = int(Fraction(memory) * peak) if memory else None
-    goal = Goal(limit, int(Fraction(latency) * latency_ns) if latency else None)
+    goal = Objective(limit, int(Fraction(latency) * latency_ns) if latency else None)
     return published(graph, costs(), goal, states=states)
 
 
@@ -168,7 +168,7 @@ def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
 def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: bool) -> None:
     graph, _ = step()
     _, latency_ns = start()
-    result = published(graph, costs(), Goal(None, 6 * latency_ns), states=STATES, incremental=incremental)
+    result = published(graph, costs(), Objective(None, 6 * latency_ns), states=STATES, incremental=incremental)
     assert result.loops
     assert (result.best.order is not None) >= incremental  # windows make orders, too
     if incremental:
@@ -180,7 +180,7 @@ def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: b
 def test_the_curve_only_gets_better(limit: dict[str, str]) -> None:
     result = found(**limit)
     peak, latency_ns = start()
-    goal = Goal(
+    goal = Objective(
         int(Fraction(limit["memory"]) * peak) if "memory" in limit else None,
         int(Fraction(limit["latency"]) * latency_ns) if "latency" in limit else None,
     )
@@ -205,16 +205,16 @@ def test_the_same_again_and_no_worse_with_more_states() -> None:
     assert fewer.curve == first.curve[: len(fewer.curve)]
 
 
-def _arguments(latency: str) -> tuple[Graph, RooflineCosts, Goal]:
+def _arguments(latency: str) -> tuple[Graph, RooflineCosts, Objective]:
     graph, _ = step()
-    return graph, costs(), Goal(None, int(Fraction(latency) * start()[1]))
+    return graph, costs(), Objective(None, int(Fraction(latency) * start()[1]))
 
 
 def test_one_recomputation_by_brute_force() -> None:
     """From the step itself without fission, a single move: the best of the first generation is the best of all."""
     whole = framed(FTree())
     view = look(whole, {})
-    goal = Goal(memory_limit=1)
+    goal = Objective(memory_limit=1)
     moves = [{move.storage: move.flag} for move in view.moves]
     best = min(goal.key(f.peak, f.latency_ns) for f in (judge(whole, each) for each in moves))
     graph, _ = step()
@@ -227,9 +227,11 @@ def test_one_recomputation_by_brute_force() -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "states"), [(Goal(), 10), (Goal(1, 1), 10), (Goal(memory_limit=1), 0)], ids=["none", "both", "no states"]
+    ("goal", "states"),
+    [(Objective(), 10), (Objective(1, 1), 10), (Objective(memory_limit=1), 0)],
+    ids=["none", "both", "no states"],
 )
-def test_what_cannot_be_searched(goal: Goal, states: int) -> None:
+def test_what_cannot_be_searched(goal: Objective, states: int) -> None:
     graph, _ = step()
     with pytest.raises(UsageError):
         published(graph, costs(), goal, states=states)

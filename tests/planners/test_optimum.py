@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy", reason="other planners are linear and integer programs, which scipy solves")
 
 from benchmarks.lib.planners.optimum import Relaxation, optimum
-from magis.search.budgeted_evaluator import Goal, Judge
-from magis.search.lagrangian_min_cut import CutModel, slide_prices
+from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective
+from magis.search.lagrangian_min_cut import LagrangianMinCut, slide_prices
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.planners.modular import NETWORKS, setting
@@ -29,7 +29,7 @@ def test_fractions_are_never_dearer_than_whole_decisions(problem: Problem, tight
     relaxed, whole = Relaxation(problem), Relaxation(problem, whole=True)
     floor = lower_bound(problem)
     limit = int(relaxed.base_peak + (floor - relaxed.base_peak) * tight)
-    for goal in (Goal(memory_limit=limit), Goal(latency_limit_ns=int(relaxed.base_ns * (1 + tight)))):
+    for goal in (Objective(memory_limit=limit), Objective(latency_limit_ns=int(relaxed.base_ns * (1 + tight)))):
         best, found = whole.solve(goal), relaxed.solve(goal)
         if best is not None:
             assert found is not None
@@ -66,7 +66,7 @@ def test_no_plan_of_a_chain_is_better_than_the_optimum(seed: int) -> None:
         flags[:5] = chosen
         seen.add(evaluator.quick(flags))
     for peak, latency_ns in seen:
-        for goal in (Goal(memory_limit=peak), Goal(latency_limit_ns=latency_ns)):
+        for goal in (Objective(memory_limit=peak), Objective(latency_limit_ns=latency_ns)):
             found = linear.solve(goal)
             assert found is not None
             assert found.peak <= peak
@@ -78,8 +78,8 @@ def test_no_plan_of_a_front_in_this_order_is_better_than_the_optimum(name: str) 
     problem = setting(name).problem
     linear = Relaxation(problem)
     order = np.arange(problem.n_nodes)
-    judge = Judge(problem, Goal(memory_limit=0), 2000)
-    model = CutModel(judge.evaluator)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), 2000)
+    model = LagrangianMinCut(judge.evaluator)
     limits = [linear.base_peak * share // 10 for share in range(9, 3, -1)]
     for price in (-1.0, 0.1) if problem.xfer_ns_per_byte else (-1.0,):
         slide_prices(judge, model, limits, rounds=4, link_price=price, kept=None)
@@ -87,7 +87,10 @@ def test_no_plan_of_a_front_in_this_order_is_better_than_the_optimum(name: str) 
     assert all(np.array_equal(plan.order, order) for plan in plans)
     assert len(plans) > 1
     for plan in plans[:: max(1, len(plans) // 8)]:
-        fast, lean = linear.solve(Goal(memory_limit=plan.peak)), linear.solve(Goal(latency_limit_ns=plan.latency_ns))
+        fast, lean = (
+            linear.solve(Objective(memory_limit=plan.peak)),
+            linear.solve(Objective(latency_limit_ns=plan.latency_ns)),
+        )
         assert fast is not None
         assert lean is not None
         assert fast.latency_ns <= plan.latency_ns + 1000
@@ -97,13 +100,13 @@ def test_no_plan_of_a_front_in_this_order_is_better_than_the_optimum(name: str) 
 def test_the_optimum_of_what_needs_nothing_and_of_what_nothing_reaches() -> None:
     problem = setting("resnet").problem
     linear = Relaxation(problem)
-    free = optimum(problem, Goal(memory_limit=linear.base_peak))
+    free = optimum(problem, Objective(memory_limit=linear.base_peak))
     assert free is not None
     assert (free.peak, free.latency_ns) == (linear.base_peak, linear.base_ns)
-    assert optimum(problem, Goal(memory_limit=lower_bound(problem) - 1)) is None
-    assert optimum(problem, Goal(latency_limit_ns=linear.base_ns - 1)) is None
+    assert optimum(problem, Objective(memory_limit=lower_bound(problem) - 1)) is None
+    assert optimum(problem, Objective(latency_limit_ns=linear.base_ns - 1)) is None
     limits = [linear.base_peak * share // 20 for share in range(20, 8, -2)]
-    found = [linear.solve(Goal(memory_limit=limit)) for limit in limits]
+    found = [linear.solve(Objective(memory_limit=limit)) for limit in limits]
     times = [each.latency_ns for each in found if each is not None]
     assert times == sorted(times)
     assert times[-1] > linear.base_ns

@@ -14,7 +14,7 @@ from benchmarks.lib.planners.modules import modules
 from benchmarks.lib.planners.selective import selective, selective_plan
 from benchmarks.lib.planners.setting import Calibrated, Setting, origins
 from benchmarks.lib.planners.two_level import two_level, two_level_plan
-from magis.search.budgeted_evaluator import Goal, Plan
+from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.simulate.evaluator import evaluate, lower_bound
 from tests.planners.modular import NETWORKS, setting, with_modules
 from tests.search.subjects import step
@@ -33,10 +33,10 @@ def few_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.lib.planners.setting.REFINEMENTS", 1)
 
 
-def goals(found: Setting) -> list[Goal]:
+def goals(found: Setting) -> list[Objective]:
     _, latency = found.evaluator.quick(found.untouched)
-    memory = [Goal(memory_limit=found.peak * share // 10) for share in (10, 8, 6, 3)]
-    return [*memory, *(Goal(latency_limit_ns=latency * share // 100) for share in (103, 110, 150, 90))]
+    memory = [Objective(memory_limit=found.peak * share // 10) for share in (10, 8, 6, 3)]
+    return [*memory, *(Objective(latency_limit_ns=latency * share // 100) for share in (103, 110, 150, 90))]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -64,20 +64,20 @@ def test_every_peer_gives_memory_for_time(name: str) -> None:
     found = setting(name)
     base = found.judged(found.untouched)
     for peer in peers(name):
-        lean = peer.best(Goal(latency_limit_ns=2 * base.latency_ns))
+        lean = peer.best(Objective(latency_limit_ns=2 * base.latency_ns))
         assert lean is not None
         assert lean.peak < base.peak
 
 
 def test_a_plan_does_not_depend_on_what_was_asked_before() -> None:
     found = setting("resnet")
-    goal = Goal(memory_limit=found.peak * 7 // 10)
+    goal = Objective(memory_limit=found.peak * 7 // 10)
     for peer, alone in zip(peers("resnet"), (two_level_plan, selective_plan), strict=True):
-        peer.best(Goal(memory_limit=found.peak * 8 // 10))
+        peer.best(Objective(memory_limit=found.peak * 8 // 10))
         assert costs_of(peer.best(goal)) == costs_of(alone(found, goal))
 
 
-def costs_of(plan: Plan | None) -> tuple[int, int] | None:
+def costs_of(plan: JudgedPlan | None) -> tuple[int, int] | None:
     return None if plan is None else (plan.peak, plan.latency_ns)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pytest_magis.live.test_options import Asked
+from pytest_magis.live.test_options import TestOptions
 
 
 def test_the_guide_works(gate, repository):
@@ -24,5 +24,5 @@ def test_the_guide_works(gate, repository):
 
 def test_it_names_all_that_a_mark_takes(repository):
     text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
-    for name in Asked.__dataclass_fields__:
+    for name in TestOptions.__dataclass_fields__:
         assert f"`{name}`" in text

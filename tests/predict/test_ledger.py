@@ -18,7 +18,7 @@ from magis.errors import UsageError
 from magis.models.bert import BertConfig, bert
 from magis.models.building import REAL
 from magis.models.gpt import GptNeoConfig, gpt_neo
-from magis.predict import Ledger, fake_world, predict_rank
+from magis.predict import LiveStorage, fake_world, predict_rank
 from magis.results import RankMemory
 from magis.strategies import technique
 from magis.strategies.distributed import of_kind
@@ -39,7 +39,7 @@ def test_the_peak_is_the_most_that_was_alive(fake: bool, moves: list[tuple[str, 
         held: list[Tensor] = []
         sizes: list[int] = []
         most = 0
-        with Ledger() as ledger:
+        with LiveStorage() as ledger:
             ledger.open_window()
             for move, n in moves:
                 if move == "new":
@@ -65,7 +65,7 @@ def test_the_peak_is_the_most_that_was_alive(fake: bool, moves: list[tuple[str, 
 
 
 def test_bytes_at_the_peak_are_told_apart_by_kind() -> None:
-    with Ledger() as ledger:
+    with LiveStorage() as ledger:
         weight = torch.zeros(10)
         other = torch.zeros(3)
         ledger.name("parameters", weight)
@@ -88,7 +88,7 @@ def test_bytes_at_the_peak_are_told_apart_by_kind() -> None:
 
 def test_storages_are_resized_as_before_once_nobody_watches() -> None:
     plain = torch.UntypedStorage.resize_
-    with Ledger() as ledger:
+    with LiveStorage() as ledger:
         assert torch.UntypedStorage.resize_ is not plain
         assert ledger.held_bytes == 0
     assert torch.UntypedStorage.resize_ is plain

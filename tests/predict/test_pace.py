@@ -17,7 +17,7 @@ from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
-from magis.predict.step_time import Links, Pace, predict_step
+from magis.predict.step_time import Links, StepTime, predict_step
 from magis.strategies.distributed_names import technique
 from magis.strategies.technique import RankStep, World
 
@@ -35,7 +35,7 @@ def net() -> Workload:
 def test_operators_cost_what_a_captured_graph_says() -> None:
     with fake_tensors():
         work = net()
-        pace = Pace(V100, LINKS)
+        pace = StepTime(V100, LINKS)
         step = capture(work.module, work.inputs, work.targets, work.loss_fn, OptimizerSpec("sgd"), device="cpu")
         costs = RooflineCosts(V100, None, {}, Prices(V100))
         expected = {
@@ -61,7 +61,7 @@ def test_operators_cost_what_a_captured_graph_says() -> None:
     ],
 )
 def test_a_message_takes_its_share_of_the_bytes_over_the_link(call, factor: float, *, hidden: bool) -> None:
-    pace = Pace(V100, LINKS)
+    pace = StepTime(V100, LINKS)
     with fake_world(4, 0), fake_tensors():
         x, y = torch.zeros(1000), torch.zeros(4000)
         with pace:
@@ -71,13 +71,13 @@ def test_a_message_takes_its_share_of_the_bytes_over_the_link(call, factor: floa
 
 
 def test_messages_hide_behind_half_of_the_work_and_a_pipeline_stands_idle() -> None:
-    pace = Pace(V100, LINKS)
+    pace = StepTime(V100, LINKS)
     pace.compute_ns, pace.exposed_ns, pace.hidden_ns = 1_000_000, 50_000.0, 400_000.0
     assert pace.ms() == pytest.approx(1.05)
     pace.hidden_ns = 700_000.0
     assert pace.ms() == pytest.approx(1.25)
-    assert Pace(V100, LINKS).ms() == 0.0
-    idle = Pace(V100, LINKS)
+    assert StepTime(V100, LINKS).ms() == 0.0
+    idle = StepTime(V100, LINKS)
     idle.compute_ns = 1_000_000
     assert idle.ms(stages=3, chunks=4) == pytest.approx(1.5)
     idle.add_hidden(1_000_000, 4)
@@ -102,7 +102,7 @@ def test_nothing_hides_what_an_optimizer_sends() -> None:
             dist.broadcast(sent, 0, async_op=True)
             return super().step(closure)
 
-    pace = Pace(V100, LINKS)
+    pace = StepTime(V100, LINKS)
     with fake_world(4, 0), fake_tensors():
         sent = torch.zeros(1000)
         optimizer = Sending([nn.Parameter(torch.zeros(4))], lr=0.1)
@@ -119,7 +119,7 @@ def test_torch_keeps_nothing_of_it() -> None:
         return len(found["_global_optimizer_pre_hooks"]) + len(found["_global_optimizer_post_hooks"])
 
     before = hooks()
-    with Pace(V100, LINKS):
+    with StepTime(V100, LINKS):
         assert hooks() == before + 2
     assert hooks() == before
 

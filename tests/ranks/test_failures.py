@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from magis.errors import UsageError
 from magis.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
 from magis.ranks.failures import Rank, failure, silence
-from magis.ranks.records import Lines, last_words, stack
+from magis.ranks.records import JsonLines, last_words, stack
 from magis.results import Memory, Term
 
 
@@ -80,7 +80,7 @@ def test_stacks_and_last_words() -> None:
 )
 def test_messages_come_whole_however_they_are_cut(messages: list[dict[str, Any]], cuts: list[int]) -> None:
     data = b"".join((json.dumps(message) + "\n").encode() for message in messages)
-    lines, found = Lines(), []
+    lines, found = JsonLines(), []
     for cut in cuts:
         found += lines.feed(data[:cut])
         data = data[cut:]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from magis.graph import Graph, Op, Ref, replace_refs
 from magis.rewrite.functionalize import functionalize
-from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family
+from magis.rewrite.rules.language import CallPattern, Each, Pattern, Var, is_family
 from magis.rewrite.rules.rule_table import Rule
 from tests.nets import FORWARD, Block, Built
 from tests.oracles import captured
@@ -88,7 +88,7 @@ class Program:
                 return names[name]
             case Each(of=inner):
                 return self.value(inner, names)
-            case Call(form="cat" | "split" as form, args=args, dim=dim):
+            case CallPattern(form="cat" | "split" as form, args=args, dim=dim):
                 found = [self.value(arg, names) for arg in args]
                 dim = self.dim if isinstance(dim, str) else dim
                 if form == "split":
@@ -97,7 +97,7 @@ class Program:
                     return list(torch.split(whole, sizes, dim % whole.dim()))
                 flat = [t for each in found for t in (each if isinstance(each, list) else [each])]
                 return torch.cat(flat, dim % flat[0].dim())
-            case Call(form=form, args=args):
+            case CallPattern(form=form, args=args):
                 found = [self.value(arg, names) for arg in args]
                 if not is_family(pattern):
                     return self.call(form, found)
@@ -159,7 +159,7 @@ def program(rule: Rule, seed: int, *, dtype: torch.dtype = torch.float64) -> Bui
         tensors["x"] = torch.cat([tensors["x"]] * 2)
     rank = max((t.dim() for item in tensors.values() for t in (item if isinstance(item, list) else [item])), default=1)
     made_of = Program(
-        rule.before if rule.find is None else Call("twice", ()), tensors, -drawn.randint(1, rank),
+        rule.before if rule.find is None else CallPattern("twice", ()), tensors, -drawn.randint(1, rank),
         drawn.choice(sorted(UNARY)), drawn.choice(sorted(BINARY)), drawn.choice([0.375, 2.0, -1.5]),
     )  # fmt: skip
     run: Any = made_of if rule.find is None else _twice

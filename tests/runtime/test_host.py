@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.runtime.measure import tensor_peak, window_peak
-from magis.runtime.swap_streams import Host
+from magis.runtime.swap_streams import HostMemory
 from tests.oracles import same
 
 DTYPES = [
@@ -38,7 +38,7 @@ def test_what_comes_back_is_what_left(
     tensor = flat[offset:].view(sizes).permute(order)
     if expanded:
         tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
-    host = Host()
+    host = HostMemory()
     stored = host.store(tensor)
     expected = tensor.clone()
     flat.zero_()  # the device's memory may be used again
@@ -54,13 +54,13 @@ def test_what_comes_back_is_what_left(
 def test_gaps_are_kept() -> None:
     """A window with holes: the bytes between come along, so that the strides can."""
     tensor = torch.arange(12.0).view(3, 4)[:, ::2]
-    found = Host().load(Host().store(tensor))
+    found = HostMemory().load(HostMemory().store(tensor))
     assert found.stride() == (4, 2)
     assert same(found.contiguous(), tensor.contiguous())
 
 
 def test_the_copy_is_outside_of_torchs_memory() -> None:
-    host = Host()
+    host = HostMemory()
     tensor = torch.ones(1000)
     assert window_peak(lambda: host.store(tensor)).peak_bytes == 0
     stored = host.store(tensor)
@@ -68,7 +68,7 @@ def test_the_copy_is_outside_of_torchs_memory() -> None:
 
 
 def test_random_numbers_come_again_and_the_step_goes_on() -> None:
-    host = Host()
+    host = HostMemory()
     torch.manual_seed(3)
     torch.rand(5)
     saved = host.rng_save()
@@ -85,7 +85,7 @@ def test_random_numbers_come_again_and_the_step_goes_on() -> None:
 
 
 def test_states_are_copies() -> None:
-    host = Host()
+    host = HostMemory()
     torch.manual_seed(3)
     saved = host.rng_save()
     kept = saved.copy()
@@ -94,7 +94,7 @@ def test_states_are_copies() -> None:
 
 
 def test_states_are_no_tensors_of_the_step() -> None:
-    host = Host()
+    host = HostMemory()
 
     def repeat() -> None:
         host.rng_leave(host.rng_enter(host.rng_save()))
@@ -106,4 +106,4 @@ def test_there_is_no_generator_of_a_device_that_is_missing() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises((RuntimeError, AssertionError)):
-        Host("cuda")
+        HostMemory("cuda")

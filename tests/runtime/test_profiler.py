@@ -14,10 +14,10 @@ from magis.runtime import profiler as cuda_profile
 from magis.runtime.profiler import (
     LEAST,
     TOGETHER,
-    Batch,
-    Call,
-    Effort,
+    CallBatch,
     EventWatch,
+    PreparedCall,
+    ProfilingEffort,
     Wall,
     batches,
     prepared,
@@ -56,7 +56,7 @@ class Script:
 
 def test_rounds_run_every_call_once_and_the_median_counts() -> None:
     script = Script(lambda number: 1000 * (number // 2) + number % 2)  # round r: r thousand, and one more
-    found = record(Batch((MM, ADD), 10**6), Effort(rounds=7), CPU, script, lambda _key: 9)
+    found = record(CallBatch((MM, ADD), 10**6), ProfilingEffort(rounds=7), CPU, script, lambda _key: 9)
     assert len(script.calls) == 14
     assert script.calls[0::2] == [script.calls[0]] * 7  # in turn, never twice running
     assert script.calls[0] is not script.calls[1]
@@ -66,7 +66,9 @@ def test_rounds_run_every_call_once_and_the_median_counts() -> None:
 def test_at_least_five_rounds_then_seconds_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(0, 1000, 100))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
-    found = record(Batch((MM,), 1), Effort(rounds=50, seconds=1.0), CPU, Script(lambda _number: 5), lambda _key: 0)
+    found = record(
+        CallBatch((MM,), 1), ProfilingEffort(rounds=50, seconds=1.0), CPU, Script(lambda _number: 5), lambda _key: 0
+    )
     assert found[MM].samples == LEAST
 
 
@@ -90,22 +92,22 @@ def test_every_call_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
             held.append(weakref.ref(result))  # type: ignore[arg-type]
             return result
 
-    effort = Effort(batch_bytes=4 * MIB, rounds=5)
-    record(Batch((MM, MM.replace("64", "32")), 1000), effort, CPU, Watch(lambda _number: 5), lambda _key: 0)
+    effort = ProfilingEffort(batch_bytes=4 * MIB, rounds=5)
+    record(CallBatch((MM, MM.replace("64", "32")), 1000), effort, CPU, Watch(lambda _number: 5), lambda _key: 0)
     assert scrubbed == [MIB - 1000] * 5
     assert alive == [0, 1, 2, 2, 2, 2, 2, 2, 2, 2]  # the other's result, and the call's own of the round before
 
 
 def test_real_times_and_workspaces_of_the_cpu() -> None:
     keys = (MM, BIG, "aten.native_dropout.default(float32[1000]{1}, 0.5, True)")
-    found = record(Batch(keys, 1), Effort(rounds=5), CPU, Wall())
+    found = record(CallBatch(keys, 1), ProfilingEffort(rounds=5), CPU, Wall())
     assert list(found) == list(keys)
     assert all(entry.ns > 0 and entry.samples == 5 for entry in found.values())
     assert (found[MM].workspace, found[keys[2]].workspace) == (0, 4000)  # dropout draws its mask in float32
 
 
 def test_refused_and_unknown_operators_are_left_out() -> None:
-    assert set(record(Batch((REFUSED, MM, UNKNOWN), 1), Effort(rounds=5), CPU, Wall())) == {MM}
+    assert set(record(CallBatch((REFUSED, MM, UNKNOWN), 1), ProfilingEffort(rounds=5), CPU, Wall())) == {MM}
     assert [batch.keys for batch in batches((REFUSED, MM, UNKNOWN), MIB)] == [(MM,)]
 
 
@@ -130,7 +132,7 @@ def test_nothing_is_filled_that_is_only_read() -> None:
 def test_the_generator_is_left_as_it_was() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    record(Batch(("aten.bernoulli_.float(float32[100]{1}, 0.5)",), 1), Effort(rounds=5), CPU, Wall())
+    record(CallBatch(("aten.bernoulli_.float(float32[100]{1}, 0.5)",), 1), ProfilingEffort(rounds=5), CPU, Wall())
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -241,7 +243,7 @@ def test_workspace_of_a_gpu_is_what_comes_and_goes(monkeypatch: pytest.MonkeyPat
         allocator.now -= 4096
         return "result"
 
-    call = Call("k", run, ())
+    call = PreparedCall("k", run, ())
     monkeypatch.setattr(cuda_profile, "prepared", lambda _key, _device: call)
     monkeypatch.setattr(torch, "cuda", allocator)
     assert cuda_profile.cuda_workspace("k", CPU) == 4096

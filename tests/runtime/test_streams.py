@@ -20,7 +20,7 @@ from magis.runtime import swap_streams as streams
 from magis.runtime.codegen import compile_step, generate
 from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import GraphStep
-from magis.runtime.swap_streams import Host, Parked, StreamHost, make_host
+from magis.runtime.swap_streams import HostMemory, Parked, StreamHost, make_host
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.problem import SWAP
@@ -262,7 +262,7 @@ def test_what_comes_back_is_what_left(shape: tuple[int, ...], dtype: torch.dtype
 
 
 def test_a_cpu_has_no_streams() -> None:
-    assert type(make_host("cpu")) is Host
+    assert type(make_host("cpu")) is HostMemory
 
 
 def test_a_broken_step_leaves_no_copy_behind() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from magis.results import RatioInterval
 from magis.runtime import timing as module
-from magis.runtime.timing import Patience, Timing, interleave, ratio_interval
+from magis.runtime.timing import StoppingRule, Timing, interleave, ratio_interval
 
 positive = st.floats(1e-3, 1e6)
 
@@ -43,7 +43,7 @@ def test_steps_alternate_and_so_does_their_order(monkeypatch: pytest.MonkeyPatch
         log.append(name)
         clock.now += milliseconds * 10**6
 
-    found = interleave(lambda: step("a", 2), lambda: step("b", 3), Patience(4, most=0), warmup=1)
+    found = interleave(lambda: step("a", 2), lambda: step("b", 3), StoppingRule(4, most=0), warmup=1)
     assert "".join(log) == "ab" + "abbaabba"
     assert found == Timing((2.0,) * 4, (3.0,) * 4)
     assert ratio_interval(found).ratio == 1.5
@@ -51,15 +51,15 @@ def test_steps_alternate_and_so_does_their_order(monkeypatch: pytest.MonkeyPatch
 
 def test_the_collector_rests_and_comes_back() -> None:
     states: list[bool] = []
-    interleave(lambda: states.append(gc.isenabled()), lambda: None, Patience(2, most=0), warmup=0)
+    interleave(lambda: states.append(gc.isenabled()), lambda: None, StoppingRule(2, most=0), warmup=0)
     assert states == [False, False]
     assert gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        interleave(lambda: 1 / 0, lambda: None, Patience(1), warmup=0)
+        interleave(lambda: 1 / 0, lambda: None, StoppingRule(1), warmup=0)
     assert gc.isenabled()
     gc.disable()
     try:
-        interleave(lambda: None, lambda: None, Patience(1, most=0))
+        interleave(lambda: None, lambda: None, StoppingRule(1, most=0))
         assert not gc.isenabled()
     finally:
         gc.enable()
@@ -75,7 +75,7 @@ def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch
         clock.now += int(10**8 * draw.uniform(0.9, 1.1))
 
     def pairs(step: Callable[[], None], **limits: Any) -> int:
-        return len(interleave(step, step, Patience(9, **limits)).first_ms)
+        return len(interleave(step, step, StoppingRule(9, **limits)).first_ms)
 
     assert pairs(steady, width=0.02) == 9
     assert pairs(noisy, width=0.001, seconds=100) == 6 * 9
@@ -84,7 +84,7 @@ def test_more_pairs_while_the_ratio_is_uncertain(monkeypatch: pytest.MonkeyPatch
     assert pairs(noisy, width=0.001, most=200, seconds=2.2) == 12
     assert pairs(noisy, width=0.001, most=200, seconds=0.1) == 9
     assert 37 <= pairs(noisy, width=0.001, most=200) <= 43  # 8 s
-    interval = ratio_interval(interleave(noisy, noisy, Patience(9, width=0.06, most=200, seconds=100)))
+    interval = ratio_interval(interleave(noisy, noisy, StoppingRule(9, width=0.06, most=200, seconds=100)))
     assert 9 < interval.pairs < 200
     assert interval.pairs % 3 == 0
     assert interval.high - interval.low <= 0.06 * interval.ratio
@@ -97,7 +97,7 @@ def test_more_pairs_while_something_is_undecided(monkeypatch: pytest.MonkeyPatch
         clock.now += int(10**7 * draw.uniform(0.8, 1.25))
 
     def timed(*bounds: float, **limits: Any) -> RatioInterval:
-        return ratio_interval(interleave(noisy, noisy, Patience(15, bounds, **limits)))
+        return ratio_interval(interleave(noisy, noisy, StoppingRule(15, bounds, **limits)))
 
     clear = timed(0.5, 2.0)
     assert clear.pairs == 15  # however wide
@@ -139,7 +139,7 @@ def test_disturbed_pairs_are_repeated_until_the_machine_is_given_up(
         return {"worker": sum(6 * 10**7 for pair in range(len(calls) // 2) if pair in disturbed), "main": 0}
 
     monkeypatch.setattr(module, "waits", waits)
-    found = interleave(step, step, Patience(8), warmup=0)
+    found = interleave(step, step, StoppingRule(8), warmup=0)
     assert len(found.first_ms) == pairs  # of 0.1 s; after a third of the 8 s there is no hope
     assert len(found.undisturbed().first_ms) == pairs - len(disturbed & set(range(pairs)))
     assert module.is_too_busy(found) == (len(disturbed) == 1000)
@@ -183,7 +183,7 @@ def test_a_busy_machine_is_said_and_needs_no_second_look() -> None:
 @pytest.mark.parametrize("rounds", [0, -1])
 def test_no_rounds_are_refused(rounds: int) -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1"):
-        Patience(rounds)
+        StoppingRule(rounds)
 
 
 def enclosed(count: int, rank: int) -> float:
@@ -275,7 +275,7 @@ def test_real_time_is_measured() -> None:
         while time.perf_counter() < end:
             pass
 
-    found = interleave(lambda: spin(0.004), lambda: spin(0.012), Patience(9, most=0), warmup=1)
+    found = interleave(lambda: spin(0.004), lambda: spin(0.012), StoppingRule(9, most=0), warmup=1)
     assert min(found.first_ms) >= 4.0
     assert min(found.second_ms) >= 12.0
     assert all(before != after for before, after in pairwise(found.first_ms))
@@ -340,7 +340,7 @@ def test_timing_starts_when_the_devices_clock_is_steady(monkeypatch: pytest.Monk
     assert module.alone(step, 4, "cuda") == (1.0,) * 4
     assert len(calls) == 1 + 15 + 4  # an untimed one, threes until two of them are alike, and those timed
     calls.clear()
-    found = interleave(step, step, Patience(3, most=0), warmup=2, device="cuda")
+    found = interleave(step, step, StoppingRule(3, most=0), warmup=2, device="cuda")
     assert found == Timing((1.0,) * 3, (1.0,) * 3)
 
 
@@ -365,5 +365,5 @@ def test_cuda_is_waited_for() -> None:
     import torch
 
     big = torch.rand(4096, 4096, device="cuda")
-    found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], Patience(9, most=0), device="cuda")
+    found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], StoppingRule(9, most=0), device="cuda")
     assert 2.0 < ratio_interval(found).ratio < 4.0

@@ -20,8 +20,8 @@ from magis.planner.bench import Bench
 from magis.results import Case
 from magis.runtime import time_slices as module
 from magis.runtime import timing
-from magis.runtime.time_slices import Step, Turn, Turns, Watched
-from magis.runtime.timing import Patience, in_turns, interleave, ratio_interval
+from magis.runtime.time_slices import Step, TimeSlice, TimeSlices, Watched
+from magis.runtime.timing import StoppingRule, in_turns, interleave, ratio_interval
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Clock:
     def step(self, name: str, operators: int, milliseconds: int) -> Step:
         """`operators` of so many milliseconds each."""
 
-        def run(turn: Turn) -> None:
+        def run(turn: TimeSlice) -> None:
             for _ in range(operators):
                 self.log.append(name)
                 self.now_ms += milliseconds
@@ -48,7 +48,7 @@ class Clock:
 
 def test_only_one_step_runs_and_only_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    with Turns(clock.step("a", 6, 1), clock.step("b", 5, 2), slice_ms=3) as turns:
+    with TimeSlices(clock.step("a", 6, 1), clock.step("b", 5, 2), slice_ms=3) as turns:
         assert turns.pair(0) == (6.0, 10.0)
         # three operators of 1 ms use a slice of 3 ms up, two of 2 ms overrun it; a is done, b goes on alone
         assert "".join(clock.log) == "aaabbaaabbb"
@@ -62,7 +62,7 @@ def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPa
     clock = Clock(monkeypatch)
 
     def step(operators: int) -> Step:
-        def run(turn: Turn) -> None:
+        def run(turn: TimeSlice) -> None:
             for _ in range(operators):
                 clock.now_ms += 3 if clock.now_ms // 2500 % 2 else 1  # three times slower for 2.5 s, again and again
                 turn()
@@ -76,8 +76,8 @@ def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPa
 
         return run
 
-    ratio = ratio_interval(in_turns(step(700), step(770), Patience(15, most=0), slice_ms=60))
-    loose = ratio_interval(interleave(whole(700), whole(770), Patience(15, most=0)))
+    ratio = ratio_interval(in_turns(step(700), step(770), StoppingRule(15, most=0), slice_ms=60))
+    loose = ratio_interval(interleave(whole(700), whole(770), StoppingRule(15, most=0)))
     assert 1.05 < ratio.low <= ratio.ratio <= ratio.high < 1.15
     assert loose.high - loose.low > 3 * (ratio.high - ratio.low)
 
@@ -87,18 +87,18 @@ def test_a_drifting_machine_does_not_move_the_ratio(monkeypatch: pytest.MonkeyPa
 def test_an_error_of_either_step_is_raised_and_ends_nothing_else(leader: int, broken: int) -> None:
     done = []
 
-    def fine(turn: Turn) -> None:
+    def fine(turn: TimeSlice) -> None:
         for _ in range(20):
             turn()
         done.append(threading.current_thread())
 
-    def wrong(turn: Turn) -> None:
+    def wrong(turn: TimeSlice) -> None:
         turn()
         raise ZeroDivisionError
 
     steps = [fine, fine]
     steps[broken] = wrong
-    with Turns(steps[0], steps[1], slice_ms=0) as turns:
+    with TimeSlices(steps[0], steps[1], slice_ms=0) as turns:
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 turns.pair(leader)
@@ -110,7 +110,7 @@ def test_an_error_of_either_step_is_raised_and_ends_nothing_else(leader: int, br
 # an interrupt that strikes in a callback of a weak reference cannot be raised: the interpreter says so and goes on
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
-    def step(turn: Turn) -> None:
+    def step(turn: TimeSlice) -> None:
         for _ in range(20):
             sum(range(200))
             turn()
@@ -123,7 +123,7 @@ def test_an_interrupt_at_any_moment_leaves_no_thread_behind() -> None:
     try:
         for _ in range(300):
             # the interpreter drops an interrupt that strikes in a callback: there is an end without one
-            with suppress(KeyboardInterrupt), Turns(step, step, slice_ms=0.01) as turns:
+            with suppress(KeyboardInterrupt), TimeSlices(step, step, slice_ms=0.01) as turns:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 4e-3))
                 for _ in range(300):
                     turns.pair(0)
@@ -149,10 +149,10 @@ def losses(watch: Callable[[], Watched] | None) -> list[torch.Tensor]:
 
 
 def test_watched_eager_mode_computes_the_same_and_turns_in_forward_and_backward() -> None:
-    made: list[Turn] = []
+    made: list[TimeSlice] = []
     counts: list[int] = []
 
-    class Counting(Turn):
+    class Counting(TimeSlice):
         def __call__(self, _gradients: object = None) -> None:
             counts[-1] += 1
 
@@ -184,7 +184,7 @@ def test_backward_passes_gradients_on_as_it_does_unwatched() -> None:
             made.append(gradient.data_ptr())
             return gradient
 
-    for watch in (None, Watched(Turn(module._Baton(0), 0, 1e12))):
+    for watch in (None, Watched(TimeSlice(module._Baton(0), 0, 1e12))):
         weight = torch.ones(5, requires_grad=True)
         with watch if watch is not None else torch.enable_grad():
             Doubled.apply(weight).sum().backward()
@@ -200,7 +200,7 @@ def test_generated_steps_turn_after_every_operator_and_compute_the_same() -> Non
     whole, turning = subject.generated(graph), subject.generated(graph)
     calls = []
 
-    class Counting(Turn):
+    class Counting(TimeSlice):
         def __call__(self, _gradients: object = None) -> None:
             calls.append(1)
 

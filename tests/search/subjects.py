@@ -13,7 +13,7 @@ from magis.cost.devices import find_device
 from magis.graph import Graph
 from magis.models import get
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 from magis.search.driver import SearchResult, search
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from tests.api.nets import blocks
@@ -33,7 +33,7 @@ class Step:
     peak: int
     latency_ns: int
 
-    def whole(self, goal: Goal) -> SearchResult:
+    def whole(self, goal: Objective) -> SearchResult:
         """The best plan without loops."""
         return search(
             self.compiled.problem,

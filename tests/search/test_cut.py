@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.search.budgeted_evaluator import Goal, Judge
-from magis.search.lagrangian_min_cut import CutModel, checkpoints, follow_prices, levels_by_position, min_cut
+from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective
+from magis.search.lagrangian_min_cut import LagrangianMinCut, checkpoints, follow_prices, levels_by_position, min_cut
 from magis.simulate.evaluator import Evaluator
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import resnet, transformer
@@ -46,14 +46,14 @@ def three_layers() -> Problem:
 @pytest.mark.parametrize(("price", "recomputed"), [(0.0, []), (0.02, [2]), (0.17, [1, 2]), (100.0, [0, 1, 2])])
 def test_dearer_memory_is_given_up_for_dearer_operators(price: float, recomputed: list[int]) -> None:
     problem = three_layers()
-    model = CutModel(Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32)))
+    model = LagrangianMinCut(Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32)))
     flags = model.solve(np.full(problem.n_nodes, price), -1.0)
     assert np.flatnonzero(flags == RECOMPUTE).tolist() == recomputed
 
 
 def test_what_is_kept_is_not_made_again_and_links_beat_operators_when_cheap() -> None:
     problem = three_layers()
-    model = CutModel(Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32)))
+    model = LagrangianMinCut(Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32)))
     kept = np.zeros(problem.n_storages, dtype=np.bool_)
     kept[1] = True
     flags = model.solve(np.full(problem.n_nodes, 100.0), -1.0, kept)
@@ -66,16 +66,16 @@ def test_what_is_kept_is_not_made_again_and_links_beat_operators_when_cheap() ->
 def test_prices_lead_to_the_limit() -> None:
     problem, _ = transformer(6)
     untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
-    judge = Judge(problem, Goal(memory_limit=0), budget=1000)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=1000)
     base = judge.plan(untouched)
     limit = base.peak * 7 // 10
     for sharp in (False, True):
-        plans = follow_prices(judge, CutModel(judge.evaluator), limit, rounds=48, sharp=sharp)
+        plans = follow_prices(judge, LagrangianMinCut(judge.evaluator), limit, rounds=48, sharp=sharp)
         assert plans[0].peak > limit
         within = [plan for plan in plans if plan.peak <= limit]
         assert within
         assert min(plan.latency_ns for plan in within) < base.latency_ns * 1.15
-    assert follow_prices(judge, CutModel(judge.evaluator), base.peak, rounds=48) == []
+    assert follow_prices(judge, LagrangianMinCut(judge.evaluator), base.peak, rounds=48) == []
 
 
 def test_checkpoints_are_few_at_first_and_make_lean_plans() -> None:

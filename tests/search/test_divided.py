@@ -12,8 +12,8 @@ from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
-from magis.search.budgeted_evaluator import Goal, Wanted
-from magis.search.fission_pareto import FissionFront, Work, divided_front, numbers_of_parts, sketch
+from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.search.fission_pareto import DivisibleStep, FissionFront, divided_front, numbers_of_parts, sketch
 from magis.search.loop_nest import fastest_ns, realize_level, repeats
 from magis.simulate.simulator import replay
 from tests.search.subjects import BUDGET, Step, step
@@ -22,11 +22,11 @@ from tests.search.subjects import BUDGET, Step, step
 @functools.cache
 def front_of(given: Step) -> FissionFront:
     """The goal plays no part in it."""
-    return divided_front(given.graph, given.costs, Wanted(Goal(memory_limit=0), 0, BUDGET), reuse=True)
+    return divided_front(given.graph, given.costs, PlanRequest(Objective(memory_limit=0), 0, BUDGET), reuse=True)
 
 
-def divided(given: Step, goal: Goal, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
-    wanted = Wanted(goal, seed, BUDGET)
+def divided(given: Step, goal: Objective, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
+    wanted = PlanRequest(goal, seed, BUDGET)
     return divide(front_of(given), wanted, known=known)
 
 
@@ -51,7 +51,7 @@ def realized(given: Step, found: Divided) -> Graph:
 def test_a_memory_limit_is_kept_by_what_the_plan_becomes(name: str, ratio: float, met: bool) -> None:
     given = step(name)
     limit = int(ratio * given.peak)
-    found = divided(given, Goal(memory_limit=limit))
+    found = divided(given, Objective(memory_limit=limit))
     assert found is not None
     assert found.states > 0
     graph = realized(given, found)
@@ -63,7 +63,7 @@ def test_a_memory_limit_is_kept_by_what_the_plan_becomes(name: str, ratio: float
 
 def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
     given = step("seed-unet")
-    goal = Goal(latency_limit_ns=int(1.1 * given.latency_ns))
+    goal = Objective(latency_limit_ns=int(1.1 * given.latency_ns))
     whole = given.whole(goal)
     found = divided(given, goal, known=(whole.peak, whole.latency_ns))
     assert found is not None
@@ -71,7 +71,7 @@ def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
     assert goal.latency_limit_ns is not None
     assert found.solution.latency_ns <= goal.latency_limit_ns
     assert found.solution.peak < whole.peak
-    second = replan(found, given.costs, Wanted(goal, 0, BUDGET), reuse=True)
+    second = replan(found, given.costs, PlanRequest(goal, 0, BUDGET), reuse=True)
     assert second.cuts == found.cuts
     realized(given, second)
     assert second.solution.latency_ns <= goal.latency_limit_ns
@@ -81,13 +81,13 @@ def test_a_latency_limit_is_kept_and_the_step_leaner_than_a_whole_one() -> None:
 def test_a_leaner_body_takes_what_is_left_of_the_time(left: float) -> None:
     """Around every plan of a front: never slower than the limit, and of exactly the bytes that are said."""
     given = step("seed-unet")
-    wanted = Wanted(Goal(memory_limit=0), 0, BUDGET)
+    wanted = PlanRequest(Objective(memory_limit=0), 0, BUDGET)
     leaner = 0
     for point in front_of(given).points[::8]:
         assert point.cut is not None
         start = point.solution()
         limit = int((1 + left) * start.latency_ns)
-        found = to_the_end(point.level, start, replace(wanted, goal=Goal(latency_limit_ns=limit)))
+        found = to_the_end(point.level, start, replace(wanted, goal=Objective(latency_limit_ns=limit)))
         assert found.latency_ns <= limit
         realized(given, Divided((point.cut,), point.level, found))
         leaner += found.peak < start.peak
@@ -97,14 +97,14 @@ def test_a_leaner_body_takes_what_is_left_of_the_time(left: float) -> None:
 def test_a_plan_that_is_too_slow_already_is_left_as_it_is() -> None:
     point = front_of(step("seed-unet")).points[0]
     start = point.solution()
-    wanted = Wanted(Goal(latency_limit_ns=start.latency_ns - 1), 0, BUDGET)
+    wanted = PlanRequest(Objective(latency_limit_ns=start.latency_ns - 1), 0, BUDGET)
     found = to_the_end(point.level, start, wanted)
     assert (found.peak, found.latency_ns, found.states) == (start.peak, start.latency_ns, 0)
 
 
 def test_a_sketch_is_one_cut_with_little_effort() -> None:
     given = step("seed-unet")
-    work = Work(given.graph, given.costs, True, tuple(pieces(given.graph)))
+    work = DivisibleStep(given.graph, given.costs, True, tuple(pieces(given.graph)))
     hasty, place = sketch(work), front_of(given)
     assert {point.cut.at for point in hasty.points if point.cut} == {work.places[0].at}
     assert len({point.cut for point in hasty.points}) == 1
@@ -116,7 +116,7 @@ def test_a_sketch_is_one_cut_with_little_effort() -> None:
 
 def test_the_same_request_gives_the_same_plan() -> None:
     given = step("seed-unet")
-    goal = Goal(memory_limit=int(0.6 * given.peak))
+    goal = Objective(memory_limit=int(0.6 * given.peak))
     first, second = divided(given, goal), divided(given, goal)
     assert first is not None
     assert second is not None
@@ -126,9 +126,9 @@ def test_the_same_request_gives_the_same_plan() -> None:
 
 def test_nothing_is_returned_that_is_no_better_than_what_is_known() -> None:
     given = step("seed-unet")
-    goal = Goal(memory_limit=int(0.6 * given.peak))
+    goal = Objective(memory_limit=int(0.6 * given.peak))
     assert divided(given, goal, known=(1, 1)) is None
-    assert divided(given, Goal(latency_limit_ns=given.latency_ns), known=(1, 1)) is None
+    assert divided(given, Objective(latency_limit_ns=given.latency_ns), known=(1, 1)) is None
     found = divided(given, goal)
     assert found is not None
     reached = (found.solution.peak, found.solution.latency_ns)
@@ -140,17 +140,17 @@ def test_nothing_is_returned_that_is_no_better_than_what_is_known() -> None:
 @pytest.mark.parametrize("name", ["one row", "convolution"])
 def test_a_step_whose_batch_cannot_be_cut_is_not_divided(name: str) -> None:
     given = step(name)
-    found = divided(given, Goal(memory_limit=given.peak // 2), known=(given.peak, given.latency_ns))
+    found = divided(given, Objective(memory_limit=given.peak // 2), known=(given.peak, given.latency_ns))
     assert found is None
 
 
 def test_planned_again_for_another_limit() -> None:
     """The cut stays, the plan is another one."""
     given = step("seed-unet")
-    first = divided(given, Goal(memory_limit=int(0.75 * given.peak)))
+    first = divided(given, Objective(memory_limit=int(0.75 * given.peak)))
     assert first is not None
-    tighter = Goal(memory_limit=first.solution.peak - 100_000)
-    second = replan(first, given.costs, Wanted(tighter, 0, BUDGET), reuse=True)
+    tighter = Objective(memory_limit=first.solution.peak - 100_000)
+    second = replan(first, given.costs, PlanRequest(tighter, 0, BUDGET), reuse=True)
     assert second.cuts == first.cuts
     realized(given, second)
     assert tighter.memory_limit is not None

@@ -13,8 +13,8 @@ from magis.errors import MagisError
 from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import verify
-from magis.search.budgeted_evaluator import Goal, Judge, Plan, Wanted
-from magis.search.fission_pareto import Cut, Point, divided_front, place_front, whole_front
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, PlanRequest
+from magis.search.fission_pareto import FissionPoint, LoopPlace, divided_front, place_front, whole_front
 from magis.search.loop_nest import level, realize_level
 from magis.search.moves import alternatives
 from magis.search.pareto_sweep import BRIEF, FULL, Effort, Front, pareto, spread, sweep
@@ -72,7 +72,7 @@ def test_a_sweep_leaves_out_what_it_is_told_to() -> None:
         assert sweep(problem, less).states < usual.states
 
 
-def every_repeat(problem: Problem, plan: Plan) -> tuple[int, int]:
+def every_repeat(problem: Problem, plan: JudgedPlan) -> tuple[int, int]:
     """Operators run again, bytes swapped."""
     return expand(problem, plan.order, plan.flags).repeats(problem.nbytes)
 
@@ -138,7 +138,7 @@ def test_sweeps_reach_most_of_what_all_plans_of_small_steps_reach() -> None:
 
 def test_the_front_of_a_judge_is_that_of_all_it_has_judged() -> None:
     problem = step("perceptron").compiled.problem
-    judge = Judge(problem, Goal(memory_limit=0), 500)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), 500)
     draw = np.random.Generator(np.random.PCG64(0))
     judged = []
     for _ in range(300):
@@ -166,8 +166,8 @@ def test_a_thinned_front_keeps_its_ends(count: int) -> None:
     assert pareto(chosen) == chosen
 
 
-def divided(given: Step) -> tuple[Point, ...]:
-    return divided_front(given.graph, given.costs, Wanted(Goal(memory_limit=0), 0, BUDGET), reuse=True).points
+def divided(given: Step) -> tuple[FissionPoint, ...]:
+    return divided_front(given.graph, given.costs, PlanRequest(Objective(memory_limit=0), 0, BUDGET), reuse=True).points
 
 
 @pytest.mark.parametrize("name", ["blocks", "seed-unet"])
@@ -197,4 +197,4 @@ def test_a_step_whose_batch_cannot_be_cut_has_no_divided_front() -> None:
 def test_a_front_of_loops_refuses_a_step_without_one() -> None:
     given = step("perceptron")
     with pytest.raises(MagisError, match="needs a loop"):
-        place_front([(Cut(0, 2), level(given.graph, given.costs, reuse=True))])
+        place_front([(LoopPlace(0, 2), level(given.graph, given.costs, reuse=True))])

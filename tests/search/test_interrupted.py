@@ -14,7 +14,7 @@ from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import verify
 from magis.planner.fission_plan import divide
-from magis.search.budgeted_evaluator import Goal, Judge, SearchOver, Wanted
+from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective, PlanRequest, SearchOver
 from magis.search.driver import SearchResult, search
 from magis.search.fission_pareto import divided_front, whole_front
 from magis.search.loop_nest import level, realize_level, solve
@@ -46,7 +46,7 @@ def calls_of(run: Callable[[Callable[[], bool]], object]) -> int:
     return calls
 
 
-def assert_sound(made: Step, found: SearchResult, goal: Goal) -> None:
+def assert_sound(made: Step, found: SearchResult, goal: Objective) -> None:
     problem = made.compiled.problem
     check_order(problem, found.order)
     again = evaluate(problem, found.order, found.flags)
@@ -56,14 +56,14 @@ def assert_sound(made: Step, found: SearchResult, goal: Goal) -> None:
 
 
 GOALS = (
-    lambda made: Goal(memory_limit=made.peak * 6 // 10),
-    lambda made: Goal(memory_limit=1),
-    lambda made: Goal(latency_limit_ns=made.latency_ns * 11 // 10),
+    lambda made: Objective(memory_limit=made.peak * 6 // 10),
+    lambda made: Objective(memory_limit=1),
+    lambda made: Objective(latency_limit_ns=made.latency_ns * 11 // 10),
 )
 
 
 @pytest.mark.parametrize("goal_of", GOALS, ids=["met", "out of reach", "latency"])
-def test_a_search_that_ends_at_any_state_has_a_plan_that_only_gets_better(goal_of: Callable[[Step], Goal]) -> None:
+def test_a_search_that_ends_at_any_state_has_a_plan_that_only_gets_better(goal_of: Callable[[Step], Objective]) -> None:
     made = step("perceptron")
     goal = goal_of(made)
 
@@ -90,7 +90,7 @@ def test_a_search_that_ends_at_any_state_has_a_plan_that_only_gets_better(goal_o
 @pytest.mark.parametrize("budget", [1, 10**12])
 @pytest.mark.parametrize("seconds", [1e-9, 0.001, 0.2])
 @pytest.mark.parametrize("goal_of", GOALS, ids=["met", "out of reach", "latency"])
-def test_any_budget_and_any_cap_have_a_plan(goal_of: Callable[[Step], Goal], budget: int, seconds: float) -> None:
+def test_any_budget_and_any_cap_have_a_plan(goal_of: Callable[[Step], Objective], budget: int, seconds: float) -> None:
     made = step("blocks")
     goal = goal_of(made)
     problem = made.compiled.problem
@@ -118,7 +118,7 @@ def test_a_judge_stops_at_its_deadline_and_keeps_the_best(waits: list[float], se
     """By a clock that a test moves on before every plan."""
     problem = step("perceptron").compiled.problem
     now = 0.0
-    judge = Judge(problem, Goal(memory_limit=0), budget=100, seconds=seconds, clock=lambda: now)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100, seconds=seconds, clock=lambda: now)
     flags = np.full(problem.n_storages, DROP, dtype=np.int8)
     judged: list[tuple[int, int]] = []
     for number, wait in enumerate(waits):
@@ -155,11 +155,11 @@ def test_a_front_of_loops_that_ends_early_has_sound_points(share: float) -> None
     made = step("blocks")
 
     def run(over: Callable[[], bool]) -> object:
-        wanted = Wanted(Goal(memory_limit=0), 0, 20, over)
+        wanted = PlanRequest(Objective(memory_limit=0), 0, 20, over)
         return divided_front(made.graph, made.costs, wanted, reuse=True)
 
     over = at_call(2 + int(share * CALLS.setdefault("blocks", calls_of(run))))  # the first call is before any place
-    wanted = Wanted(Goal(memory_limit=made.peak // 2), 0, 20, over)
+    wanted = PlanRequest(Objective(memory_limit=made.peak // 2), 0, 20, over)
     front = divided_front(made.graph, made.costs, wanted, reuse=True)
     assert front.points
     found = divide(front, wanted)
@@ -177,7 +177,7 @@ CALLS: dict[str, int] = {}
 
 def test_a_front_of_loops_that_is_over_before_it_begins_has_a_hasty_look_at_one_place() -> None:
     made = step("blocks")
-    wanted = Wanted(Goal(memory_limit=0), 0, BUDGET, lambda: True)
+    wanted = PlanRequest(Objective(memory_limit=0), 0, BUDGET, lambda: True)
     points = divided_front(made.graph, made.costs, wanted, reuse=True).points
     assert len({point.cut for point in points}) == 1
     for point in points:
@@ -189,8 +189,8 @@ def test_a_front_of_loops_that_is_over_before_it_begins_has_a_hasty_look_at_one_
 @pytest.mark.parametrize("number", [1, 2, 3, 10, 100])
 def test_levels_and_loops_around_single_operators_end_early_too(number: int) -> None:
     made = step("convolution")
-    goal = Goal(memory_limit=made.peak // 2)
-    eased = relieve(made.graph, made.costs, Wanted(goal, 0, 10**9, at_call(number)), reuse=True)
+    goal = Objective(memory_limit=made.peak // 2)
+    eased = relieve(made.graph, made.costs, PlanRequest(goal, 0, 10**9, at_call(number)), reuse=True)
     if eased is not None:
         verify_fission(eased.graph, made.graph)
         assert eased.result.peak <= made.peak
@@ -209,7 +209,7 @@ def test_an_interrupt_comes_through_at_once() -> None:
             raise KeyboardInterrupt
         return False
 
-    wanted = Wanted(Goal(memory_limit=0), 0, BUDGET, over)
+    wanted = PlanRequest(Objective(memory_limit=0), 0, BUDGET, over)
     with pytest.raises(KeyboardInterrupt):
         divided_front(made.graph, made.costs, wanted, reuse=True)
     assert next(calls) == 51  # nobody asked again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from magis.search.budgeted_evaluator import Goal, Judge, Plan, SearchOver
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, SearchOver
 from magis.search.moves import alternatives, climb, giving_back, hot, relink, saving
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.search.networks import resnet, transformer
@@ -20,12 +20,12 @@ def untouched(problem: Problem) -> Int8s:
     return np.full(problem.n_storages, DROP, dtype=np.int8)
 
 
-def all_dropped(judge: Judge) -> Int8s:
+def all_dropped(judge: BudgetedEvaluator) -> Int8s:
     return np.where(judge.evaluator.step.redoable, RECOMPUTE, KEEP).astype(np.int8)
 
 
 def test_goals_order_plans_by_excess_first() -> None:
-    memory, latency = Goal(memory_limit=100), Goal(latency_limit_ns=50)
+    memory, latency = Objective(memory_limit=100), Objective(latency_limit_ns=50)
     assert memory.key(90, 7) == memory.key(100, 7) < memory.key(100, 8) < memory.key(101, 1)
     assert latency.key(7, 40) == latency.key(7, 50) < latency.key(8, 50) < latency.key(1, 51)
     assert memory.met(100, 10**9)
@@ -35,7 +35,7 @@ def test_goals_order_plans_by_excess_first() -> None:
 
 
 def test_the_judge_counts_each_plan_once_and_keeps_the_best(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=3)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=3)
     lean = judge.cost(all_dropped(judge))
     assert judge.cost(all_dropped(judge)) == lean
     assert judge.states == 1
@@ -58,7 +58,7 @@ def test_the_judge_counts_each_plan_once_and_keeps_the_best(problem: Problem) ->
 
 def test_seconds_stop_the_judge_and_it_says_so(problem: Problem) -> None:
     now = [0.0]
-    judge = Judge(problem, Goal(memory_limit=0), budget=100, seconds=5.0, clock=lambda: now[0])
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100, seconds=5.0, clock=lambda: now[0])
     judge.cost(untouched(problem))
     now[0] = 5.1
     with pytest.raises(SearchOver):
@@ -68,14 +68,14 @@ def test_seconds_stop_the_judge_and_it_says_so(problem: Problem) -> None:
 
 
 def test_hot_spots_hold_the_peak(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=10)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=10)
     peak, _ = judge.look(untouched(problem))
     alive = int(problem.nbytes[hot(judge.evaluator)].sum()) + problem.persistent_bytes
     assert alive <= peak <= alive + int(problem.node_ws.max()) + int(problem.blk_ws.max())
 
 
 def test_saving_moves_name_hot_spots_that_can_go(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=100)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100)
     base, _ = judge.look(untouched(problem))
     moves = saving(judge.evaluator, untouched(problem), 1000, allow_swap=False)
     spots = hot(judge.evaluator)
@@ -94,7 +94,7 @@ def test_saving_moves_name_hot_spots_that_can_go(problem: Problem) -> None:
 
 
 def test_giving_back_names_what_is_made_again(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=100)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100)
     judge.look(untouched(problem))
     assert giving_back(judge.evaluator, untouched(problem)) == []
     flags = all_dropped(judge)
@@ -106,7 +106,7 @@ def test_giving_back_names_what_is_made_again(problem: Problem) -> None:
 
 
 def test_alternatives_change_something(problem: Problem) -> None:
-    evaluator = Judge(problem, Goal(memory_limit=0), budget=1).evaluator
+    evaluator = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=1).evaluator
     for storage in range(problem.n_storages):
         for flag in (KEEP, RECOMPUTE, SWAP, DROP):
             others = alternatives(evaluator, storage, flag, allow_swap=True)
@@ -118,10 +118,10 @@ def test_alternatives_change_something(problem: Problem) -> None:
 
 def test_climbing_gives_back_what_the_limit_allows() -> None:
     problem, _ = resnet((3, 3), batch=4)
-    judge = Judge(problem, Goal(memory_limit=0), budget=100_000)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100_000)
     base = judge.plan(untouched(problem))
     lean = judge.plan(all_dropped(judge))
-    goal = Goal(memory_limit=(base.peak + lean.peak) // 2)
+    goal = Objective(memory_limit=(base.peak + lean.peak) // 2)
     found = climb(judge, goal, lean, allow_swap=False)
     assert found.met(goal)
     assert found.latency_ns < lean.latency_ns
@@ -133,30 +133,30 @@ def test_climbing_gives_back_what_the_limit_allows() -> None:
 
 
 def test_climbing_from_above_a_limit_lowers_the_peak(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=100_000)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100_000)
     base = judge.plan(untouched(problem))
-    goal = Goal(memory_limit=base.peak * 95 // 100)
+    goal = Objective(memory_limit=base.peak * 95 // 100)
     found = climb(judge, goal, base, allow_swap=False)
     assert found.met(goal)
 
 
 def test_mixing_a_cheap_and_a_lean_plan_beats_the_lean_one(problem: Problem) -> None:
-    judge = Judge(problem, Goal(memory_limit=0), budget=100_000)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100_000)
     base = judge.plan(untouched(problem))
     gelu = untouched(problem)  # outputs of the widest layers, whose inputs are kept
     wide = problem.nbytes == 16 * 2**20
     gelu[wide & judge.evaluator.step.redoable & (judge.evaluator.gaps.start >= 0)] = RECOMPUTE
     cheap, lean = base, judge.plan(gelu)
-    goal = Goal(memory_limit=(cheap.peak + lean.peak) // 2)
+    goal = Objective(memory_limit=(cheap.peak + lean.peak) // 2)
     mixed = relink(judge, goal, cheap, lean)
     assert mixed is not None
     assert mixed.met(goal)
     assert cheap.latency_ns < mixed.latency_ns < lean.latency_ns
-    assert relink(judge, Goal(memory_limit=0), cheap, lean) is None
+    assert relink(judge, Objective(memory_limit=0), cheap, lean) is None
     assert relink(judge, goal, lean, lean) is None
 
 
 def test_a_plan_knows_its_key() -> None:
-    plan = Plan(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int8), 10, 20)
-    assert plan.key(Goal(memory_limit=15)) == (15, 20)
-    assert not plan.met(Goal(latency_limit_ns=19))
+    plan = JudgedPlan(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int8), 10, 20)
+    assert plan.key(Objective(memory_limit=15)) == (15, 20)
+    assert not plan.met(Objective(latency_limit_ns=19))

@@ -16,10 +16,10 @@ from magis.graph import verify
 from magis.graph.loop_rules import JOIN, PART, rows_around
 from magis.ops.optimizers import OptimizerSpec
 from magis.ops.splits import RULES
-from magis.ops.splits.labels import Around, Call, Labels, Places, Rule
+from magis.ops.splits.labels import Around, LabelledCall, Labels, Places, Rule
 from magis.planner.fission_plan import Divided, divide
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.driver import search
 from magis.search.fission_pareto import divided_front
 from magis.search.loop_nest import realize_level
@@ -48,10 +48,10 @@ def step(name: str) -> Step:
 
 def planned(given: Step) -> tuple[Divided | None, int]:
     """The best plan in parts, and the peak of the best one without."""
-    goal = Goal(latency_limit_ns=int(SLOWER * given.latency_ns))
+    goal = Objective(latency_limit_ns=int(SLOWER * given.latency_ns))
     whole = given.whole(goal)
     known = (whole.peak, whole.latency_ns)
-    wanted = Wanted(goal, 0, BUDGET)
+    wanted = PlanRequest(goal, 0, BUDGET)
     front = divided_front(given.graph, given.costs, wanted, reuse=True)
     return divide(front, wanted, known=known), whole.peak
 
@@ -62,7 +62,7 @@ kept_plan = functools.cache(planned)
 def without_halos(rule: Rule) -> Rule:
     """The rule's labels but for those of windows that overlap."""
 
-    def labels(call: Call) -> Labels | str:
+    def labels(call: LabelledCall) -> Labels | str:
         found = rule(call)
         if isinstance(found, str):
             return found

@@ -11,7 +11,7 @@ from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.rewrite.realize import realize
 from magis.search import split_at_peak as relief
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.driver import SearchResult, search
 from magis.search.split_at_peak import Relieved, in_order, relieve
 from magis.simulate.compiled_problem import compile_problem
@@ -33,14 +33,14 @@ def realized(given: Step, found: Relieved) -> Graph:
     return graph
 
 
-def relieved(given: Step, goal: Goal) -> Relieved | None:
-    return relieve(given.graph, given.costs, Wanted(goal, 0, BUDGET), reuse=True)
+def relieved(given: Step, goal: Objective) -> Relieved | None:
+    return relieve(given.graph, given.costs, PlanRequest(goal, 0, BUDGET), reuse=True)
 
 
 @pytest.mark.parametrize("name", ["blocks", "seed-unet", "convolution"])
 def test_the_order_of_a_plan_is_an_order_of_the_graph(name: str) -> None:
     given = step(name)
-    result = given.whole(Goal(memory_limit=int(0.7 * given.peak)))
+    result = given.whole(Objective(memory_limit=int(0.7 * given.peak)))
     graph = in_order(given.compiled, result)
     verify(graph)
     verify_fission(graph, given.graph)
@@ -53,7 +53,7 @@ def test_the_order_of_a_plan_is_an_order_of_the_graph(name: str) -> None:
 def test_the_order_is_that_of_the_plan() -> None:
     """Nodes of the graph in its new order stand as the plan says, whatever floats between them."""
     given = step("seed-unet")
-    result = given.whole(Goal(memory_limit=int(0.7 * given.peak)))
+    result = given.whole(Objective(memory_limit=int(0.7 * given.peak)))
     compiled = compile_problem(in_order(given.compiled, result), given.costs, reuse=True)
     before = [given.compiled.nodes[node][0].made() for node in result.order.tolist()]
     assert [group[0].made() for group in compiled.nodes] == before
@@ -63,8 +63,8 @@ def test_the_order_is_that_of_the_plan() -> None:
 @pytest.mark.parametrize("mode", ["memory", "latency"])
 def test_a_plan_with_loops_is_better_or_there_is_none(name: str, mode: str) -> None:
     given = step(name)
-    slower = Goal(latency_limit_ns=int(1.1 * given.latency_ns))
-    goal = Goal(memory_limit=int(0.5 * given.peak)) if mode == "memory" else slower
+    slower = Objective(latency_limit_ns=int(1.1 * given.latency_ns))
+    goal = Objective(memory_limit=int(0.5 * given.peak)) if mode == "memory" else slower
     whole = given.whole(goal)
     found = relieved(given, goal)
     if found is not None:
@@ -75,7 +75,7 @@ def test_a_plan_with_loops_is_better_or_there_is_none(name: str, mode: str) -> N
 
 def test_an_up_sampling_network_gets_room() -> None:
     given = step("seed-unet")
-    goal = Goal(memory_limit=int(0.4 * given.peak))
+    goal = Objective(memory_limit=int(0.4 * given.peak))
     found, again = relieved(given, goal), relieved(given, goal)
     assert found is not None
     assert again is not None
@@ -88,7 +88,7 @@ def test_an_up_sampling_network_gets_room() -> None:
 def test_a_convolution_at_the_peak_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where time is no object: so small a step is much slower in parts."""
     given = step("convolution")
-    goal = Goal(memory_limit=given.peak // 2)
+    goal = Objective(memory_limit=given.peak // 2)
     assert relieved(given, goal) is None
     monkeypatch.setattr(relief, "TOO_SLOW", 1.0)
     found = relieved(given, goal)
@@ -102,7 +102,7 @@ def test_a_convolution_at_the_peak_runs_in_parts(monkeypatch: pytest.MonkeyPatch
 # --- a brief search ---------------------------------------------------------------------------------------------------
 
 
-def brief(given: Step, goal: Goal, *, short: bool) -> SearchResult:
+def brief(given: Step, goal: Objective, *, short: bool) -> SearchResult:
     return search(
         given.compiled.problem,
         memory_limit=goal.memory_limit,
@@ -116,7 +116,7 @@ def brief(given: Step, goal: Goal, *, short: bool) -> SearchResult:
 @pytest.mark.parametrize("name", ["blocks", "seed-unet"])
 def test_a_brief_search_says_the_truth_and_looks_at_less(name: str) -> None:
     given = step(name)
-    goal = Goal(memory_limit=int(0.8 * given.peak))
+    goal = Objective(memory_limit=int(0.8 * given.peak))
     short, long = (brief(given, goal, short=each) for each in (True, False))
     again = brief(given, goal, short=True)
     assert (short.peak, short.latency_ns, short.states) == (again.peak, again.latency_ns, again.states)

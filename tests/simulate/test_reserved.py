@@ -12,7 +12,7 @@ from magis.cases.run_case import run_case
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize
-from magis.search.budgeted_evaluator import Goal, Wanted
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import divided_front
 from magis.search.loop_nest import realize_level
 from magis.simulate.cuda_caching_allocator import CachingAllocator, reserved
@@ -178,7 +178,7 @@ def test_a_row_says_what_a_gpu_would_reserve(device: str, known: bool) -> None:
 def test_a_loop_reserves_less_than_the_whole() -> None:
     subject = Bench().subject(Case(PROJECTED, "magis", "sim:h200", "small"))
     graph, workspace = functionalize(subject.captured.graph), subject.roofline.workspace
-    front = divided_front(subject.untangled, subject.roofline, Wanted(Goal(memory_limit=0), 0, 1), reuse=True)
+    front = divided_front(subject.untangled, subject.roofline, PlanRequest(Objective(memory_limit=0), 0, 1), reuse=True)
     leanest = front.points[0]
     cut = realize_level(leanest.level, leanest.solution())
     assert any(op.body is not None for op in cut.ops)

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.lib.planners.solver import Program
-from magis.search.budgeted_evaluator import Goal
+from magis.search.budgeted_evaluator import Objective
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, FIRST, Bools, Int32s, Int64s, Problem
 
@@ -49,11 +49,11 @@ class Optimum:
     peak: int
     latency_ns: int
 
-    def met(self, goal: Goal) -> bool:
+    def met(self, goal: Objective) -> bool:
         return goal.met(self.peak, self.latency_ns)
 
 
-def optimum(problem: Problem, goal: Goal, points: int = POINTS) -> Optimum | None:
+def optimum(problem: Problem, goal: Objective, points: int = POINTS) -> Optimum | None:
     """The least latency under a memory limit, or the least peak under a latency limit; None: not even in fractions."""
     return Relaxation(problem, points).solve(goal)
 
@@ -91,7 +91,7 @@ class Relaxation:
         self.earliest, self.latest = _needs(self.evaluator)
         self.ends_ns = np.cumsum(_position_ns(self.evaluator))
 
-    def solve(self, goal: Goal) -> Optimum | None:
+    def solve(self, goal: Objective) -> Optimum | None:
         """The optimum for a goal."""
         if goal.memory_limit is not None:
             if goal.memory_limit >= self.base_peak:

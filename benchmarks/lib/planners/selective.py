@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.lib.planners.modules import Group, Module, modules
 from benchmarks.lib.planners.setting import Calibrated, Setting
 from benchmarks.lib.planners.solver import Program
-from magis.search.budgeted_evaluator import Goal, Plan
+from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int8s
 
 __all__ = ["checkpointed", "discards", "selective", "selective_plan", "stored"]
@@ -126,6 +126,6 @@ def selective(setting: Setting) -> Calibrated:
     return Calibrated(setting, plans_at)
 
 
-def selective_plan(setting: Setting, goal: Goal) -> Plan | None:
+def selective_plan(setting: Setting, goal: Objective) -> JudgedPlan | None:
     """Its best plan that meets a goal."""
     return selective(setting).best(goal)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from magis.search.budgeted_evaluator import Goal, Plan
+from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.search.lagrangian_min_cut import levels_by_position
 from magis.simulate.compiled_problem import Compiled
 from magis.simulate.evaluator import Evaluator
@@ -98,8 +98,8 @@ class Setting:
         """Bytes between the peak (tight: 0) and the least that a model can keep (1), with room for rounding."""
         return (self.peak + (least - self.peak) * tight) * (1.0 + 1e-9) + 1.0
 
-    def judged(self, flags: Int8s) -> Plan:
-        return Plan(self.evaluator.order, flags, *self.evaluator.quick(flags))
+    def judged(self, flags: Int8s) -> JudgedPlan:
+        return JudgedPlan(self.evaluator.order, flags, *self.evaluator.quick(flags))
 
 
 class Calibrated:
@@ -113,9 +113,9 @@ class Calibrated:
     def __init__(self, setting: Setting, plans_at: Callable[[float], Iterable[Int8s]]) -> None:
         self.setting = setting
         self._plans_at = plans_at
-        self._known: dict[float, list[Plan]] = {}
+        self._known: dict[float, list[JudgedPlan]] = {}
 
-    def best(self, goal: Goal) -> Plan | None:
+    def best(self, goal: Objective) -> JudgedPlan | None:
         """The best plan that meets the goal; None if none does."""
         found = [self.setting.judged(self.setting.untouched)]
         tried = [(tight, self._met(tight, goal, found)) for tight in np.linspace(0.0, 1.0, BUDGETS).tolist()]
@@ -124,14 +124,14 @@ class Calibrated:
                 self._refine(loose, tight, goal, found)
         return min((plan for plan in found if plan.met(goal)), key=lambda plan: plan.key(goal), default=None)
 
-    def _met(self, tight: float, goal: Goal, found: list[Plan]) -> bool:
+    def _met(self, tight: float, goal: Objective, found: list[JudgedPlan]) -> bool:
         """Whether a plan of this budget meets the goal; all of them join ``found``."""
         if tight not in self._known:
             self._known[tight] = [self.setting.judged(flags) for flags in self._plans_at(tight)]
         found += self._known[tight]
         return any(plan.met(goal) for plan in self._known[tight])
 
-    def _refine(self, loose: float, tight: float, goal: Goal, found: list[Plan]) -> None:
+    def _refine(self, loose: float, tight: float, goal: Objective, found: list[JudgedPlan]) -> None:
         """Budgets between two of which one meets the goal."""
         first = self._met(loose, goal, found)
         for _ in range(REFINEMENTS):

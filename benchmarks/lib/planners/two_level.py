@@ -38,7 +38,7 @@ from collections.abc import Iterator
 from benchmarks.lib.planners.options import ByOptions
 from benchmarks.lib.planners.setting import Calibrated, Setting
 from benchmarks.lib.planners.shares import TIE, TwoLevel
-from magis.search.budgeted_evaluator import Goal, Plan
+from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.simulate.problem import Int8s
 
 __all__ = ["two_level", "two_level_plan"]
@@ -63,6 +63,6 @@ def two_level(setting: Setting) -> Calibrated:
     return Calibrated(setting, plans_at)
 
 
-def two_level_plan(setting: Setting, goal: Goal) -> Plan | None:
+def two_level_plan(setting: Setting, goal: Objective) -> JudgedPlan | None:
     """Its best plan that meets a goal."""
     return two_level(setting).best(goal)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.batch import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import UsageError
-from magis.frontends.checkpointing.policy import Region, RegionPolicies, wrapped
+from magis.frontends.checkpointing.policy import CheckpointedRegion, RegionPolicies, wrapped
 from magis.graph import Op
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
@@ -51,7 +51,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Judged:
-    regions: tuple[Region, ...]
+    regions: tuple[CheckpointedRegion, ...]
     peak: int
     ns: int
 
@@ -94,7 +94,7 @@ def checkpoint_policy(
         raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
     with collector_spared():
-        search = _Search(module, work, paths)
+        search = _PolicySearch(module, work, paths)
         limit = share_of(memory_ratio, search.plain.peak) if nbytes is None else nbytes
         best = search.run(limit or 0)
     return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns))
@@ -112,7 +112,7 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-class _Search:
+class _PolicySearch:
     """One step and its candidates."""
 
     def __init__(self, module: nn.Module, work: Workload, blocks: Sequence[str]) -> None:
@@ -185,17 +185,17 @@ class _Search:
         for item in self._items:
             if not item.nbytes or item.worth > (other if item.path in others else price):
                 saved[item.path].add(item.key)
-        return self._tried(tuple(Region(path, frozenset(keys)) for path, keys in saved.items()))
+        return self._tried(tuple(CheckpointedRegion(path, frozenset(keys)) for path, keys in saved.items()))
 
-    def _tried(self, regions: tuple[Region, ...]) -> _Judged:
+    def _tried(self, regions: tuple[CheckpointedRegion, ...]) -> _Judged:
         return self._judge(regions, self._captured(regions))
 
-    def _judge(self, regions: tuple[Region, ...], captured: Captured) -> _Judged:
+    def _judge(self, regions: tuple[CheckpointedRegion, ...], captured: Captured) -> _Judged:
         # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none
         peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * len(regions)
         return _Judged(regions, peak, self._subject.latency_ns(captured.graph))
 
-    def _captured(self, regions: Sequence[Region], seen: Mapping[str, list[str]] | None = None) -> Captured:
+    def _captured(self, regions: Sequence[CheckpointedRegion], seen: Mapping[str, list[str]] | None = None) -> Captured:
         self._tries += 1
         work = self._work
         with _under(self._module, regions, seen):
@@ -208,7 +208,7 @@ class _Search:
         inside = {path: self._inside(f"{prefix}{path}") for path in blocks}
         inside = {path: ops for path, ops in inside.items() if self._may_repeat(ops)}
         seen: dict[str, list[str]] = {path: [] for path in inside}
-        self._captured([Region(path) for path in inside], seen)
+        self._captured([CheckpointedRegion(path) for path in inside], seen)
         found: list[_Item] = []
         for path, ops in inside.items():
             if seen[path].count(CALLED) == 1:
@@ -267,7 +267,9 @@ class _Search:
 
 
 @contextmanager
-def _under(module: nn.Module, regions: Sequence[Region], seen: Mapping[str, list[str]] | None) -> Iterator[None]:
+def _under(
+    module: nn.Module, regions: Sequence[CheckpointedRegion], seen: Mapping[str, list[str]] | None
+) -> Iterator[None]:
     """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
     is filled with CALLED for every call of a block, and with the names of the operators that it runs."""
     blocks = [module.get_submodule(region.path) for region in regions]
@@ -281,7 +283,7 @@ def _under(module: nn.Module, regions: Sequence[Region], seen: Mapping[str, list
             vars(block).pop("forward", None)
 
 
-def _noted(region: Region, block: nn.Module, notes: list[str] | None) -> Callable[..., Any]:
+def _noted(region: CheckpointedRegion, block: nn.Module, notes: list[str] | None) -> Callable[..., Any]:
     run = wrapped(region, block, block.forward, preserve_rng_state=False, seen=None if notes is None else notes.append)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

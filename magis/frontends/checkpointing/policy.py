@@ -41,7 +41,7 @@ Seen: TypeAlias = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Region:
+class CheckpointedRegion:
     """A block that is recomputed in its backward, but for what is saved of it."""
 
     path: str
@@ -50,7 +50,7 @@ class Region:
     """Operators by name ("aten.mm.default") and how many of that name ran in the block before."""
 
 
-def contexts(region: Region, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
+def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
     """What `torch.utils.checkpoint.checkpoint(context_fn=...)` makes: contexts of a forward and of its repetition.
 
     Buffers change once: the repetition leaves running statistics and counters as the forward left them.
@@ -112,7 +112,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def wrapped(
-    region: Region,
+    region: CheckpointedRegion,
     block: nn.Module,
     forward: Callable[..., Any],
     *,
@@ -145,7 +145,7 @@ class RegionPolicies:
     """What to save of each checkpointed block; blocks that are not named stay as they are. Bytes are peaks of forward
     and backward, with parameters, buffers and batch."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[CheckpointedRegion, ...]
     original_bytes: int
     planned_bytes: int
     latency_ratio: float
@@ -245,7 +245,7 @@ def _parsed(data: dict[str, Any]) -> RegionPolicies:
     regions = []
     for each in data["regions"]:
         saved = [(_text(name), _count(number)) for name, number in each["saved"]]
-        regions.append(Region(_text(each["path"]), frozenset(saved)))
+        regions.append(CheckpointedRegion(_text(each["path"]), frozenset(saved)))
     if len({region.path for region in regions}) != len(regions):
         raise ValueError("a block is named twice")
     ratio = data["latency_ratio"]

@@ -1,4 +1,4 @@
-"""What `torch.compile(..., backend="magis", options={...})` takes."""
+"""Options of `torch.compile(..., backend="magis", options={...})`, and the report that one may ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from magis.units import format_bytes, format_milliseconds, is_number, parse_byte
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
     """One graph's plan. Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of
     this graph count as long as the loop holds them; the optimizer's state, which the graph does not see, does not.
     With the option ``inductor`` all of it is of the graph before operators are fused: the code makes fewer tensors.
@@ -81,7 +81,7 @@ class Options:
     latency_ratio: float | None = None
     budget: int | None = None
     seconds: float | None = None
-    report: Callable[[Report], object] | None = None
+    report: Callable[[CompileReport], object] | None = None
     inductor: bool = False
     """Inductor makes the code, in an order of its own; only what is saved for the backward is the plan's."""
 

@@ -1,4 +1,4 @@
-"""The backend that `torch.compile(model, backend="magis")` finds by its entry point."""
+"""The backend of `torch.compile(model, backend="magis")`; graphs with open sizes are planned as they come."""
 
 from __future__ import annotations
 

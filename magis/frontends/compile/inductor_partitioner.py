@@ -1,4 +1,4 @@
-"""What inductor's backward gets from its forward, by magis's plan of the two together.
+"""Splits AOTAutograd's joint graph for inductor by magis's plan of forward and backward together.
 
 Inductor makes loops of many operators and chooses their order itself, so it cannot be told an order. The plan's other
 half is which values are kept at the turn; the backward makes all others again, as part of its own loops. Only that is
@@ -23,7 +23,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._ops import OpOverload
 
 from magis.errors import CaptureError, MagisError
-from magis.frontends.compile.compile_options import Options, Report
+from magis.frontends.compile.compile_options import CompileReport, Options
 from magis.frontends.compile.joint_graph import Joint, capture_joint, placeholders, why_not
 from magis.frontends.compile.joint_plan import plan_joint
 from magis.frontends.compile.split_modules import crossing, halves
@@ -73,10 +73,10 @@ def as_torch_does(reason: str, options: Options) -> None:
     saved = "is saved" if options.inductor else "its backward needs is saved"
     warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
     if options.report is not None:
-        options.report(Report(0, 0, None, False, 0, 1.0, (), 0.0, fallback=reason))
+        options.report(CompileReport(0, 0, None, False, 0, 1.0, (), 0.0, fallback=reason))
 
 
-def tell(report: Report, options: Options) -> None:
+def tell(report: CompileReport, options: Options) -> None:
     """Hand a report to whom it is for; a warning where the limit is not kept."""
     if not report.feasible and report.limit_bytes is not None:
         warnings.warn(

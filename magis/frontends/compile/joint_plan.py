@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.cost.cost_model import CostModel, device_model
-from magis.frontends.compile.compile_options import Options, Report
+from magis.frontends.compile.compile_options import CompileReport, Options
 from magis.frontends.compile.joint_graph import TURN, Joint
 from magis.graph import Graph, Op, Value, verify
 from magis.planner.plans import Plan, approached
@@ -22,7 +22,7 @@ from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
 from magis.runtime.isolated_scratch import measure_workspaces
 from magis.runtime.measure import collector_spared
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Goal
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective
 from magis.search.driver import search
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
@@ -78,13 +78,13 @@ def turn_of(graph: Graph) -> int:
     return next(number for number, op in enumerate(graph.ops) if op.target == TURN)
 
 
-def plan_joint(joint: Joint, options: Options) -> tuple[Graph, Report]:
+def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     """The best order found under the limit, verified, and what it needs."""
     with collector_spared():
         return _planned(joint, options)
 
 
-def _planned(joint: Joint, options: Options) -> tuple[Graph, Report]:
+def _planned(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     started = time.perf_counter()
     scratch = _Scratch(joint.device)
     source = functionalize(joint.graph)
@@ -93,7 +93,7 @@ def _planned(joint: Joint, options: Options) -> tuple[Graph, Report]:
     compiled = _compiled(source, costs, redraw=True)
     original_ns = int(compiled.problem.node_ns.sum())
     limit = share_of(options.memory_ratio, original.peak_bytes)
-    goal = Goal(options.memory_bytes if limit is None else limit, share_of(options.latency_ratio, original_ns))
+    goal = Objective(options.memory_bytes if limit is None else limit, share_of(options.latency_ratio, original_ns))
 
     best = approached(goal, partial(_searched, compiled, scratch, options))
     if best.peak > (goal.memory_limit or original.peak_bytes) and any(op.target in RNG for op in best.graph.ops):
@@ -101,7 +101,7 @@ def _planned(joint: Joint, options: Options) -> tuple[Graph, Report]:
         other = approached(goal, partial(_searched, _compiled(source, costs, redraw=False), scratch, options))
         best = min(best, other, key=lambda plan: (not plan.feasible, plan.peak))
     profile = replay(best.graph, scratch.costs(best.graph).workspace, rounding=costs.rounding)
-    report = Report(
+    report = CompileReport(
         original_bytes=original.peak_bytes,
         planned_bytes=best.peak,
         limit_bytes=goal.memory_limit,
@@ -122,7 +122,7 @@ def _compiled(graph: Graph, costs: _Costs, *, redraw: bool) -> Compiled:
     return replace(compiled, problem=replace(compiled.problem, redo_ok=redo_ok))
 
 
-def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Goal) -> Plan:
+def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Objective) -> Plan:
     problem = compiled.problem
     found = search(
         problem,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from magis.graph.nodes import Op, Value
 from magis.ops.splits import convolution, indexing, norms, reductions, views
 from magis.ops.splits import products as attention
-from magis.ops.splits.labels import NEVER_SPLIT, RANDOM, Call, Labels, Rules, derive
+from magis.ops.splits.labels import NEVER_SPLIT, RANDOM, LabelledCall, Labels, Rules, derive
 from magis.ops.splits.split import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
 
 __all__ = [
@@ -34,7 +34,7 @@ def splits(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
     argument of an in-place operator is cut along with its result is all that a split says about it.
     """
     found = _labels(op, values)
-    return () if isinstance(found, str) else derive(Call(op, values), found)
+    return () if isinstance(found, str) else derive(LabelledCall(op, values), found)
 
 
 def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
@@ -42,7 +42,7 @@ def why_opaque(op: Op, values: Mapping[int, Value]) -> str:
     found = _labels(op, values)
     if isinstance(found, str):
         return found
-    call = Call(op, values)
+    call = LabelledCall(op, values)
     if derive(call, found):
         return ""
     tensors = [value for value in (*call.tensors.values(), *call.outputs) if value is not None]
@@ -77,5 +77,5 @@ def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
         return RANDOM
     if not has_rule(op.target):
         return f"no rule for {op.target}"
-    call = Call(op, values)
+    call = LabelledCall(op, values)
     return RULES[call.name](call)

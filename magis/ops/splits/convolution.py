@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from magis.graph.nodes import Arg
-from magis.ops.splits.labels import Around, Call, Dims, Labels, Places, Rule, numbered, rows
+from magis.ops.splits.labels import Around, Dims, LabelledCall, Labels, Places, Rule, numbered, rows
 from magis.ops.splits.split import Path
 
 UNEVEN = "windows do not fall into equal stretches"
@@ -62,7 +62,7 @@ class _Places:
             self.replaced[name] = padding, 0
 
 
-def _literal(call: Call, position: int, keyword: str, index: int, rank: int) -> Path:
+def _literal(call: LabelledCall, position: int, keyword: str, index: int, rank: int) -> Path:
     """Where the literal for a place dimension stands in a list; () where one number is for all."""
     (where,), found = call.at(position, keyword), call.arg(position, keyword)
     return (where, index) if isinstance(found, tuple) and len(found) == rank else ()
@@ -71,7 +71,7 @@ def _literal(call: Call, position: int, keyword: str, index: int, rank: int) -> 
 # -- convolution -----------------------------------------------------------------------------------------------------
 
 
-def convolution(call: Call) -> Labels | str:
+def convolution(call: LabelledCall) -> Labels | str:
     """Samples, channels, and places."""
     image, weight, made = call.shape(0), call.shape(1), call.shape_of_output()
     if len(image) != len(weight):
@@ -90,7 +90,7 @@ def convolution(call: Call) -> Labels | str:
     )
 
 
-def convolution_backward(call: Call) -> Labels | str:
+def convolution_backward(call: LabelledCall) -> Labels | str:
     """The same labels; what a gradient lacks, it is a sum over."""
     gradient, image, weight = call.shape(0), call.shape(1), call.shape(2)
     if len(image) != len(weight):
@@ -125,7 +125,7 @@ def _channels(weight: Sequence[int], groups: int, transposed: bool) -> tuple[str
 
 
 def _places(
-    image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: Call, first: int, *, halo: bool
+    image: Sequence[int], made: Sequence[int], kernel: Sequence[int], call: LabelledCall, first: int, *, halo: bool
 ) -> tuple[Places, Places, dict[str, tuple[Path, int]]]:
     """Labels of the places of the image and of what is made of it; `first` is the position of the stride."""
     rank, transposed = len(kernel), call.arg(first + 3) is True
@@ -150,12 +150,12 @@ def _each(arg: Arg, rank: int, default: int = 1) -> list[int]:
 # -- pooling ---------------------------------------------------------------------------------------------------------
 
 
-def _rank(call: Call) -> int:
+def _rank(call: LabelledCall) -> int:
     """How many place dimensions the operator's name says that it has: 2 for `avg_pool2d_backward`."""
     return int(next(word for word in call.name.split("_") if word[-2:] in ("1d", "2d", "3d"))[-2])
 
 
-def max_pool(call: Call) -> Labels | str:
+def max_pool(call: LabelledCall) -> Labels | str:
     """Samples and channels; the returned places count from the corner of the whole plane, so that planes stay whole."""
     rank = _rank(call)
     inputs: dict[Path, Dims] = {path: _but_places(value.shape, rank) for path, value in call.tensors.items()}
@@ -167,7 +167,7 @@ def _but_places(shape: Sequence[int], rank: int) -> Dims:
     return numbered(shape, tuple(range(-rank, 0)))
 
 
-def average_pool(call: Call) -> Labels | str:
+def average_pool(call: LabelledCall) -> Labels | str:
     """Samples, channels, and places; zeros of a halo must count as the zeros of the padding do."""
     rank = _rank(call)
     backward = call.name.endswith("_backward")
@@ -189,7 +189,7 @@ def average_pool(call: Call) -> Labels | str:
     return Labels(inputs, [large if backward else small], replaced=found.replaced, reason=UNEVEN)
 
 
-def adaptive_pool(call: Call) -> Labels | str:
+def adaptive_pool(call: LabelledCall) -> Labels | str:
     """The same, windows given by the sizes before and after; the forward has the latter as literals."""
     rank = _rank(call)
     backward = call.name.endswith("_backward")
@@ -208,14 +208,14 @@ def adaptive_pool(call: Call) -> Labels | str:
 # -- resizing --------------------------------------------------------------------------------------------------------
 
 
-def resize(call: Call) -> Labels | str:
+def resize(call: LabelledCall) -> Labels | str:
     """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
     rank = _rank(call)
     labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
     return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
 
 
-def resize_backward(call: Call) -> Labels | str:
+def resize_backward(call: LabelledCall) -> Labels | str:
     """The same; the sizes before are literals too."""
     rank = _rank(call)
     places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
@@ -227,7 +227,9 @@ def resize_backward(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], literals)
 
 
-def _repeated(call: Call, small: Sequence[int], large: Sequence[int], rank: int, scales: int) -> list[str | None]:
+def _repeated(
+    call: LabelledCall, small: Sequence[int], large: Sequence[int], rank: int, scales: int
+) -> list[str | None]:
     """Labels of the places that a nearest-neighbour resize repeats 2, 4, 8 ... times: exact in floating point."""
     labels: list[str | None] = []
     for index in range(rank):
@@ -242,13 +244,13 @@ def _repeated(call: Call, small: Sequence[int], large: Sequence[int], rank: int,
 # -- channels to places ----------------------------------------------------------------------------------------------
 
 
-def shuffle(call: Call) -> Labels | str:
+def shuffle(call: LabelledCall) -> Labels | str:
     """`pixel_shuffle` and back: (n, c r r, y, x) and (n, c, y r, x r): channels are the leading factor."""
     labels = numbered(call.shape(0))
     return Labels({(0,): labels}, [labels])
 
 
-def columns(call: Call) -> Labels | str:
+def columns(call: LabelledCall) -> Labels | str:
     """`im2col` and back: samples, and channels, the leading factor of the columns' rows."""
     image, rank = (call.shape(0), 3) if call.name == "im2col" else (call.shape_of_output(), 2)
     batched = len(call.shape(0)) > rank

@@ -10,7 +10,7 @@ The number of rows of an embedding is never cut: an index may name any of them.
 from __future__ import annotations
 
 from magis.graph.nodes import Value
-from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
 from magis.ops.splits.split import Path
 
 ANYWHERE = "an index may name any element"
@@ -19,13 +19,13 @@ ANYWHERE = "an index may name any element"
 # -- embedding -------------------------------------------------------------------------------------------------------
 
 
-def embedding(call: Call) -> Labels | str:
+def embedding(call: LabelledCall) -> Labels | str:
     """Indices, and features."""
     index = numbered(call.shape(1))
     return Labels({(0,): [None, "f"], (1,): index}, [[*index, "f"]])
 
 
-def embedding_backward(call: Call) -> Labels | str:
+def embedding_backward(call: LabelledCall) -> Labels | str:
     """The gradients of equal indices add up; counting how often each index occurs takes all of them."""
     index = numbered(call.shape(1))
     counted = call.arg(4, "scale_grad_by_freq", False) is not False
@@ -36,7 +36,7 @@ def embedding_backward(call: Call) -> Labels | str:
 # -- index tensors ---------------------------------------------------------------------------------------------------
 
 
-def index_select(call: Call) -> Labels | str:
+def index_select(call: LabelledCall) -> Labels | str:
     """A row of indices takes the place of one dimension."""
     dim = wrapped(call.integer(1, "dim"), len(call.shape(0)))
     labels = numbered(call.shape(0))
@@ -44,7 +44,7 @@ def index_select(call: Call) -> Labels | str:
     return Labels({(0,): taken, call.at(2, "index"): [f"d{dim}"]}, [labels])
 
 
-def gather(call: Call) -> Labels | str:
+def gather(call: LabelledCall) -> Labels | str:
     """Every dimension of the index; in the source all but the one that is indexed, where they are as long."""
     source, index = call.shape(0), call.shape(2)
     dim = wrapped(call.integer(1, "dim"), len(source))
@@ -57,7 +57,7 @@ def gather(call: Call) -> Labels | str:
     return Labels({(0,): taken, (2,): labels}, [labels], reason=ANYWHERE)
 
 
-def scatter(call: Call) -> Labels | str:
+def scatter(call: LabelledCall) -> Labels | str:
     """All but the indexed dimension, where destination, index and source are as long."""
     shapes = [value.shape for value in call.tensors.values() if value.shape]
     rank = len(call.shape(0))
@@ -72,7 +72,7 @@ def scatter(call: Call) -> Labels | str:
     return Labels(inputs, [labels], reason=ANYWHERE)
 
 
-def index_along(call: Call) -> Labels | str:
+def index_along(call: LabelledCall) -> Labels | str:
     """`index_add` and the like: all but the dimension whose places the index names."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dim"), rank)
@@ -81,7 +81,7 @@ def index_along(call: Call) -> Labels | str:
     return Labels(inputs, [labels], reason=ANYWHERE)
 
 
-def index(call: Call) -> Labels | str:
+def index(call: LabelledCall) -> Labels | str:
     """`a[i, :, j]`: the dimensions without an index, and those of the indices."""
     layout = _indexed(call)
     if isinstance(layout, str):
@@ -93,7 +93,7 @@ def index(call: Call) -> Labels | str:
     return Labels({(0,): source, **indices}, [made])
 
 
-def index_put(call: Call) -> Labels | str:
+def index_put(call: LabelledCall) -> Labels | str:
     """`a[i, :, j] = v`: the dimensions without an index; through the others any element may be written."""
     layout = _indexed(call)
     if isinstance(layout, str):
@@ -105,7 +105,7 @@ def index_put(call: Call) -> Labels | str:
     return Labels({(0,): source, (2,): given}, [source], reason=ANYWHERE)
 
 
-def _indexed(call: Call) -> tuple[list[str | None], list[str | None], tuple[int, ...], list[str | None]] | str:
+def _indexed(call: LabelledCall) -> tuple[list[str | None], list[str | None], tuple[int, ...], list[str | None]] | str:
     """Labels of the indexed tensor and of what is indexed, common shape of the indices, and its labels.
 
     The indices' dimensions stand where the indexed ones stood if these are neighbours, else in front.
@@ -128,14 +128,14 @@ def _indexed(call: Call) -> tuple[list[str | None], list[str | None], tuple[int,
 # -- put together ----------------------------------------------------------------------------------------------------
 
 
-def cat(call: Call) -> Labels | str:
+def cat(call: LabelledCall) -> Labels | str:
     """All but the dimension along which the tensors follow each other; empty ones are skipped by torch."""
     rank = len(call.shape_of_output())
     labels = numbered(call.shape_of_output(), (call.integer(1, "dim"),))
     return Labels({path: labels for path, value in call.tensors.items() if len(value.shape) == rank}, [labels])
 
 
-def stack(call: Call) -> Labels | str:
+def stack(call: LabelledCall) -> Labels | str:
     """Every dimension of the tensors, around a new one."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(1, "dim"), len(made))
@@ -144,7 +144,7 @@ def stack(call: Call) -> Labels | str:
     return Labels(dict.fromkeys(call.tensors, taken), [labels])
 
 
-def pad(call: Call) -> Labels | str:
+def pad(call: LabelledCall) -> Labels | str:
     """Dimensions that nothing is added to; the amounts come in pairs, the last dimension's first."""
     shape, amounts = call.shape(0), call.integers(1, "pad")
     padded = [-1 - place // 2 for place, amount in enumerate(amounts) if amount]
@@ -152,7 +152,7 @@ def pad(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], reason="edges are not the same for all parts")
 
 
-def pad_planes(call: Call) -> Labels | str:
+def pad_planes(call: LabelledCall) -> Labels | str:
     """Padding by mirrored or repeated edges: all but the padded dimensions."""
     rank = int(next(word for word in call.name.split("_") if word[:3] == "pad")[3])
     places = tuple(range(-rank, 0))
@@ -164,7 +164,7 @@ def pad_planes(call: Call) -> Labels | str:
 # -- filled in part --------------------------------------------------------------------------------------------------
 
 
-def slice_backward(call: Call) -> Labels | str:
+def slice_backward(call: LabelledCall) -> Labels | str:
     """Zeros around the gradient of a slice: all but its dimension; the sizes are literals."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(2, "dim"), len(made))
@@ -172,7 +172,7 @@ def slice_backward(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
 
 
-def select_backward(call: Call) -> Labels | str:
+def select_backward(call: LabelledCall) -> Labels | str:
     """The same for one index of a dimension, which the gradient lacks."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(2, "dim"), len(made))
@@ -181,13 +181,13 @@ def select_backward(call: Call) -> Labels | str:
     return Labels({(0,): taken}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
 
 
-def slice_scatter(call: Call) -> Labels | str:
+def slice_scatter(call: LabelledCall) -> Labels | str:
     """A tensor with a slice replaced: all but the slice's dimension."""
     labels = numbered(call.shape(0), (call.integer(2, "dim"),))
     return Labels({(0,): labels, (1,): labels}, [labels])
 
 
-def select_scatter(call: Call) -> Labels | str:
+def select_scatter(call: LabelledCall) -> Labels | str:
     """A tensor with one index of a dimension replaced."""
     dim = wrapped(call.integer(2, "dim"), len(call.shape(0)))
     labels = numbered(call.shape(0), (dim,))

@@ -57,7 +57,7 @@ class Labels:
     """Why nothing can be cut, where no label gives a split and sizes are not what prevents it."""
 
 
-class Call:
+class LabelledCall:
     """An operator's arguments by position or keyword, and the tensors behind them."""
 
     def __init__(self, op: Op, values: Mapping[int, Value]) -> None:
@@ -113,7 +113,7 @@ class Call:
         return found.shape if found is not None else ()
 
 
-Rule: TypeAlias = Callable[[Call], "Labels | str"]
+Rule: TypeAlias = Callable[[LabelledCall], "Labels | str"]
 """The labels of a call, or one short reason why it cannot be cut."""
 
 Rules: TypeAlias = Mapping[str, Rule]
@@ -130,7 +130,7 @@ def plain_name(name: str) -> str:
     return name.removesuffix("_")
 
 
-def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
+def derive(call: LabelledCall, labels: Labels) -> tuple[Split, ...]:
     """One split per label that cuts something into equal parts, in the order of first use."""
     order: dict[str, None] = {}
     for dims in (*labels.inputs.values(), *labels.outputs):
@@ -141,7 +141,7 @@ def derive(call: Call, labels: Labels) -> tuple[Split, ...]:
     return tuple(dict.fromkeys(split for split in found if split is not None))
 
 
-def _fit(call: Call, labels: Labels) -> bool:
+def _fit(call: LabelledCall, labels: Labels) -> bool:
     """Whether every tensor has the dimensions that are labelled: proofs try calls that no operator would take, some of
     which torch's fakes let pass (the gradient of index 0 of dimension 32)."""
     pairs = [(value, labels.inputs.get(path, ())) for path, value in call.tensors.items()]
@@ -149,7 +149,7 @@ def _fit(call: Call, labels: Labels) -> bool:
     return all(len(dims) <= len(value.shape) for value, dims in pairs)
 
 
-def _split(call: Call, labels: Labels, label: str) -> Split | None:
+def _split(call: LabelledCall, labels: Labels, label: str) -> Split | None:
     """The split that cuts everything with that label; None where the call does not allow it."""
     inputs = tuple(_place(value, labels.inputs.get(path, ()), label) for path, value in call.tensors.items())
     pairs = [(value, dimension(cut)) for value, cut in zip(call.tensors.values(), inputs, strict=True)]
@@ -176,7 +176,7 @@ def _split(call: Call, labels: Labels, label: str) -> Split | None:
     return Split(inputs, tuple(outputs), tuple(paths), extent, replaced) if extent > 1 else None
 
 
-def _apart(call: Call, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
+def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]) -> bool:
     """Whether the parts write different elements where the output is on an input's memory.
 
     A window on the input is no write. What is written in place must be cut there as it is joined; parts that each
@@ -206,7 +206,7 @@ def _place(value: Value, dims: Places, label: str) -> Cut:
     return None
 
 
-def _literals(call: Call, labels: Labels, label: str) -> dict[Path, int] | None:
+def _literals(call: LabelledCall, labels: Labels, label: str) -> dict[Path, int] | None:
     """The literals to divide; None where one of them is no size."""
     found: dict[Path, int] = {}
     everything = (*call.op.args, *(arg for _, arg in call.op.kwargs))
@@ -271,7 +271,7 @@ RANDOM = "random numbers would change"
 def because(reason: str) -> Rule:
     """A rule that gives a reason instead of labels."""
 
-    def rule(call: Call) -> Labels | str:  # noqa: ARG001
+    def rule(call: LabelledCall) -> Labels | str:  # noqa: ARG001
         return reason
 
     return rule

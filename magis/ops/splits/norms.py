@@ -1,4 +1,4 @@
-"""Normalizations, forward and backward.
+"""Normalizations and losses, forward and backward.
 
     native_layer_norm:   (rows, x), (x), (x) -> (rows, x), (rows), (rows); x not
     native_batch_norm:   (n, c, ...), (c) x 4 -> (n, c, ...), (c), (c); in training c alone
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
 from magis.ops.splits.split import Path
 
 COUPLED = "batch statistics couple the batch"
@@ -22,13 +22,13 @@ COUPLED = "batch statistics couple the batch"
 # -- layer norm and its kin ------------------------------------------------------------------------------------------
 
 
-def layer_norm(call: Call) -> Labels | str:
+def layer_norm(call: LabelledCall) -> Labels | str:
     """Leading dimensions; mean and reciprocal deviation have them too, and 1 for the normalized ones."""
     labels = _leading(call, 0, 1)
     return Labels({(0,): labels}, [labels] * len(call.outputs), reason="all dimensions are normalized")
 
 
-def layer_norm_backward(call: Call) -> Labels | str:
+def layer_norm_backward(call: LabelledCall) -> Labels | str:
     """Leading dimensions; the gradients of weight and bias are sums over them."""
     labels = _leading(call, 0, 2)
     last = 4 if call.name == "native_layer_norm_backward" else 3
@@ -37,7 +37,7 @@ def layer_norm_backward(call: Call) -> Labels | str:
     return Labels(inputs, [labels, (), ()], combine=combine, reason="all dimensions are normalized")
 
 
-def _leading(call: Call, position: int, normalized: int) -> list[str | None]:
+def _leading(call: LabelledCall, position: int, normalized: int) -> list[str | None]:
     rank = len(call.shape(position))
     count = rank - len(call.integers(normalized))
     return [f"d{index}" if index < count else None for index in range(rank)]
@@ -55,7 +55,7 @@ _BACKWARD_ORDER = {"cudnn_batch_norm_backward": (1, 0), "miopen_batch_norm_backw
 """Positions of the output's gradient and of the input where the gradient does not come first."""
 
 
-def batch_norm(call: Call) -> Labels | str:
+def batch_norm(call: LabelledCall) -> Labels | str:
     """Channels; without training, statistics are given and everything else can be cut too."""
     training = _trains(call)
     image = _image(call.shape(0), training)
@@ -63,7 +63,7 @@ def batch_norm(call: Call) -> Labels | str:
     return _batch_norm(call, inputs, [image, *(["c"] for _ in call.outputs[1:])], image, "same")
 
 
-def batch_norm_backward(call: Call) -> Labels | str:
+def batch_norm_backward(call: LabelledCall) -> Labels | str:
     """Channels; without training all, and the gradients of weight and bias are sums."""
     gradient, taken = _BACKWARD_ORDER.get(call.name, (0, 1))
     image = _image(call.shape(taken), _trains(call))
@@ -72,7 +72,7 @@ def batch_norm_backward(call: Call) -> Labels | str:
 
 
 def _batch_norm(
-    call: Call, inputs: Mapping[Path, Dims], outputs: Sequence[Dims], image: Dims, how: str
+    call: LabelledCall, inputs: Mapping[Path, Dims], outputs: Sequence[Dims], image: Dims, how: str
 ) -> Labels | str:
     """`how`: what becomes of a result per channel where the channel is not cut."""
     if any(value.numel and value.dtype == "uint8" for value in (*call.tensors.values(), *call.outputs) if value):
@@ -81,7 +81,7 @@ def _batch_norm(
     return Labels(inputs, outputs, combine=combine, reason=COUPLED)
 
 
-def _trains(call: Call) -> bool:
+def _trains(call: LabelledCall) -> bool:
     if call.name.endswith(("_no_training", "_no_update")):
         return False
     position = _TRAINING.get(call.name, -1)
@@ -94,7 +94,7 @@ def _image(shape: Sequence[int], training: bool) -> list[str | None]:
     return ["c" if index == 1 else None if training else f"d{index}" for index in range(len(shape))]
 
 
-def _channels(call: Call, images: Mapping[Path, Dims]) -> dict[Path, Dims]:
+def _channels(call: LabelledCall, images: Mapping[Path, Dims]) -> dict[Path, Dims]:
     """Labels of all arguments: those in `images`, and one number per channel for the others (none if empty)."""
     channels: dict[Path, Dims] = {path: ["c"] for path, value in call.tensors.items() if value.numel}
     return channels | dict(images)
@@ -103,7 +103,7 @@ def _channels(call: Call, images: Mapping[Path, Dims]) -> dict[Path, Dims]:
 # -- group norm ------------------------------------------------------------------------------------------------------
 
 
-def group_norm(call: Call) -> Labels | str:
+def group_norm(call: LabelledCall) -> Labels | str:
     """Samples, and whole groups of channels; the literals are N, C and the number of groups."""
     image = ["n", "g", *(None for _ in call.shape(0)[2:])]
     return Labels(
@@ -113,7 +113,7 @@ def group_norm(call: Call) -> Labels | str:
     )
 
 
-def group_norm_backward(call: Call) -> Labels | str:
+def group_norm_backward(call: LabelledCall) -> Labels | str:
     """The same; over samples the gradients of weight and bias are sums."""
     image = ["n", "g", *(None for _ in call.shape(0)[2:])]
     return Labels(
@@ -127,7 +127,7 @@ def group_norm_backward(call: Call) -> Labels | str:
 # -- weight norm -----------------------------------------------------------------------------------------------------
 
 
-def weight_norm(call: Call) -> Labels | str:
+def weight_norm(call: LabelledCall) -> Labels | str:
     """One norm for each index of a dimension, the first or the last: everything has that dimension."""
     position = 2 if call.name == "_weight_norm_interface" else 4
     dim = wrapped(call.integer(position, "dim"), len(call.shape(0)))
@@ -168,7 +168,7 @@ _REDUCTION = {
 """Position of the reduction, an int: 0 none, 1 mean (the default), 2 sum."""
 
 
-def elementwise(call: Call) -> Labels | str:
+def elementwise(call: LabelledCall) -> Labels | str:
     """One loss per element, or their mean or sum."""
     reduction = call.integer(_REDUCTION[call.name], "reduction", MEAN)
     common = broadcast([value.shape for value in call.tensors.values()])
@@ -182,7 +182,7 @@ def elementwise(call: Call) -> Labels | str:
     return Labels(inputs, [()], combine={label: how for label in labels if label is not None})
 
 
-def elementwise_backward(call: Call) -> Labels | str:
+def elementwise_backward(call: LabelledCall) -> Labels | str:
     """One gradient per element."""
     if call.integer(_REDUCTION[call.name], "reduction", MEAN) == MEAN:
         return "a part would divide by its own number of elements"
@@ -191,7 +191,7 @@ def elementwise_backward(call: Call) -> Labels | str:
     return Labels({path: aligned(v.shape, common, labels) for path, v in call.tensors.items()}, [labels])
 
 
-def nll(call: Call) -> Labels | str:
+def nll(call: LabelledCall) -> Labels | str:
     """The loss of one class per row, and the total weight of the rows."""
     reduction = call.integer(3, "reduction", MEAN)
     scores = _scores(call.shape(0))
@@ -206,7 +206,7 @@ def nll(call: Call) -> Labels | str:
     return Labels(inputs, [targets if reduction == NONE else (), ()], combine=combine)
 
 
-def nll_backward(call: Call) -> Labels | str:
+def nll_backward(call: LabelledCall) -> Labels | str:
     """Rows; the total weight is given, the loss's gradient has rows only where the loss has them."""
     scores = _scores(call.shape(1))
     targets = [label for index, label in enumerate(scores) if index != 1]

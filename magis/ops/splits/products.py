@@ -1,4 +1,4 @@
-"""Attention kernels, forward and backward.
+"""Matrix products and attention kernels, forward and backward.
 
     (b, h, q, e), (b, h, s, e), (b, h, s, v), mask (b, h, q, s) broadcast -> (b, h, q, v), logsumexp (b, h, q)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from magis.graph.nodes import Value
-from magis.ops.splits.labels import Call, Dims, Labels, Rule, aligned, rows
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, rows
 from magis.ops.splits.split import Path
 
 RANDOM = "random numbers would change"
@@ -48,7 +48,7 @@ _KERNELS = {
 }
 
 
-def attention(call: Call) -> Labels | str:
+def attention(call: LabelledCall) -> Labels | str:
     """Batch, head, and query rows of the forward."""
     kernel = _KERNELS[call.name]
     if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
@@ -73,7 +73,7 @@ def attention(call: Call) -> Labels | str:
     )
 
 
-def attention_backward(call: Call) -> Labels | str:
+def attention_backward(call: LabelledCall) -> Labels | str:
     """Batch and head; query rows where the kernel's logsumexp has one number per row."""
     kernel = _KERNELS[call.name]
     if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
@@ -96,7 +96,7 @@ def attention_backward(call: Call) -> Labels | str:
     return Labels(inputs, [rows, whole, whole, *of_mask], combine={"q": sums, "b": per_head, "h": per_head})
 
 
-def _query_rows(call: Call, kernel: _Kernel) -> tuple[str | None, int]:
+def _query_rows(call: LabelledCall, kernel: _Kernel) -> tuple[str | None, int]:
     """The label of query rows, None where they cannot be cut, and a further number that the parts must divide."""
     if not kernel.queries or call.arg(kernel.causal, "is_causal", False) is not False:
         return None, 0
@@ -110,7 +110,7 @@ def _query_rows(call: Call, kernel: _Kernel) -> tuple[str | None, int]:
     return ("q", 0) if saved.numel == 0 or saved.shape[2] == rows else (None, 0)
 
 
-def _mask(call: Call, kernel: _Kernel, row: str | None, query: int) -> dict[Path, Dims]:
+def _mask(call: LabelledCall, kernel: _Kernel, row: str | None, query: int) -> dict[Path, Dims]:
     """Labels of the mask, broadcast to (batch, head, query row, key)."""
     value = call.tensor(kernel.mask, "attn_mask")
     if value is None:
@@ -119,7 +119,7 @@ def _mask(call: Call, kernel: _Kernel, row: str | None, query: int) -> dict[Path
     return {call.at(kernel.mask, "attn_mask"): aligned(value.shape, scores, ["b", "h", row, None])}
 
 
-def _of_mask_gradient(call: Call, row: str | None) -> Dims:
+def _of_mask_gradient(call: LabelledCall, row: str | None) -> Dims:
     shape = call.shape_of_output(3)
     scores = (*call.shape(1)[:3], call.shape(2)[2])
     return aligned(shape, scores, ["b", "h", row, None]) if shape else ()
@@ -151,7 +151,7 @@ _FORMS: dict[str, tuple[int, tuple[str, str, str]]] = {
 """Operator name -> position of the first factor (1: after a tensor that is added), labels of factors and product."""
 
 
-def product(call: Call) -> Labels | str:
+def product(call: LabelledCall) -> Labels | str:
     """Batch, rows and columns; the contraction sums unless something is added."""
     first, (left, right, result) = _FORMS[call.name]
     inputs: dict[tuple[int, ...], list[str | None]] = {(first,): list(left), (first + 1,): list(right)}
@@ -161,7 +161,7 @@ def product(call: Call) -> Labels | str:
     return Labels(inputs, [list(result)], combine=sums, reason="every part would add the same tensor")
 
 
-def linear(call: Call) -> Labels | str:
+def linear(call: LabelledCall) -> Labels | str:
     """`input @ weight.T + bias`, with any number of leading dimensions."""
     leading = [f"d{index}" for index in range(len(call.shape(0)) - 1)]
     weight = ["n", "k"] if len(call.shape(1)) == 2 else ["k"]

@@ -1,4 +1,4 @@
-"""Reductions, and operators that work along one dimension.
+"""Element-wise operators, reductions, and operators that work along one dimension.
 
 sum(a, [1]):      (x, y) -> (x); y combines by "sum"
 softmax(a, -1):   (x, y) -> (x, y), y not
@@ -6,14 +6,14 @@ softmax(a, -1):   (x, y) -> (x, y), y not
 
 from __future__ import annotations
 
-from magis.ops.splits.labels import Call, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.labels import LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
 
 # Element-wise operators, in-place forms included, and operators that make tensors from sizes alone.
 # add(a, b): a: (..., x), b: (..., x or 1) -> (..., x) full([x, y], number) -> (x, y), the sizes are literals
 # Every dimension can be cut, except in an input that is broadcast along it: that one is taken whole.
 
 
-def pointwise(call: Call) -> Labels | str:
+def pointwise(call: LabelledCall) -> Labels | str:
     """Every dimension of the result; an input of size 1 there is broadcast."""
     made = [output for output in call.outputs if output is not None]
     common = broadcast([value.shape for value in (*call.tensors.values(), *made) if value.numel])
@@ -28,17 +28,17 @@ def pointwise(call: Call) -> Labels | str:
     )
 
 
-def factory(call: Call) -> Labels | str:
+def factory(call: LabelledCall) -> Labels | str:
     """A tensor of one number: its sizes are the first argument's literals."""
     return _sized(call, 0)
 
 
-def new(call: Call) -> Labels | str:
+def new(call: LabelledCall) -> Labels | str:
     """`tensor.new_zeros(sizes)`: the tensor gives type and device alone."""
     return _sized(call, 1)
 
 
-def strided(call: Call) -> Labels | str:
+def strided(call: LabelledCall) -> Labels | str:
     """Sizes and strides are literals: only the outermost dimension can shrink without changing a stride."""
     position = 1 if call.name.startswith("new_") else 0
     sizes, steps = call.integers(position), call.integers(position + 1)
@@ -53,7 +53,7 @@ def strided(call: Call) -> Labels | str:
     return Labels({}, [dims], labels.literals)
 
 
-def _sized(call: Call, position: int) -> Labels | str:
+def _sized(call: LabelledCall, position: int) -> Labels | str:
     sizes = call.shape_of_output()
     (where,) = call.at(position, "size")
     if len(call.integers(position, "size")) != len(sizes):
@@ -97,7 +97,7 @@ _COMBINES = {
 """How the results for parts of a reduced dimension become the whole's; the mean of equal parts' means is the mean."""
 
 
-def reduction(call: Call) -> Labels | str:
+def reduction(call: LabelledCall) -> Labels | str:
     """Kept dimensions are cut; reduced ones where the operation combines with itself."""
     shape, made = call.shape(0), call.shape_of_output()
     gone = _reduced(call)
@@ -113,7 +113,7 @@ def reduction(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [kept] * len(call.outputs), combine=combine, reason=coupled)
 
 
-def _combination(call: Call) -> str | None:
+def _combination(call: LabelledCall) -> str | None:
     if call.name in ("max", "min"):
         return call.name if call.overload == "default" else None
     if call.name == "linalg_vector_norm":
@@ -123,7 +123,7 @@ def _combination(call: Call) -> str | None:
     return _COMBINES.get(call.name)
 
 
-def _reduced(call: Call) -> set[int] | None:
+def _reduced(call: LabelledCall) -> set[int] | None:
     """The reduced dimensions, as the shapes of input and result tell them where no dimension is named."""
     shape, made = call.shape(0), call.shape_of_output()
     asked = (
@@ -136,12 +136,12 @@ def _reduced(call: Call) -> set[int] | None:
     return asked if expected == made else None
 
 
-def _names_dims(call: Call) -> bool:
+def _names_dims(call: LabelledCall) -> bool:
     """Whether the call may name dimensions; `var(x, True)` has a flag in their place."""
     return not isinstance(call.arg(_dim_position(call), "dim"), bool)
 
 
-def _dim_position(call: Call) -> int:
+def _dim_position(call: LabelledCall) -> int:
     """After the order of a norm, and after the k of a k-th value."""
     return 2 if call.name in ("linalg_vector_norm", "norm", "kthvalue") else 1
 
@@ -149,7 +149,7 @@ def _dim_position(call: Call) -> int:
 def elementwise_along(position: int, keyword: str = "dim", default: int = -1) -> Rule:
     """A rule for inputs and outputs of one shape that are worked on along the dimension at `position`."""
 
-    def rule(call: Call) -> Labels | str:
+    def rule(call: LabelledCall) -> Labels | str:
         labels = numbered(call.shape(0), (call.integer(position, keyword, default),))
         inputs = {path: labels for path, value in call.tensors.items() if len(value.shape) == len(labels)}
         return Labels(inputs, [labels] * len(call.outputs), reason="every result depends on the whole dimension")
@@ -157,14 +157,14 @@ def elementwise_along(position: int, keyword: str = "dim", default: int = -1) ->
     return rule
 
 
-def extremum(call: Call) -> Labels | str:
+def extremum(call: LabelledCall) -> Labels | str:
     """`max` and `min`: of two tensors, of everything, or along a dimension together with where they are."""
     if call.overload == "other":
         return pointwise(call)
     return reduction(call)
 
 
-def flipped(call: Call) -> Labels | str:
+def flipped(call: LabelledCall) -> Labels | str:
     """Elements change places along the named dimensions, all of them where a `roll` names none."""
     dims = call.integers(1 if call.name == "flip" else 2, "dims")
     if call.name == "roll" and not dims:
@@ -173,19 +173,19 @@ def flipped(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], reason="elements move along the dimension")
 
 
-def transform(call: Call) -> Labels | str:
+def transform(call: LabelledCall) -> Labels | str:
     """A Fourier transform: all but the transformed dimensions, one of which may change its size."""
     labels = numbered(call.shape(0), call.integers(1, "dim"))
     return Labels({(0,): labels}, [labels], reason="every result depends on the whole dimension")
 
 
-def triangle(call: Call) -> Labels | str:
+def triangle(call: LabelledCall) -> Labels | str:
     """A triangle of every matrix: which elements belong to it depends on where they are."""
     labels = numbered(call.shape(0), (-1, -2))
     return Labels({(0,): labels}, [labels], reason="the triangle is fixed by positions")
 
 
-def halves(call: Call) -> Labels | str:
+def halves(call: LabelledCall) -> Labels | str:
     """`glu`: one half of a dimension gates the other."""
     position = 1 if call.name == "glu" else 2
     labels = numbered(call.shape(0), (call.integer(position, "dim", -1),))

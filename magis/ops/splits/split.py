@@ -1,4 +1,4 @@
-"""What a split of an operator is, and the call that one part of it makes."""
+"""The types of a split of an operator, and the call that one part of it makes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.ops.splits.labels import Call, Labels, Rule, aligned, numbered, rows, wrapped
+from magis.ops.splits.labels import LabelledCall, Labels, Rule, aligned, numbered, rows, wrapped
 from magis.ops.splits.split import Path
 
 MEMORY = "addresses memory, not dimensions"
@@ -37,7 +37,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[i
         yield here, there
 
 
-def view(call: Call) -> Labels | str:
+def view(call: LabelledCall) -> Labels | str:
     """Other sizes for the same elements in the same order."""
     before, after = call.shape(0), call.shape_of_output()
     if call.overload == "dtype":
@@ -60,14 +60,14 @@ def _leading(before: Sequence[int], after: Sequence[int]) -> tuple[list[str | No
     return taken, made
 
 
-def _as_dtype(call: Call) -> Labels:
+def _as_dtype(call: LabelledCall) -> Labels:
     """The same bytes as another data type: the innermost dimension changes its size."""
     same = call.shape(0) == call.shape_of_output()
     labels = numbered(call.shape(0), () if same else (-1,))
     return Labels({(0,): labels}, [labels])
 
 
-def flatten(call: Call) -> Labels | str:
+def flatten(call: LabelledCall) -> Labels | str:
     """`flatten(start, end)`: a view whose arguments are dimensions."""
     before, after = call.shape(0), call.shape_of_output()
     if 0 in before:
@@ -76,7 +76,7 @@ def flatten(call: Call) -> Labels | str:
     return Labels({(0,): taken}, [made])
 
 
-def expand(call: Call) -> Labels | str:
+def expand(call: LabelledCall) -> Labels | str:
     """Sizes are literals; where the input has size 1, the parts take all of it."""
     before, after = call.shape(0), call.shape_of_output()
     labels = numbered(after)
@@ -87,7 +87,7 @@ def expand(call: Call) -> Labels | str:
     return Labels({(0,): aligned(before, after, labels)}, [labels], literals)
 
 
-def repeat(call: Call) -> Labels | str:
+def repeat(call: LabelledCall) -> Labels | str:
     """Copies side by side: a dimension repeated once is cut in the input, otherwise the parts make fewer copies."""
     before, after = call.shape(0), call.shape_of_output()
     times = call.integers(1, "repeats")
@@ -100,7 +100,7 @@ def repeat(call: Call) -> Labels | str:
     return Labels({(0,): taken}, [labels], literals)
 
 
-def rearranged(call: Call, source: Sequence[int | None], but: Sequence[int] = ()) -> Labels | str:
+def rearranged(call: LabelledCall, source: Sequence[int | None], but: Sequence[int] = ()) -> Labels | str:
     """Dimension j of every output is dimension `source[j]` of the input; None, and those in `but`, are not cut."""
     labels = numbered(call.shape(0), but)
     if any(output is not None and len(output.shape) != len(source) for output in call.outputs):
@@ -109,13 +109,13 @@ def rearranged(call: Call, source: Sequence[int | None], but: Sequence[int] = ()
     return Labels({(0,): labels}, [made] * len(call.outputs))
 
 
-def permute(call: Call) -> Labels | str:
+def permute(call: LabelledCall) -> Labels | str:
     """`permute(dims)`: dimension j is dimension dims[j] of the input."""
     rank = len(call.shape(0))
     return rearranged(call, [wrapped(dim, rank) for dim in call.integers(1, "dims")])
 
 
-def transpose(call: Call) -> Labels | str:
+def transpose(call: LabelledCall) -> Labels | str:
     """Two dimensions change places; `t` and `numpy_T` turn all around."""
     order = list(range(len(call.shape(0))))
     if call.name in ("t", "t_copy", "numpy_T"):
@@ -126,7 +126,7 @@ def transpose(call: Call) -> Labels | str:
     return rearranged(call, order)
 
 
-def movedim(call: Call) -> Labels | str:
+def movedim(call: LabelledCall) -> Labels | str:
     """Dimensions move to other places, the rest keeps its order."""
     rank = len(call.shape(0))
     origin, target = ([wrapped(dim, rank) for dim in call.integers(position)] for position in (1, 2))
@@ -135,7 +135,7 @@ def movedim(call: Call) -> Labels | str:
     return rearranged(call, [placed[dim] if dim in placed else next(rest) for dim in range(rank)])
 
 
-def unsqueeze(call: Call) -> Labels | str:
+def unsqueeze(call: LabelledCall) -> Labels | str:
     """A further dimension of size 1."""
     rank = len(call.shape(0))
     order: list[int | None] = list(range(rank))
@@ -143,7 +143,7 @@ def unsqueeze(call: Call) -> Labels | str:
     return rearranged(call, order)
 
 
-def squeeze(call: Call) -> Labels | str:
+def squeeze(call: LabelledCall) -> Labels | str:
     """Dimensions of size 1 vanish: a part must not cut another one of those asked for down to 1."""
     shape = call.shape(0)
     asked = [wrapped(dim, len(shape)) for dim in call.integers(1, "dim")]
@@ -161,14 +161,14 @@ def _largest_proper_divisor(number: int) -> int:
     return number // smallest
 
 
-def select(call: Call) -> Labels | str:
+def select(call: LabelledCall) -> Labels | str:
     """One index of a dimension; unbind: all of them."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dim"), rank)
     return rearranged(call, [index for index in range(rank) if index != dim])
 
 
-def window(call: Call) -> Labels | str:
+def window(call: LabelledCall) -> Labels | str:
     """A window, or windows side by side, along one dimension: all others; that one too where all of it is taken."""
     shape = call.shape(0)
     dim = wrapped(call.integer(_WINDOW_DIM[call.name], "dim"), len(shape))
@@ -181,7 +181,7 @@ _WINDOW_DIM = {
 }  # fmt: skip
 
 
-def _whole(call: Call, size: int) -> bool:
+def _whole(call: LabelledCall, size: int) -> bool:
     """Whether a slice keeps the whole dimension by literals that mean the same for a shorter one."""
     if not call.name.startswith("slice"):
         return False
@@ -190,7 +190,7 @@ def _whole(call: Call, size: int) -> bool:
     return call.arg(2, "start") in (None, 0) and reaches and call.integer(4, "step", 1) == 1
 
 
-def as_strided(call: Call) -> Labels | str:
+def as_strided(call: LabelledCall) -> Labels | str:
     """Literal strides hold for parts only where the whole of a row-by-row tensor is taken, cut along its first
     dimension."""
     value = call.tensor(0)
@@ -206,26 +206,26 @@ def as_strided(call: Call) -> Labels | str:
     return Labels({(0,): labels}, [labels], {(1, 0): "d0"}, reason=MEMORY)
 
 
-def memory(call: Call) -> Labels | str:  # noqa: ARG001
+def memory(call: LabelledCall) -> Labels | str:  # noqa: ARG001
     """Windows by literal strides."""
     return MEMORY
 
 
-def diagonal(call: Call) -> Labels | str:
+def diagonal(call: LabelledCall) -> Labels | str:
     """All but the two dimensions, which become the last one."""
     rank = len(call.shape(0))
     gone = {wrapped(call.integer(2, "dim1"), rank), wrapped(call.integer(3, "dim2", 1), rank)}
     return rearranged(call, [*(index for index in range(rank) if index not in gone), None], tuple(gone))
 
 
-def unfold(call: Call) -> Labels | str:
+def unfold(call: LabelledCall) -> Labels | str:
     """Windows along one dimension, each of which becomes a row of a further last dimension: all but that one."""
     rank = len(call.shape(0))
     dim = wrapped(call.integer(1, "dimension"), rank)
     return rearranged(call, [*range(rank), None], (dim,))
 
 
-def complex_pairs(call: Call) -> Labels | str:
+def complex_pairs(call: LabelledCall) -> Labels | str:
     """Pairs of numbers in a last dimension, and complex numbers."""
     rank = len(call.shape(0))
     if call.name == "view_as_real":

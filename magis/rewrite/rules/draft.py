@@ -1,4 +1,4 @@
-"""New calls in the place of old ones: the graph while a rule is applied to it.
+"""The graph while a rule is applied to it: new calls in the place of old ones.
 
 A draft is thrown away where the graph does not allow the rule: a call refuses the sizes, a version is gone, a weight
 cannot be merged, no legal order is left. ``Refused`` says so and never leaves ``apply``.
@@ -13,7 +13,7 @@ from typing import TypeAlias
 from magis.cost.shapes import Made, describe
 from magis.errors import VerifyError
 from magis.graph import Arg, Graph, Op, Ref, Storage, Value
-from magis.rewrite.rules.language import Call, Each, Pattern, Var, calls
+from magis.rewrite.rules.language import CallPattern, Each, Pattern, Var, calls
 from magis.rewrite.rules.matching import Bound
 from magis.rewrite.rules.merged_weights import Window, is_weight, merge
 from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_like
@@ -150,20 +150,20 @@ def build(draft: Draft, pattern: Pattern, bound: Bound) -> Built:
             return bound.lists[name]
         case Each(of=inner):
             return build(draft, inner, bound)
-        case Call(form="cat"):
+        case CallPattern(form="cat"):
             members = _flat([build(draft, arg, bound) for arg in pattern.args])
             return draft.cat(members, _dim(draft, pattern, bound, members[0]))
-        case Call(form="split"):
+        case CallPattern(form="split"):
             (tensor,) = _flat([build(draft, pattern.args[0], bound)])
             dim = _dim(draft, pattern, bound, tensor)
             sizes = _sizes(draft, pattern, bound, dim - len(draft.values[tensor].shape))
             target, args, kwargs = made_call("split", (tensor,), dim, draft.values, sizes)
             return draft.emit(target, args, kwargs)
-        case Call():
+        case CallPattern():
             return _calls(draft, pattern, bound)
 
 
-def _calls(draft: Draft, pattern: Call, bound: Bound) -> Built:
+def _calls(draft: Draft, pattern: CallPattern, bound: Bound) -> Built:
     """One call, or one for each member of the lists among its arguments."""
     args = [build(draft, arg, bound) for arg in pattern.args]
     counts = {len(arg) for arg in args if isinstance(arg, tuple)}
@@ -177,7 +177,7 @@ def _calls(draft: Draft, pattern: Call, bound: Bound) -> Built:
     )
 
 
-def _one(draft: Draft, pattern: Call, bound: Bound, tensors: tuple[int, ...]) -> int:
+def _one(draft: Draft, pattern: CallPattern, bound: Bound, tensors: tuple[int, ...]) -> int:
     if pattern.form in BRINGS_LITERALS:
         target, args, kwargs = made_like(bound.like[pattern.form], tensors)
     else:
@@ -189,7 +189,7 @@ def _flat(found: Sequence[Built]) -> list[int]:
     return [value for each in found for value in (each if isinstance(each, tuple) else (each,))]
 
 
-def _dim(draft: Draft, pattern: Call, bound: Bound, tensor: int) -> int:
+def _dim(draft: Draft, pattern: CallPattern, bound: Bound, tensor: int) -> int:
     """The dimension that the pattern names, counted from 0."""
     dim = bound.dims[pattern.dim] if isinstance(pattern.dim, str) else pattern.dim
     rank = len(draft.values[tensor].shape)
@@ -198,7 +198,7 @@ def _dim(draft: Draft, pattern: Call, bound: Bound, tensor: int) -> int:
     return dim + rank
 
 
-def _sizes(draft: Draft, pattern: Call, bound: Bound, dim: int) -> tuple[int, ...]:
+def _sizes(draft: Draft, pattern: CallPattern, bound: Bound, dim: int) -> tuple[int, ...]:
     """As large as the members of the list that the pattern names, along the last dimensions' ``dim`` or, of weights of
     a convolution, along the channels that they make; else as the split that was matched."""
     for arg in pattern.args[1:]:
@@ -234,7 +234,7 @@ def with_merged_weights(graph: Graph, pattern: Pattern, bound: Bound) -> Graph:
     return graph
 
 
-def _leaves(call: Call, bound: Bound) -> Sequence[int]:
+def _leaves(call: CallPattern, bound: Bound) -> Sequence[int]:
     """The tensors of a concatenation, if it takes nothing but names."""
     found: list[int] = []
     known: Mapping[str, int] = bound.values

@@ -28,7 +28,7 @@ class Var:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallPattern:
     """An operator. ``dim`` is a number (negative), the name of one, or None for operators without."""
 
     form: str
@@ -40,10 +40,10 @@ class Call:
 class Each:
     """A list: of tensors, or the pieces of a split."""
 
-    of: Var | Call
+    of: Var | CallPattern
 
 
-Pattern: TypeAlias = Var | Call | Each
+Pattern: TypeAlias = Var | CallPattern | Each
 
 _LISTS = ("cat", "split")
 """Operators that take a list as such, where any other one is called once for each of its members."""
@@ -73,7 +73,7 @@ def _pattern(node: ast.expr, text: str) -> Pattern:
             dims = {keyword.arg: keyword.value for keyword in keywords}
             if dims.keys() - {"dim"}:
                 raise _wrong(text)
-            return Call(form, tuple(_pattern(arg, text) for arg in args), _dim(dims.get("dim"), text))
+            return CallPattern(form, tuple(_pattern(arg, text) for arg in args), _dim(dims.get("dim"), text))
         case _:
             raise _wrong(text)
 
@@ -96,7 +96,7 @@ def _wrong(text: str) -> MagisError:
 
 def is_family(pattern: Pattern) -> bool:
     """Whether the pattern stands for one call per member of a list."""
-    if not isinstance(pattern, Call) or pattern.form in _LISTS:
+    if not isinstance(pattern, CallPattern) or pattern.form in _LISTS:
         return False
     return any(isinstance(arg, Each) or is_family(arg) for arg in pattern.args)
 
@@ -106,17 +106,17 @@ def member(pattern: Pattern, index: int) -> Pattern:
     match pattern:
         case Each(of=Var(name=name)):
             return Var(f"{name}.{index}")
-        case Call(form=form) if form not in _LISTS:
+        case CallPattern(form=form) if form not in _LISTS:
             return replace(pattern, args=tuple(member(arg, index) for arg in pattern.args))
         case _:
             return pattern
 
 
-def calls(pattern: Pattern) -> Iterator[Call]:
+def calls(pattern: Pattern) -> Iterator[CallPattern]:
     """Every call in the pattern, the outermost first."""
     if isinstance(pattern, Each):
         yield from calls(pattern.of)
-    elif isinstance(pattern, Call):
+    elif isinstance(pattern, CallPattern):
         yield pattern
         for arg in pattern.args:
             yield from calls(arg)

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from magis.graph import Graph, Op
-from magis.rewrite.rules.language import Call, Each, Pattern, Var, is_family, member
+from magis.rewrite.rules.language import CallPattern, Each, Pattern, Var, is_family, member
 from magis.rewrite.rules.merged_weights import is_weight
 from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, FORMS, Seen, sizes_of_split
 
@@ -87,13 +87,13 @@ _BESIDE = frozenset({"l", "r"})
 
 def occurrences(index: Index, pattern: Pattern) -> Iterator[Bound]:
     """Every way to read the pattern into the graph, by the position of the outermost call."""
-    if not isinstance(pattern, Call):
+    if not isinstance(pattern, CallPattern):
         return
     if not is_family(pattern):
         for op, _ in index.all(pattern.form):
             for bound in _call(index, pattern, op, Bound()):
                 yield replace(bound, roots=op.made())
-    elif any(isinstance(arg, Each) and isinstance(arg.of, Call) for arg in pattern.args):
+    elif any(isinstance(arg, Each) and isinstance(arg.of, CallPattern) for arg in pattern.args):
         yield from _on_pieces(index, pattern)
     else:
         yield from _siblings(index, pattern)
@@ -107,13 +107,13 @@ def _value(index: Index, pattern: Pattern, value: int, bound: Bound) -> Iterator
         known = bound.values.get(pattern.name, value)
         if known == value:
             yield replace(bound, values={**bound.values, pattern.name: value})
-    elif isinstance(pattern, Call) and value in index.maker:
+    elif isinstance(pattern, CallPattern) and value in index.maker:
         op = index.maker[value]
         if len(op.outputs) == 1 and not op.many:
             yield from _call(index, pattern, op, bound)
 
 
-def _call(index: Index, pattern: Call, op: Op, bound: Bound) -> Iterator[Bound]:
+def _call(index: Index, pattern: CallPattern, op: Op, bound: Bound) -> Iterator[Bound]:
     seen = index.see(pattern.form, op)
     if seen is None:
         return
@@ -131,7 +131,7 @@ def _call(index: Index, pattern: Call, op: Op, bound: Bound) -> Iterator[Bound]:
         yield from _all(index, pattern.args, seen.args, started)
 
 
-def _literals(pattern: Call, op: Op, seen: Seen, bound: Bound) -> Bound | None:
+def _literals(pattern: CallPattern, op: Op, seen: Seen, bound: Bound) -> Bound | None:
     """With the dimension and the literals of a call; None where they differ from those that are bound."""
     dims = dict(bound.dims)
     if isinstance(pattern.dim, str):
@@ -157,7 +157,7 @@ def _all(index: Index, patterns: Sequence[Pattern], values: Sequence[int], bound
         yield from _all(index, patterns[1:], values[1:], found)
 
 
-def _pieces_fit(index: Index, pattern: Call, bound: Bound, sizes: tuple[int, ...], dim: int | None) -> bool:
+def _pieces_fit(index: Index, pattern: CallPattern, bound: Bound, sizes: tuple[int, ...], dim: int | None) -> bool:
     """Whether the pieces are as large as the members of the list that the pattern names, if it does."""
     for arg in pattern.args[1:]:
         if isinstance(arg, Each) and isinstance(arg.of, Var) and dim is not None:
@@ -177,7 +177,7 @@ def _list(index: Index, patterns: Sequence[Pattern], values: Sequence[int], boun
             yield bound
         return
     first, rest = patterns[0], patterns[1:]
-    if isinstance(first, Each) and isinstance(first.of, Call):
+    if isinstance(first, Each) and isinstance(first.of, CallPattern):
         yield from _whole_split(index, first.of, values, bound) if not rest else ()
     elif is_family(first):
         yield from _members(index, first, values, bound) if not rest else ()
@@ -209,7 +209,7 @@ def _gathered(bound: Bound, count: int) -> Bound:
     return replace(bound, values=single, lists={**bound.lists, **lists})
 
 
-def _whole_split(index: Index, pattern: Call, values: Sequence[int], bound: Bound) -> Iterator[Bound]:
+def _whole_split(index: Index, pattern: CallPattern, values: Sequence[int], bound: Bound) -> Iterator[Bound]:
     """All pieces of one split, in order."""
     op = index.maker.get(values[0]) if values else None
     if op is not None and op.outputs == tuple(values):
@@ -219,7 +219,7 @@ def _whole_split(index: Index, pattern: Call, values: Sequence[int], bound: Boun
 # -- families ---------------------------------------------------------------------------------------------------------
 
 
-def _siblings(index: Index, pattern: Call) -> Iterator[Bound]:
+def _siblings(index: Index, pattern: CallPattern) -> Iterator[Bound]:
     """Calls that share what is not starred. All of them, and where there are more than two also neighbours."""
     fixed = [at for at, arg in enumerate(pattern.args) if not isinstance(arg, Each)]
     groups: dict[Hashable, list[tuple[Op, Seen]]] = {}
@@ -251,7 +251,7 @@ def _is_weight(index: Index, value: int) -> bool:
     return is_weight(index.graph.storages, index.graph.values[value])
 
 
-def _place(index: Index, pattern: Call, seen: Seen) -> tuple[tuple[int, int], ...]:
+def _place(index: Index, pattern: CallPattern, seen: Seen) -> tuple[tuple[int, int], ...]:
     """Weights by where they lie, so that forward and backward ask for the same order; other tensors by where they, or
     what they are the transposes of, stand in a concatenation that exists already, so that one copy does for both."""
     found = []
@@ -265,7 +265,7 @@ def _place(index: Index, pattern: Call, seen: Seen) -> tuple[tuple[int, int], ..
     return tuple(found)
 
 
-def _family(pattern: Call, members: Sequence[tuple[Op, Seen]]) -> Bound:
+def _family(pattern: CallPattern, members: Sequence[tuple[Op, Seen]]) -> Bound:
     values: dict[str, int] = {}
     lists: dict[str, tuple[int, ...]] = {}
     for at, arg in enumerate(pattern.args):
@@ -280,9 +280,9 @@ def _family(pattern: Call, members: Sequence[tuple[Op, Seen]]) -> Bound:
     )  # fmt: skip
 
 
-def _on_pieces(index: Index, pattern: Call) -> Iterator[Bound]:
+def _on_pieces(index: Index, pattern: CallPattern) -> Iterator[Bound]:
     """The same call on each piece of one split; of two tensors: on pieces of the same number."""
-    split = next(arg.of for arg in pattern.args if isinstance(arg, Each) and isinstance(arg.of, Call))
+    split = next(arg.of for arg in pattern.args if isinstance(arg, Each) and isinstance(arg.of, CallPattern))
     for op, _ in index.all(split.form):
         for first in index.users.get(op.made()[0], ()):
             seen = index.see(pattern.form, first)
@@ -295,7 +295,7 @@ def _on_pieces(index: Index, pattern: Call) -> Iterator[Bound]:
                 continue
             bound: Bound | None = Bound(like={pattern.form: first}, ops=tuple(each.id for each in members))
             for arg, each in zip(pattern.args, splits, strict=True):
-                if bound is not None and each is not None and isinstance(arg, Each) and isinstance(arg.of, Call):
+                if bound is not None and each is not None and isinstance(arg, Each) and isinstance(arg.of, CallPattern):
                     bound = next(_call(index, arg.of, each, bound), None)
             if bound is not None:
                 yield replace(bound, roots=tuple(each.made()[0] for each in members))

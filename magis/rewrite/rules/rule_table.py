@@ -1,4 +1,4 @@
-"""The rules: ``before -> after``, one row each. docs/rules.md says how to read and add one.
+"""The rules ``before -> after``, one row each, and how one is matched and applied (paper, TASO).
 
 Aggregations make one large call of several small ones. The interim rules compute the same in another way, and by that
 bring together what can be aggregated; they lead back and forth.

@@ -1,4 +1,4 @@
-"""From a captured step to one without in-place operators and with few kinds of operators, as an FX graph.
+"""A captured step as an FX graph without in-place operators and with few kinds of operators.
 
 ONNX has neither memory that is written twice nor views, and no gradients: what the captured step writes to weights,
 statistics and optimizer state becomes further outputs, and backward operators become those of forward passes.

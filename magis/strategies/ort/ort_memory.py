@@ -1,4 +1,4 @@
-"""Peak bytes of a step in ONNX Runtime: measured by its own allocator, and predicted from the graph that it runs.
+"""Peak bytes of a step in ONNX Runtime: measured by its allocator, and predicted by its planner's rules.
 
 ONNX Runtime allocates outside of torch's allocator. Its profile says after every operator how many bytes its arena has
 handed out, as asked for (``mem_bytes_requested_in_use``), at most so far with scratch and rounding

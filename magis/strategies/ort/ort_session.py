@@ -16,7 +16,7 @@ from magis.errors import MagisError, UsageError
 from magis.ops import optimizers
 from magis.ops.averages import is_share
 from magis.ops.optimizers import OptimizerSpec
-from magis.runtime.time_slices import Turn
+from magis.runtime.time_slices import TimeSlice
 from magis.strategies.ort.export import Exported, Port
 from magis.strategies.ort.functional_trace import NEW
 from magis.strategies.ort.writer import ELEMENT
@@ -152,7 +152,7 @@ class OrtStep:
         self._outputs = tuple(self._made[name] for name in self._returned)
         return self._outputs[0] if self._rule.kind == "none" else self._outputs[0].clone()
 
-    def run_in_turns(self, turn: Turn) -> Tensor:
+    def run_in_turns(self, turn: TimeSlice) -> Tensor:
         """The same step, in one turn: ONNX Runtime runs all of its operators in one call."""
         result = self.run()
         turn()

@@ -1,4 +1,4 @@
-"""Memory over time of both steps: a picture that needs no script, and the data with which a script says more."""
+"""Parts of the HTML page: escaped text, curves of memory over time, what a baseline file held before."""
 
 from __future__ import annotations
 
