@@ -9,7 +9,7 @@ front as a share of eager's, under a memory limit the least latency overhead to 
 simulated. Columns: *full*: the front of the whole step and that with fission together; *no-fission*: the first alone;
 *no-redo*: nothing is made again, *no-swap*: nothing is swapped, both inside of loops as well; *no-order*: program
 order; *no-mix*: plans of a front are not mixed; *no-polish*: their neighbours are not judged; *no-lean*: no proposals
-below the leanest plan; *no-rules*: nothing is aggregated first (``magis.rewrite.rules.greedy``); *no-plan*: the
+below the leanest plan; *no-rules*: nothing is aggregated first (``magis.rewrite.rules.rule_table``); *no-plan*: the
 published search with so many states instead. At the end: for each part the largest gain in any cell.
 """
 

@@ -40,7 +40,7 @@ from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.report.front_picture import across, framed, label
 from magis.results import Case
-from magis.rewrite.rules.greedy import quickest
+from magis.rewrite.rules.rule_table import quickest
 from magis.search.budgeted_evaluator import Objective, PlanRequest, Watch
 from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort

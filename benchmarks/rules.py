@@ -27,8 +27,7 @@ from magis.models import resolve
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.rewrite.rules.greedy import aggregated, counted
-from magis.rewrite.rules.rule_table import RULES
+from magis.rewrite.rules.rule_table import RULES, aggregated, counted
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator
 

@@ -20,7 +20,7 @@ from pytest_magis.harness import check_with_magis, measure, measure_again, runs_
 from pytest_magis.latency_verdict import latency_bounds
 from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.output_files import write_trace
-from pytest_magis.outputs.progress import progress_line
+from pytest_magis.outputs.terminal import progress_line
 from pytest_magis.run_plan import PlannedCase
 from pytest_magis.verdict import Verdict, judge, judge_against
 

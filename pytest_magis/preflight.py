@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator
 import pytest
 
 from magis.errors import CaptureError, UsageError
-from magis.models.model_names import is_factory
+from magis.models.registry import is_factory
 from pytest_magis.gate import Gate
 from pytest_magis.harness import check_prices, check_with_magis, runs_every_case
-from pytest_magis.outputs.progress import progress_line
+from pytest_magis.outputs.terminal import progress_line
 from pytest_magis.run_plan import PREFIX, PlannedCase
 
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from magis.errors import UsageError
-from magis.models.model_names import UnknownModelError, all_names, is_factory, resolve
+from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
 from magis.results import Case
 from pytest_magis.baseline_files import baseline_path, read_baseline
 from pytest_magis.baselines import ModelBaseline

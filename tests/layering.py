@@ -44,7 +44,7 @@ FACADE = "magis"  # loads its exports on first use: bound by no layer, and its t
 PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
-    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.model_names"}
+    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.registry"}
     | {"magis.quiet", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names", "magis.units"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis

@@ -44,7 +44,7 @@ def page() -> str:
             seen.add(id(found))
             parts.extend(_entry(public, found))
     parts.append("\n## The fixture `magis`\n")
-    parts.extend(_entry("check", import_module("pytest_magis.live.fixture").Magis.check))
+    parts.extend(_entry("check", import_module("pytest_magis.live.fixture").MagisFixture.check))
     parts.append("\n## Hooks of the plugin\n")
     hooks = import_module("pytest_magis.hookspecs")
     for hook, function in vars(hooks).items():

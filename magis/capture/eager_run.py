@@ -2,7 +2,7 @@
 
 Torch's functions for fake tensors give some results other strides than kernels do, and a branch on data
 (`if torch.isfinite(x).all()`) has no answer where nothing is computed. So the step is run once on real tensors; a
-capture then follows what was heard. What it branches on becomes an expectation of the graph (`magis.ops.branches`).
+capture then follows what was heard. What it branches on becomes an expectation of the graph (`magis.ops.call`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from magis.capture.places import Places
 from magis.capture.schemas import READS, Own, check_dense, draws, tensors_in, window
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
-from magis.ops.branches import EXPECT
-from magis.ops.call import from_torch
+from magis.ops.call import EXPECT, from_torch
 from magis.ops.eager_only import kinds, takes_number, unwatched
 from magis.ops.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
 from magis.ops.fake_results import bits_of, masked

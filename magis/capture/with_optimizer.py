@@ -11,7 +11,7 @@ from torch import nn
 from magis.capture.captured import Captured
 from magis.capture.optimizer_rule import Apart, step_behind
 from magis.graph import GENERATOR, Graph, Op, Storage, Value
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import lifetimes
 from magis.graph.nodes import replace_refs
 from magis.ops.optimizers import OwnOptimizer
 

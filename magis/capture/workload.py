@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from magis.errors import CaptureError, UsageError
 from magis.ops.optimizers import OptimizerSpec
-
-# Builds modules on fake tensors with the code that builds them on real ones.
 
 
 @contextmanager
@@ -119,3 +120,166 @@ class Workload:
             inputs=tuple(convert(t) for t in self.inputs),
             targets=tuple(convert(t) for t in self.targets),
         )
+
+
+# Batches as a training loop has them: inputs and targets, each a tensor or several, or keywords of the model.
+
+Key: TypeAlias = tuple[tuple[Any, ...], ...]
+"""What a plan depends on of a batch: names, shapes, strides, data types and devices, and what lies in one memory."""
+
+EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors by role. With `names`, the inputs are keywords of the model and there are no targets."""
+
+    inputs: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """By the names of the graph's inputs."""
+        found = {f"input:{number}": tensor for number, tensor in enumerate(self.inputs)}
+        found.update({f"target:{number}": tensor for number, tensor in enumerate(self.targets)})
+        return found
+
+    def key(self, places: Mapping[int, int] | None = None) -> Key:
+        """`places` are the addresses of memory that the step has besides: the module's parameters and buffers."""
+        met: dict[int, tuple[object, int]] = {address: (place, 0) for address, place in (places or {}).items()}
+        return tuple(
+            (
+                f"{name} {self.names}" if self.names else name, tuple(tensor.shape), _strides(tensor), tensor.dtype,
+                tensor.device, tensor.is_conj(), tensor.is_neg(), _overlap(name, tensor, met),
+            )
+            for name, tensor in self.by_name.items()
+        )  # fmt: skip
+
+
+def _strides(tensor: Tensor) -> object:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
+
+
+def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> tuple[object, int] | None:
+    """With what a tensor shares its memory, and the bytes in between; None: with nothing met so far."""
+    storage = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    if not storage or not tensor.numel():
+        return None
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    known = met.setdefault(storage, (name, start))
+    return None if known[0] == name else (known[0], start - known[1])
+
+
+def as_batch(given: Any) -> Batch:
+    """The batch in what a caller passed: `(inputs, targets)`, or keywords. Raises UsageError for anything else."""
+    if isinstance(given, Mapping):
+        names = tuple(given)
+        return Batch(_tensors("the batch", list(given.values())), (), names)
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        what = f"{len(given)} values" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+        raise UsageError(f"a batch of {what}", hint=EXPECTED)
+    return Batch(_tensors("inputs", given[0]), _tensors("targets", given[1]))
+
+
+def _tensors(role: str, given: Any) -> tuple[Tensor, ...]:
+    items: Sequence[Any] = given if isinstance(given, (tuple, list)) else (given,)
+    for item in items:
+        if not isinstance(item, Tensor):
+            raise UsageError(f"{role} hold a {type(item).__name__}, not only tensors", hint=EXPECTED)
+        if item.requires_grad:
+            raise UsageError(
+                f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
+            )
+    return tuple(items)
+
+
+class _Keywords(nn.Module):
+    """Calls a module with its batch as keywords."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.module = module
+        self._names = names
+        self.training = module.training
+
+    def forward(self, *values: Tensor) -> Any:
+        return self.module(**dict(zip(self._names, values, strict=True)))
+
+
+def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
+    """The module as it takes the batch's tensors one after another."""
+    return _Keywords(module, batch.names) if batch.names else module
+
+
+class _WithLoss(nn.Module):
+    """A module beside a loss with parameters of its own, which it hands on to `_applied`."""
+
+    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self.training = module.training
+
+    def forward(self, *inputs: Any, **keywords: Any) -> tuple[nn.Module, Any]:
+        return self.loss, self.module(*inputs, **keywords)
+
+
+def _applied(given: tuple[nn.Module, Any], *targets: Tensor) -> Any:
+    loss, output = given
+    return loss(output, *targets)
+
+
+def with_loss(
+    module: nn.Module, loss_fn: Callable[..., Tensor] | None
+) -> tuple[nn.Module, Callable[..., Tensor] | None]:
+    """The module and the loss function; a loss that trains parameters of its own becomes a part of the module."""
+    if not isinstance(loss_fn, nn.Module):
+        return module, loss_fn
+    known = {id(parameter) for parameter in module.parameters()}
+    if not any(parameter.requires_grad and id(parameter) not in known for parameter in loss_fn.parameters()):
+        return module, loss_fn
+    return _WithLoss(module, loss_fn), _applied
+
+
+def own_loss(output: Any, *targets: Tensor) -> Tensor:
+    """The loss that a module returns itself: a tensor, `output.loss` as in Hugging Face's models, or else the only
+    floating-point number in the output that requires a gradient.
+
+    Raises CaptureError where there is none or more than one, or where there are targets that nothing would compare the
+    output with.
+    """
+    if targets:
+        raise CaptureError("a loss function is needed for targets", hint="pass one, or the batch as keywords")
+    if isinstance(output, Tensor):
+        return output
+    absent = object()
+    named = output.get("loss", absent) if isinstance(output, Mapping) else getattr(output, "loss", absent)
+    if isinstance(named, Tensor):
+        return named
+    found = dict(_numbers("", output)) if named is absent else {}
+    if len({id(number) for number in found.values()}) == 1:
+        return next(iter(found.values()))
+    what = f"the model returned a {type(output).__name__}"
+    if found:
+        raise CaptureError(
+            f"{what} with several numbers: {', '.join(found)}", hint="pass a loss function that picks one"
+        )
+    raise CaptureError(f"{what} without a loss", hint="pass a loss function, or labels")
+
+
+def _numbers(path: str, item: Any) -> Iterator[tuple[str, Tensor]]:
+    """Single floating-point numbers in an output that can be trained, by where they are."""
+    if isinstance(item, Tensor):
+        if item.numel() == 1 and item.is_floating_point() and (item.requires_grad or not torch.is_grad_enabled()):
+            yield path, item
+    elif isinstance(item, Mapping):
+        for key, value in item.items():
+            yield from _numbers(f"{path}[{key!r}]", value)
+    elif isinstance(item, (list, tuple)):
+        names = getattr(item, "_fields", ())
+        for index, value in enumerate(item):
+            yield from _numbers(f"{path}.{names[index]}" if names else f"{path}[{index}]", value)
+    elif dataclasses.is_dataclass(item):
+        for each in dataclasses.fields(item):
+            yield from _numbers(f"{path}.{each.name}", getattr(item, each.name))

@@ -14,8 +14,8 @@ from magis.graph import Graph
 from magis.planner.subject import ROUNDS_ALONE, Subject
 from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
+from magis.runtime.double_precision import FirstDifference, first_parting
 from magis.runtime.exhausted import is_out_of_memory
-from magis.runtime.first_difference import FirstDifference, first_parting
 from magis.runtime.measure import device_identity, others_memory
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone

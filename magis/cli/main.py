@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
-from magis.models.model_names import resolve
+from magis.models.registry import resolve
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.merge_results import case_name, merge_results

@@ -9,8 +9,7 @@ from functools import cached_property
 
 from magis.cost.devices import DeviceModel
 from magis.cost.flops import OperatorWork, work
-from magis.cost.interpolate import Curve, kin
-from magis.cost.profile_store import Profile, target_of
+from magis.cost.profile_store import Curve, Profile, kin, target_of
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
 from magis.errors import MagisError

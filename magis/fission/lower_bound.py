@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from magis.graph import Graph, Op, Value
-from magis.graph.hazards import is_pure_view
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import is_pure_view, lifetimes
 from magis.ops.facts import IN_PLACE_FORM, OUT_FORM
 from magis.ops.splits import splits
 from magis.simulate.simulator import Workspace, replay, rounded

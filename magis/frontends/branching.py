@@ -18,7 +18,7 @@ from magis.capture import Captured
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.graph import Graph, digest
-from magis.ops.branches import ExpectationError, undone
+from magis.ops.call import ExpectationError, undone
 from magis.ops.generators import HostGenerators, generator_of
 from magis.runtime.steps import GraphStep
 

@@ -14,13 +14,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec
-from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
 from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
+from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss
 from magis.errors import UsageError
 from magis.frontends.branching import Draw, Undo, contents_kept, draw_of, outline, undo_of
-from magis.frontends.guards import MemoryGuard, check_hooks, check_mode, check_optimizer, device_of, trained_parameters
-from magis.frontends.optimizer_state import OptimizerState, adopted
+from magis.frontends.optimizer_state import (
+    MemoryGuard,
+    OptimizerState,
+    adopted,
+    check_hooks,
+    check_mode,
+    check_optimizer,
+    device_of,
+    trained_parameters,
+)
 from magis.frontends.planned import (
     AUTOCAST,
     Limits,

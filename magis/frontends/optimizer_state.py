@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
 from torch.optim import Optimizer
 
-from magis.capture.optimizer_rule import Update, age_of
-from magis.ops.branches import ExpectationError
+from magis.capture.optimizer_rule import Update, age_of, needs_closure
+from magis.capture.snapshot import Reads, Snapshot
+from magis.capture.workload import Batch, with_keywords
+from magis.errors import UsageError
+from magis.ops.call import ExpectationError
+from magis.ops.held_tensors import PREFIX, look_up
 from magis.ops.optimizers import new_state, state_names
+from magis.planner.bench import check_device
 
 
 @dataclass(eq=False)
@@ -102,3 +110,165 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
                     state[kind].neg_()
             tensors[f"{kind}:{name}"] = state[kind]
     return OptimizerState(optimizer, update, trained, tensors, members, first)
+
+
+# What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.
+
+OUTSIDE = "leave that out around the step"
+_GLOBAL = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    "_global_buffer_registration_hooks", "_global_parameter_registration_hooks", "_global_module_registration_hooks",
+)  # fmt: skip
+
+
+class Guards:
+    """What forward and loss read, as it was when the step was captured.
+
+    `contents` are tensors, by their names in the graph, that Python read numbers off: these numbers are part of it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        batch: Batch,
+        reads: Reads,
+        contents: Iterable[str] = (),
+    ) -> None:
+        self._module, self._loss_fn = module, loss_fn
+        self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
+        hooks = {name: getattr(global_hooks, name, {}) for name in _GLOBAL}
+        self._snapshot = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
+        self._settings = _settings()
+
+    def hold(self, batch: Batch) -> bool:
+        """Whether all of it is as it was; some microseconds a sub-module."""
+        if self._snapshot.change() or _settings() != self._settings:
+            return False
+        now = self._named(self._contents, batch)
+        return all(torch.equal(tensor, now[name]) for name, tensor in self._contents.items())
+
+    def _named(self, names: Iterable[str], batch: Batch) -> dict[str, Tensor]:
+        found = {}
+        module = with_keywords(self._module, batch)
+        for name in names:
+            kind, _, rest = name.partition(":")
+            if kind == "buffer":
+                tensor = module.get_buffer(rest)
+            elif name.startswith(PREFIX):
+                tensor = look_up({"module": module, "loss": self._loss_fn}, name)
+            else:
+                tensor = batch.by_name[name]
+            found[name] = tensor.detach()
+        return found
+
+
+class MemoryGuard:
+    """Where the module's parameters and buffers lie; other places need other bindings, other overlaps other plans."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
+        self._places = self._look()
+        self.storages = {
+            tensor.untyped_storage().data_ptr(): number
+            for number, tensor in enumerate(self._tensors)
+            if tensor.layout is torch.strided
+        }
+        self.overlaps = tuple(self._overlaps())
+
+    def holds(self) -> bool:
+        """Whether all of them lie where they did."""
+        return self._look() == self._places
+
+    def _look(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def _overlaps(self) -> Iterator[tuple[int, int, int]]:
+        """Tensors that lie on the bytes of another one, and how far behind its first byte."""
+        order = sorted(zip(self._places, range(len(self._places)), strict=True))
+        for (start, number), (later, other) in pairwise(order):
+            if later < start + _extent(self._tensors[number]):
+                yield number, other, later - start
+
+
+def _extent(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return 0
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (span + 1) * tensor.element_size()
+
+
+def check_mode(device: str) -> None:
+    """Raise UsageError where the step is called in a context in which eager's would compute something else."""
+    if torch.is_autocast_enabled(device) or torch.is_autocast_enabled("cpu"):
+        raise UsageError(
+            "the step was called under torch.autocast", hint="leave that out, and pass autocast= to magis.optimize"
+        )
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise UsageError("the step was called without gradients (no_grad, inference_mode)", hint=OUTSIDE)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True):  # noqa: SLF001 (torch has no other way)
+        raise UsageError("the step was called under hooks on saved tensors", hint=OUTSIDE)
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of torch: what decides which operators a step runs, or on which types."""
+    cpu = torch.backends
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cpu.mkldnn.enabled,
+        cpu.cudnn.enabled,
+        cpu.cudnn.benchmark,
+        cpu.cudnn.deterministic,
+        cpu.cudnn.allow_tf32,
+        cpu.cuda.matmul.allow_tf32,
+        cpu.cuda.flash_sdp_enabled(),
+        cpu.cuda.math_sdp_enabled(),
+        cpu.cuda.mem_efficient_sdp_enabled(),
+        cpu.cuda.cudnn_sdp_enabled(),
+    )
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that the step trains, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def check_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError for an optimizer that calls the loop itself, or that has none of the parameters."""
+    if needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step calls the loop's forward and backward itself, several times a step",
+            hint="pass None as the optimizer, and let its closure call the step and return the loss",
+        )
+    theirs = {id(parameter) for parameter in trained.values()}
+    if not any(id(parameter) in theirs for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer has none of the parameters that the model trains", hint="make it of model.parameters()"
+        )
+
+
+def check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError for hooks on gradients, which a planned step would not run."""
+    for name, parameter in trained.items():
+        if any(getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            raise UsageError(
+                f"{name} has a hook on its gradient, which the step would not run",
+                hint="remove it, or do its work in the loop: pass None as the optimizer and find gradients in .grad",
+            )
+
+
+def device_of(model: nn.Module, asked: str | None) -> str:
+    """The one device that a model lies on. Raises UsageError where there are several, or another was asked for."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if len(kinds) != 1:
+        raise UsageError(
+            f"the model lies on {' and '.join(sorted(kinds)) or 'no device'}", hint="move it to one device"
+        )
+    (found,) = kinds
+    if asked is not None and asked != found:
+        raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")
+    check_device(found)
+    return found

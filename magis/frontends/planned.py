@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
-from magis.capture.batch import Batch, own_loss, with_keywords
 from magis.capture.eager_run import Heard
 from magis.capture.optimizer_rule import step_apart
 from magis.capture.python_state import deep_copy
 from magis.capture.refusals import BranchError
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
+from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import MagisError, UsageError
 from magis.frontends.branching import check_outlines, outline
-from magis.frontends.guards import Guards
+from magis.frontends.optimizer_state import Guards
 from magis.graph import Graph, Value, dump, parse, verify
-from magis.ops.branches import undone
+from magis.ops.call import undone
 from magis.ops.generators import generators_kept, seed_all
 from magis.planner.kept_plans import foreign_operator
 from magis.planner.planning import plan

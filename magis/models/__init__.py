@@ -10,8 +10,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from magis.models.model_names import GATE_NAMES, SEED_NAMES, UnknownModelError, all_names, resolve
-from magis.models.registry import PRESETS, ModelSpec, from_factory, from_function, get
+from magis.models.registry import (
+    GATE_NAMES,
+    PRESETS,
+    SEED_NAMES,
+    ModelSpec,
+    UnknownModelError,
+    all_names,
+    from_factory,
+    from_function,
+    get,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from magis.capture.workload import Workload

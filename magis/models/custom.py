@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture.batch import Batch, as_batch, own_loss, with_keywords, with_loss
 from magis.capture.optimizer_rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
-from magis.capture.workload import Workload
+from magis.capture.workload import Batch, Workload, as_batch, own_loss, with_keywords, with_loss
 from magis.errors import UsageError
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec, OwnOptimizer
 

@@ -12,16 +12,12 @@ from dataclasses import replace
 from functools import partial
 
 from magis.capture.workload import Workload
-from magis.models.bert import BertConfig, bert
-from magis.models.btlm import BtlmConfig, btlm
+from magis.models.bert import BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL, SEED, Style
-from magis.models.densenet import DENSENETS, DenseNetConfig, densenet
-from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
+from magis.models.gpt import BtlmConfig, GptConfig, GptNeoConfig, btlm, gpt, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
-from magis.models.resnet import RESNETS, ResNetConfig, resnet
+from magis.models.resnet import DENSENETS, RESNETS, VGGS, DenseNetConfig, ResNetConfig, VggConfig, densenet, resnet, vgg
 from magis.models.unet import UNetConfig, UNetPlusPlusConfig, unet, unetpp
-from magis.models.vgg import VGGS, VggConfig, vgg
-from magis.models.vit import VitConfig, vit
 
 Make = Callable[[Style, str, int], Workload]
 """`make(style, name, seed)`: a network at fixed sizes."""

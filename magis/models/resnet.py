@@ -125,3 +125,196 @@ def resnet(config: ResNetConfig, style: Style, name: str, seed: int) -> Workload
         blocks=tuple(f"blocks.{i}" for i in range(sum(config.stages))),
         explicit_attention=style.explicit_attention,
     )
+
+
+# VGG (Simonyan and Zisserman 2015), without BatchNorm as published.
+
+VGGS = {
+    # convolutions of the five stages
+    "vgg11": (1, 1, 2, 2, 2),
+    "vgg13": (2, 2, 2, 2, 2),
+    "vgg16": (2, 2, 3, 3, 3),
+    "vgg19": (2, 2, 4, 4, 4),
+}
+
+
+@dataclass(frozen=True)
+class VggConfig:
+    """Sizes of one VGG and its batch; the defaults are VGG-16 at 224 pixels."""
+
+    batch_size: int = 64
+    image_size: int = 224
+    stages: tuple[int, ...] = (2, 2, 3, 3, 3)
+    width: int = 64
+    """Channels of the first stage; they double per stage up to eight times as many."""
+    hidden: int = 4096
+    """Width of the classifier's two inner layers."""
+    classes: int = 1000
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_sizes("vgg", self)
+        if self.image_size >> len(self.stages) == 0:
+            raise SizeError(f"vgg: image_size must be at least {2 ** len(self.stages)}, not {self.image_size}")
+
+
+class Vgg(nn.Module):
+    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+
+    def __init__(self, config: VggConfig, style: Style) -> None:
+        super().__init__()
+        stages = []
+        inputs = 3
+        for stage, count in enumerate(config.stages):
+            channels = config.width * min(2**stage, 8)
+            layers: list[nn.Module] = []
+            for _ in range(count):
+                layers += [style.conv(inputs, channels, 3, bias=True), style.relu()]
+                inputs = channels
+            stages.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+        self.stages = nn.ModuleList(stages)
+        # the published classifier sees the whole map, 7 x 7 at 224 pixels
+        pixels = (config.image_size >> len(config.stages)) ** 2
+        self.classifier = nn.Sequential(
+            style.linear(inputs * pixels, config.hidden),
+            style.relu(),
+            style.dropout(config.dropout),
+            style.linear(config.hidden, config.hidden),
+            style.relu(),
+            style.dropout(config.dropout),
+            style.linear(config.hidden, config.classes),
+        )
+        init_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        out: Tensor = self.classifier(x.flatten(1))
+        return out
+
+
+def vgg(config: VggConfig, style: Style, name: str, seed: int) -> Workload:
+    """A VGG with a batch of noise images and random classes."""
+    with seeded(seed):
+        module = Vgg(config, style)
+        inputs = (images(config.batch_size, config.image_size),)
+        targets = (labels(config.classes, config.batch_size),)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=inputs,
+        targets=targets,
+        loss_fn=image_loss,
+        optimizer=style.optimizer,
+        blocks=tuple(f"stages.{i}" for i in range(len(config.stages))),
+        explicit_attention=style.explicit_attention,
+    )
+
+
+# DenseNet-BC (Huang et al. 2017), as in torchvision.
+
+DENSENETS = {
+    # layers of the four dense blocks
+    "densenet121": (6, 12, 24, 16),
+    "densenet169": (6, 12, 32, 32),
+    "densenet201": (6, 12, 48, 32),
+}
+
+
+@dataclass(frozen=True)
+class DenseNetConfig:
+    """Sizes of one DenseNet and its batch; the defaults are DenseNet-121 at 224 pixels."""
+
+    batch_size: int = 64
+    image_size: int = 224
+    stages: tuple[int, ...] = (6, 12, 24, 16)
+    growth: int = 32
+    """Channels that each layer adds; the stem has twice as many, a bottleneck four times."""
+    classes: int = 1000
+
+    def __post_init__(self) -> None:
+        check_sizes("densenet", self)
+
+
+class DenseLayer(nn.Module):
+    """All features so far, [batch, c_i, h, w] each -> `growth` new channels [batch, growth, h, w]."""
+
+    def __init__(self, style: Style, inputs: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = style.batch_norm(inputs)
+        self.relu1 = style.relu()
+        self.conv1 = style.conv(inputs, 4 * growth, 1)
+        self.norm2 = style.batch_norm(4 * growth)
+        self.relu2 = style.relu()
+        self.conv2 = style.conv(4 * growth, growth, 3)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        x = self.conv1(self.relu1(self.norm1(torch.cat(features, dim=1))))
+        out: Tensor = self.conv2(self.relu2(self.norm2(x)))
+        return out
+
+
+class DenseStage(nn.Module):
+    """A dense block and, unless it is the last, the transition that halves channels and resolution."""
+
+    def __init__(self, style: Style, inputs: int, layers: int, growth: int, *, last: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(style, inputs + i * growth, growth) for i in range(layers))
+        channels = inputs + layers * growth
+        self.norm = style.batch_norm(channels)
+        self.relu = style.relu()
+        self.transition: nn.Module | None = None
+        if not last:
+            self.transition = nn.Sequential(style.conv(channels, channels // 2, 1), nn.AvgPool2d(2))
+        self.outputs = channels if last else channels // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(*features))
+        x = self.relu(self.norm(torch.cat(features, dim=1)))
+        return x if self.transition is None else self.transition(x)
+
+
+class DenseNet(nn.Module):
+    """Images [batch, 3, size, size] -> class logits [batch, classes]."""
+
+    def __init__(self, config: DenseNetConfig, style: Style) -> None:
+        super().__init__()
+        channels = 2 * config.growth
+        self.stem = style.conv(3, channels, 7, stride=2)
+        self.stem_norm = style.batch_norm(channels)
+        self.stem_relu = style.relu()
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        stages = []
+        for i, layers in enumerate(config.stages):
+            stages.append(DenseStage(style, channels, layers, config.growth, last=i == len(config.stages) - 1))
+            channels = stages[-1].outputs
+        self.stages = nn.ModuleList(stages)
+        self.head = style.linear(channels, config.classes)
+        init_convolutions(self, mode="fan_in")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.stem_relu(self.stem_norm(self.stem(x))))
+        for stage in self.stages:
+            x = stage(x)
+        out: Tensor = self.head(x.mean(dim=(2, 3)))
+        return out
+
+
+def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Workload:
+    """A DenseNet with a batch of noise images and random classes."""
+    with seeded(seed):
+        module = DenseNet(config, style)
+        inputs = (images(config.batch_size, config.image_size),)
+        targets = (labels(config.classes, config.batch_size),)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=inputs,
+        targets=targets,
+        loss_fn=image_loss,
+        optimizer=style.optimizer,
+        blocks=tuple(f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count)),
+        explicit_attention=style.explicit_attention,
+    )

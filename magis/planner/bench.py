@@ -15,8 +15,7 @@ from magis.capture import Workload
 from magis.cost.devices import device_names
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
-from magis.models.model_names import is_factory
-from magis.models.registry import PRESETS, ModelSpec, get
+from magis.models.registry import PRESETS, ModelSpec, get, is_factory
 from magis.planner.device_profiles import Pricing, Profiles
 from magis.planner.shared_searches import Sharing
 from magis.planner.subject import Subject

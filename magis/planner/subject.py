@@ -26,7 +26,7 @@ from magis.planner.workload_source import Memo, Source, too_slow
 from magis.report.text_store import Kept
 from magis.results import Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.rewrite.rules.greedy import quickest
+from magis.rewrite.rules.rule_table import quickest
 from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
 from magis.runtime.optimizer_behind import BehindStep
 from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step

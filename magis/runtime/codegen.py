@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from magis.graph import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
-from magis.graph.liveness import last_uses
+from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
 from magis.ops.call import constant, resolve

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from magis.graph import Graph
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import lifetimes
 from magis.simulate.simulator import Workspace
 
 KIB, MIB = 2**10, 2**20

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from magis.graph import Graph, Op, Ref
-from magis.graph.hazards import is_pure_view
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import is_pure_view, lifetimes
 from magis.graph.loop_rules import JOIN, REDUCE
 from magis.results import ModuleBytes, Peak, collapsed
 from magis.simulate.simulator import MemoryProfile, Workspace, replay, rounded

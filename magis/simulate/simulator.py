@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from magis.graph import Graph, Op, Value
-from magis.graph.hazards import is_pure_view
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import is_pure_view, lifetimes
 from magis.results import Span
 
 Workspace = Callable[[Op, Mapping[int, Value]], int]

@@ -39,9 +39,8 @@ from magis.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.strategies.pipeline_stages import StageCut, cut_of, keep_stage, stage_blocks
+from magis.strategies.pipeline_stages import StageCut, cut_of, keep_stage, share_blocks, stage_blocks
 from magis.strategies.technique import World, batch_size, share_of_batch
-from magis.strategies.tensor_parallel import share_blocks
 
 
 @dataclass(frozen=True)

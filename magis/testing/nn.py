@@ -14,27 +14,23 @@ from functools import partial
 from typing import TypeVar
 
 from magis.capture.workload import Workload
-from magis.models.bert import BERT_SIZES, BertConfig
+from magis.models.bert import BERT_SIZES, VIT_SIZES, BertConfig, VitConfig
 from magis.models.bert import bert as make_bert
-from magis.models.btlm import BtlmConfig
-from magis.models.btlm import btlm as make_btlm
+from magis.models.bert import vit as make_vit
 from magis.models.building import SEED, Style, choose
-from magis.models.densenet import DENSENETS, DenseNetConfig
-from magis.models.densenet import densenet as make_densenet
-from magis.models.gpt import GptConfig, GptNeoConfig
+from magis.models.gpt import BtlmConfig, GptConfig, GptNeoConfig
+from magis.models.gpt import btlm as make_btlm
 from magis.models.gpt import gpt as make_gpt
 from magis.models.gpt import gpt_neo as make_gpt_neo
 from magis.models.mlp import MlpConfig
 from magis.models.mlp import mlp as make_mlp
-from magis.models.resnet import RESNETS, ResNetConfig
+from magis.models.resnet import DENSENETS, RESNETS, VGGS, DenseNetConfig, ResNetConfig, VggConfig
+from magis.models.resnet import densenet as make_densenet
 from magis.models.resnet import resnet as make_resnet
+from magis.models.resnet import vgg as make_vgg
 from magis.models.unet import UNetConfig, UNetPlusPlusConfig
 from magis.models.unet import unet as make_unet
 from magis.models.unet import unetpp as make_unetpp
-from magis.models.vgg import VGGS, VggConfig
-from magis.models.vgg import vgg as make_vgg
-from magis.models.vit import VIT_SIZES, VitConfig
-from magis.models.vit import vit as make_vit
 
 C = TypeVar("C")
 

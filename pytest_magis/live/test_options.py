@@ -11,7 +11,7 @@ import pytest
 
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
-from magis.models.model_names import all_names
+from magis.models.registry import all_names
 from pytest_magis.flags import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.options import Settings

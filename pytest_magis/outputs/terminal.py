@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
 
 from magis.results import CaseResult
 from magis.units import format_bytes
 from pytest_magis.findings import NEW, PERMISSIONS, accept_all
 from pytest_magis.outcome import Outcome
-
-# The comparison of strategies at the end of a run: what each needs on a rank, and how fast it is, model by model.
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
 USUAL = ("eager", "magis")
@@ -160,3 +163,42 @@ def _cut_left(name: str) -> str:
 
 def _cut(text: str, width: int = WIDEST) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+# A line that shows what a long case is doing, on a terminal only, and leaves no trace.
+
+ERASE = "\r\x1b[2K"
+SECONDS_BETWEEN_UPDATES = 0.1
+
+
+@contextmanager
+def progress_line(config: pytest.Config, name: str) -> Iterator[Callable[[str], None] | None]:
+    """A function that shows one line of text, None where no terminal would show it. The line is erased at the end."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or not reporter.isatty or config.getoption("verbose") < 0:
+        yield None
+        return
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    last_shown: float | None = None
+
+    def write(text: str) -> None:
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
+            reporter.write(text, flush=True)
+
+    def show(text: str) -> None:
+        nonlocal last_shown
+        now = time.monotonic()
+        if last_shown is None:
+            reporter.ensure_newline()
+        elif now - last_shown < SECONDS_BETWEEN_UPDATES:
+            return
+        last_shown = now
+        # one column less than the terminal has: a full line would wrap, and could not be erased
+        line = " ".join(f"{name}: {text}".split())[: config.get_terminal_writer().fullwidth - 1]
+        write(ERASE + line)
+
+    try:
+        yield show
+    finally:
+        if last_shown is not None:
+            write(ERASE)

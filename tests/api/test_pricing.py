@@ -157,7 +157,7 @@ def test_a_simulated_row_is_priced_by_the_profile_and_says_so(tmp_path: Path) ->
 def test_on_a_cpu_a_profile_predicts_and_plans_stay_as_they_are(tmp_path: Path) -> None:
     case = Case("mlp", "magis", "cpu", "small", memory_ratio=0.8, timing_rounds=1)
     plain = run_case(case)
-    from magis.frontends.signatures import signatures_of_model
+    from magis.frontends.profiling import signatures_of_model
 
     keys = signatures_of_model(Bench().subject(case))
     path = tmp_path / "cpu.json"

@@ -11,8 +11,7 @@ from magis.cost.operator_latency import signatures_of
 from magis.cost.profile_store import Entry, Profile, ProfileError, load, save
 from magis.errors import UsageError
 from magis.frontends import profiling
-from magis.frontends.profiling import record_profile
-from magis.frontends.signatures import signatures_of_model
+from magis.frontends.profiling import record_profile, signatures_of_model
 from magis.planner.bench import Bench
 from magis.planner.planning import plan
 from magis.results import Case

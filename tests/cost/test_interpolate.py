@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import find_device
-from magis.cost.interpolate import LEAST, REACH, Curve, kin
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, Prices, roofline_ns
-from magis.cost.profile_store import Entry, Profile
+from magis.cost.profile_store import LEAST, REACH, Curve, Entry, Profile, kin
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
 from magis.graph import Graph, Loop, replace_refs

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import magis
-from magis.capture.batch import as_batch
+from magis.capture.workload import as_batch
 from magis.frontends.planned import subject_now
 from magis.results import Case
 from tests.fuzz.adversary import write_adversarial_plan

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.graph import Graph
-from magis.graph.liveness import last_uses, lifetimes
+from magis.graph.hazards import last_uses, lifetimes
 from tests.nets import NETS
 from tests.oracles import captured
 from tests.strategies import schedules

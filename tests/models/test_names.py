@@ -7,15 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from magis.errors import MagisError, UsageError
-from magis.models.model_names import (
-    GATE_NAMES,
-    REAL_NAMES,
-    SEED_NAMES,
-    UnknownModelError,
-    all_names,
-    is_factory,
-    resolve,
-)
+from magis.models.registry import GATE_NAMES, REAL_NAMES, SEED_NAMES, UnknownModelError, all_names, is_factory, resolve
 
 
 def test_groups() -> None:

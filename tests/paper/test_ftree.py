@@ -11,7 +11,7 @@ import pytest
 from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph, every_op, verify
-from magis.graph.liveness import lifetimes
+from magis.graph.hazards import lifetimes
 from magis.paper.dgraph import scores
 from magis.paper.ftree import (
     Analysis,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from magis.errors import UsageError
 from magis.ranks import RankError, RankJob, RankReport, mean_losses, slowest_ms
-from magis.ranks.failures import Rank, failure, silence
+from magis.ranks.pool import Rank, failure, silence
 from magis.ranks.records import JsonLines, last_words, stack
 from magis.results import Memory, Term
 

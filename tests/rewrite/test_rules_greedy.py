@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from magis.graph import Graph, verify
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.rewrite.rules.greedy import TIDYING, aggregated, quickest
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import AGGREGATIONS, Match, attempt
+from magis.rewrite.rules.rule_table import AGGREGATIONS, TIDYING, Match, aggregated, attempt, quickest
 from tests.nets import ADAMW, Net, rows
 from tests.oracles import captured
 

@@ -14,10 +14,9 @@ from magis.errors import MagisError
 from magis.graph import Graph, Op, Ref, Storage, Value, verify
 from magis.ops.optimizers import OptimizerSpec
 from magis.rewrite.functionalize import functionalize
-from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.merged_weights import MERGED, merge
-from magis.rewrite.rules.rule_table import apply, matches, rule
+from magis.rewrite.rules.rule_table import aggregated, apply, matches, rule
 from magis.runtime.steps import GraphStep
 from magis.simulate.simulator import replay
 from tests.golden.golden import before_and_after, check_golden

@@ -18,9 +18,8 @@ from magis.models.resnet import resnet
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.rewrite.rules.greedy import aggregated
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, Match, attempt
+from magis.rewrite.rules.rule_table import RULES, Match, aggregated, attempt
 from magis.simulate.simulator import replay
 from tests.nets import Built
 from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces

@@ -18,10 +18,9 @@ from magis.fission.loss_suffix import places as places_of
 from magis.fission.region import Region
 from magis.graph import Graph, Op, Ref, Storage, verify
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.rewrite.rules.greedy import aggregated, counted
 from magis.rewrite.rules.language import parse_pattern
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import RULES, apply, matches, rule
+from magis.rewrite.rules.rule_table import RULES, aggregated, apply, counted, matches, rule
 from tests.nets import ADAMW, FORWARD, Block, Net, rows
 from tests.oracles import captured
 from tests.rewrite.patterns import graph_of, own, program

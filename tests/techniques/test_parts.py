@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.bert import BertConfig, bert
-from magis.models.btlm import BtlmConfig, btlm
+from magis.models.bert import BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL, SEED, Style
-from magis.models.gpt import GptNeoConfig, gpt_neo
+from magis.models.gpt import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.mlp import MlpConfig, mlp
-from magis.models.vit import VitConfig, vit
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, technique

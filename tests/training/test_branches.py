@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from magis import Bench, CaptureError, optimize, run_case
-from magis.capture.batch import as_batch
+from magis.capture.workload import as_batch
 from magis.cases.check import check_case
 from magis.models import from_function
-from magis.ops.branches import EXPECT, ExpectationError, undone
+from magis.ops.call import EXPECT, ExpectationError, undone
 from magis.results import Case
 from magis.runtime.steps import GraphStep
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net

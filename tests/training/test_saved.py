@@ -60,7 +60,7 @@ def test_a_file_whose_digest_was_changed_does_not_run(tmp_path: Path) -> None:
 
 
 def _batch(width: int) -> object:
-    from magis.capture.batch import as_batch
+    from magis.capture.workload import as_batch
 
     return as_batch(batch(width=width))
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
-from magis.capture.batch import as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import UsageError
 from magis.frontends.checkpointing.policy import CheckpointedRegion, RegionPolicies, wrapped
 from magis.graph import Op

@@ -25,8 +25,7 @@ from torch._ops import OpOverload
 from magis.errors import CaptureError, MagisError
 from magis.frontends.compile.compile_options import CompileReport, Options
 from magis.frontends.compile.joint_graph import Joint, capture_joint, placeholders, why_not
-from magis.frontends.compile.joint_plan import plan_joint
-from magis.frontends.compile.split_modules import crossing, halves
+from magis.frontends.compile.joint_plan import crossing, halves, plan_joint
 from magis.graph import Graph
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes

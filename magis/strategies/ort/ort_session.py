@@ -21,8 +21,6 @@ from magis.strategies.ort.export import Exported, Port
 from magis.strategies.ort.functional_trace import NEW
 from magis.strategies.ort.writer import ELEMENT
 
-__all__ = ["OrtStep", "bind", "open_session", "ort_version"]
-
 _FATAL = 4
 _MISSING = re.compile(r"implementation for (\w+)\(")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from magis.strategies.ort.export import Exported
     from magis.strategies.ort.ort_session import OrtStep
 
-__all__ = ["PRECISIONS", "check_installed", "export_step", "make_ort_step", "ort_memory", "ort_predicted"]
-
 PRECISIONS = {"float32": None, "amp-float16": "float16", "amp-bfloat16": "bfloat16"}
 """Precision of a step -> what its forward and loss are autocast to. Gradients are not scaled."""
 

@@ -3,18 +3,168 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from magis import __version__
+from magis.results import CaseResult, ModuleBytes, Peak, Span
+from magis.strategies.strategy_names import PLANS
+from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
-from pytest_magis.findings import PERMISSIONS, accept_all
+from pytest_magis.baselines import CaseBaseline, stored_case
+from pytest_magis.explain import module_name
+from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
 from pytest_magis.outcome import Outcome
-from pytest_magis.outputs.html.case_section import case_section, lines_of
-from pytest_magis.outputs.html.page_parts import Commit, Run, curve_data, element, embedded, history, table, text
+from pytest_magis.outputs.html.page_parts import (
+    Commit,
+    Line,
+    Run,
+    curve,
+    curve_data,
+    element,
+    embedded,
+    history,
+    table,
+    text,
+)
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
+
+# One case of the report.
+
+ROWS = 20
+"""Of a table of modules; the others are summed up."""
+
+
+def lines_of(outcome: Outcome, original: Sequence[Span], optimized: Sequence[Span]) -> list[Line]:
+    """The lines of a case's curve: of the eager strategy one, since both steps are the same."""
+    both = [("original", original), ("optimized", optimized)]
+    return both[:1] if outcome.case.strategy == "eager" else both
+
+
+def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> str:
+    """All that is known of a case; ``commits`` changed the file of its baseline, newest first."""
+    state = "green" if outcome.verdict.passed else "red"
+    return element(
+        "section", "".join(_parts(number, outcome, run, commits)), id=f"case-{number}", class_=f"case {state}"
+    )
+
+
+def _parts(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> Iterator[str]:
+    yield f'<h2>{text(outcome.name)} <span class="label">{text(outcome.verdict.label)}</span></h2>'
+    yield from _said(outcome, run)
+    result = outcome.result
+    if result is None:
+        yield "<p>It has no result to show.</p>"
+        return
+    if result.timelines is None:
+        yield "<p>Whoever ran this case gave no time lines.</p>"
+    else:
+        lines = lines_of(outcome, result.timelines.original, result.timelines.optimized)
+        keys = "".join(f'<span class="key {name}">{name}</span>' for name, _ in lines)
+        picture = curve(number, f"Memory over simulated time of {outcome.name}", lines)
+        yield f'<figure>{picture}<figcaption>{keys}<output class="hover"></output></figcaption></figure>'
+    yield '<div class="peaks">'
+    yield _peak("original", result.original.at_peak)
+    if outcome.case.strategy != "eager":
+        yield _peak("optimized", result.optimized.at_peak)
+    yield "</div>"
+    yield from _plan(outcome, result)
+    yield from _history(outcome, result, run, commits)
+
+
+def _said(outcome: Outcome, run: Run) -> Iterator[str]:
+    """Findings with what explains them, notes, the error, and how to accept it."""
+    verdict = outcome.verdict
+    items = [(found.kind, f"{found.kind}: {found.text}", found.why) for found in verdict.findings]
+    items += [("note", note, "") for note in verdict.notes]
+    if outcome.error:
+        items.append(("error", f"error: {outcome.error}", ""))
+    if items:
+        lines = (
+            element("li", text(line) + (element("div", text(why), class_="why") if why else ""), class_=kind)
+            for kind, line, why in items
+        )
+        yield element("ul", "".join(lines))
+    if verdict.needed and not verdict.store:
+        command = accept_case(run.settings.given, outcome.model, outcome.case, verdict.needed, outcome.where)
+        yield f"<p>Accept with: <code>{text(command)}</code></p>"
+
+
+def _peak(step: str, peak: Peak | None) -> str:
+    """What a step holds while its tensors peak."""
+    if peak is None:
+        return ""
+    of = f" of {peak.module}" if peak.module else ""
+    line = f", {peak.line}" if peak.line else ""
+    where = f", at {peak.op}{of} ({peak.phase}{line})" if peak.op else ""
+    words = f"Tensors at the peak of the {step} step: {format_bytes(peak.tensor_bytes)}{where}"
+    if peak.scratch_bytes:
+        scratch = f"{peak.scratch_op}{f' of {peak.scratch_module}' if peak.scratch_module else ''}"
+        words += f"; where all bytes peak, {format_bytes(peak.scratch_bytes)} of scratch of {scratch}"
+    return f"<div><h3>{text(words)}</h3>{_modules(peak.held, 'kind', 'tensors')}</div>"
+
+
+def _plan(outcome: Outcome, result: CaseResult) -> Iterator[str]:
+    if outcome.case.strategy not in PLANS:
+        return
+    stats = result.search
+    words = f"The plan: {stats.recomputed_ops} calls recomputed, {format_bytes(stats.swapped_bytes)} swapped"
+    yield f"<h3>{text(words)}{text(f', {stats.fission}' if stats.fission else '')}</h3>"
+    if stats.changes:
+        yield _modules(stats.changes, "what", "calls")
+
+
+def _modules(rows: Sequence[ModuleBytes], kind: str, count: str) -> str:
+    """Rows by module, most bytes first; the rest in one."""
+    total = sum(row.nbytes for row in rows)
+    found = [_module(row, total) for row in rows[:ROWS]]
+    if len(rows) > ROWS:
+        others = rows[ROWS:]
+        rest = ModuleBytes("", "", sum(row.nbytes for row in others), sum(row.count for row in others))
+        found.append([text(f"{len(others)} others"), *_module(rest, total)[1:]])
+    return table(("module", kind, "line", count, "bytes", "share"), found, (0, 1, 2))
+
+
+def _module(row: ModuleBytes, total: int) -> list[str]:
+    share = f"{row.nbytes / total:.1%}" if total else ""
+    cells = (module_name(row.module), row.kind, row.line, row.count, format_bytes(row.nbytes), share)
+    return [text(cell) for cell in cells]
+
+
+def _history(outcome: Outcome, result: CaseResult, run: Run, commits: Sequence[Commit]) -> Iterator[str]:
+    """What the baseline held before, commit by commit, and this run; of commits that changed it alone."""
+    path = baseline_path(run.settings.baselines, outcome.case.device, outcome.model)
+    stored = stored_case(run.baselines.get(path), outcome.label, outcome.case)
+    rows = list(_commits(outcome, commits))
+    if stored is not None:
+        rows.append(("", "stored", "", *_bytes(stored)))
+    if not rows:
+        return
+    rows.append(("", "this run", "", *_amounts(result.original_memory.tensor_bytes, result.memory.tensor_bytes)))
+    yield "<h3>Tensor bytes over time</h3>"
+    cells = ([text(cell) for cell in row] for row in rows)
+    yield table(("date", "commit", "subject", "original", "optimized"), cells, (0, 1, 2), class_="history")
+
+
+def _commits(outcome: Outcome, commits: Sequence[Commit]) -> Iterator[tuple[str, ...]]:
+    """Oldest first; a commit that left the case as it was says nothing."""
+    before: CaseBaseline | None = None
+    for commit in reversed(commits):
+        stored = stored_case(commit.baseline, outcome.label, outcome.case)
+        if stored is not None and (before is None or _bytes(stored) != _bytes(before)):
+            yield commit.date, commit.name, commit.subject, *_bytes(stored)
+        before = stored
+
+
+def _bytes(stored: CaseBaseline) -> tuple[str, str]:
+    return _amounts(stored.original_tensor_bytes, stored.optimized_tensor_bytes)
+
+
+def _amounts(original: int, optimized: int) -> tuple[str, str]:
+    return f"{original:,} ({format_bytes(original)})", f"{optimized:,} ({format_bytes(optimized)})"
+
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 """Nothing is fetched, whatever a name in the report may hold."""
