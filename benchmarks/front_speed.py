@@ -25,12 +25,12 @@ from magis.quiet import before_torch
 before_torch()
 
 from magis.models.building import SEED
-from magis.models.gpt import GptNeoConfig, gpt_neo
+from magis.models.decoders import GptNeoConfig, gpt_neo
 from magis.planner.planning import plan_whole
 from magis.planner.plans import PlanScratch
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.report.front_picture import TEXT, across, framed, label
+from magis.report.pictures import TEXT, across, framed, label
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import divided_front, whole_front
 from magis.simulate.compiled_problem import compile_problem

@@ -38,7 +38,7 @@ from magis.paper.coordinated_search import STATES, published
 from magis.paper.ftree import LEVELS
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
-from magis.report.front_picture import across, framed, label
+from magis.report.pictures import across, framed, label
 from magis.results import Case
 from magis.rewrite.rules.rule_table import quickest
 from magis.search.budgeted_evaluator import Objective, PlanRequest, Watch

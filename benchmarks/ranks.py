@@ -132,9 +132,9 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
 
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
-    from magis.models.bert import BertConfig, bert
     from magis.models.building import REAL
-    from magis.models.gpt import GptNeoConfig, gpt_neo
+    from magis.models.decoders import GptNeoConfig, gpt_neo
+    from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World

@@ -1,4 +1,4 @@
-"""A pytest session that gates models: hooks that add, order, distribute, record and report its cases."""
+"""The gate within a pytest session: its collector and items, their order and share, their reports."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from magis.capture import Workload
 from magis.cost.devices import find_device
-from magis.models.bert import BertConfig, bert
 from magis.models.building import WRITTEN_OUT
-from magis.models.gpt import GptConfig, gpt
+from magis.models.decoders import GptConfig, gpt
+from magis.models.encoders import BertConfig, bert
 from magis.predict.step_time import predict_step
 from magis.results import RankMemory, Term
 from magis.strategies.distributed_names import group_of, technique

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from magis.report.front_picture import GRID, across, framed, label
+from magis.report.pictures import GRID, across, framed, label
 
 __all__ = ["Mark", "scatter_svg"]
 

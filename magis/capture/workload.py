@@ -1,4 +1,4 @@
-"""One training step that has not run yet, and how a module is built on tensors without memory."""
+"""One training step that has not run yet: module, batch, loss; batches as training loops have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile store: measured costs of operators, one readable, sorted JSON file per device and torch version.
+"""Operator profiles: measured costs, one sorted JSON file per device and torch; estimates between sizes.
 
     {
      "schema": 2,

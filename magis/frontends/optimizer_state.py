@@ -1,4 +1,4 @@
-"""The optimizer's own state, which the step reads and writes in place: what `state_dict()` saves stays true."""
+"""What a planned step rests on: the module, the loss, torch's settings, and the optimizer's own state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording an operator profile: every distinct operator of some models, measured on the device at hand."""
+"""Records an operator profile: every distinct operator of some models, measured on the device at hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of storages, and the pairs of operators whose order is fixed beyond data flow.
+"""What a graph's storages ask of the order of operators: views, hazards beyond data flow, lifetimes.
 
 The order rules are the storage versions of the operators (``magis.graph.nodes``): the writer of version k + 1 comes
 after every reader of version k and after the writer of version k. Any order that keeps these edges and data flow meets

@@ -12,11 +12,21 @@ from dataclasses import replace
 from functools import partial
 
 from magis.capture.workload import Workload
-from magis.models.bert import BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL, SEED, Style
-from magis.models.gpt import BtlmConfig, GptConfig, GptNeoConfig, btlm, gpt, gpt_neo
+from magis.models.convnets import (
+    DENSENETS,
+    RESNETS,
+    VGGS,
+    DenseNetConfig,
+    ResNetConfig,
+    VggConfig,
+    densenet,
+    resnet,
+    vgg,
+)
+from magis.models.decoders import BtlmConfig, GptConfig, GptNeoConfig, btlm, gpt, gpt_neo
+from magis.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.models.mlp import MlpConfig, mlp
-from magis.models.resnet import DENSENETS, RESNETS, VGGS, DenseNetConfig, ResNetConfig, VggConfig, densenet, resnet, vgg
 from magis.models.unet import UNetConfig, UNetPlusPlusConfig, unet, unetpp
 
 Make = Callable[[Style, str, int], Workload]

@@ -1,4 +1,4 @@
-"""From the graph's operators and arguments to torch's, and back: what it takes to call an operator for
+"""Calls operators of a graph by name: arguments to torch's and back; our own operators for branches on data.
 real."""
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
-from magis.ranks.environment import Attachment, LocalHost, RankHost, cores
+from magis.ranks.rank_hosts import Attachment, LocalHost, RankHost, cores
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

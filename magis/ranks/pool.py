@@ -1,4 +1,4 @@
-"""A pool of rank processes that run one job after the other together, and are thrown away when one of them fails.
+"""A pool of rank processes for one job after the other, and which rank is to blame when one fails.
 
 A failure is whatever keeps a rank from answering: it raises, it dies, it hangs. The job then ends with one line, within
 a bounded time, and all its ranks are killed with everything that they started; the next job gets new ones.
@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
-from magis.ranks.environment import LocalHost, RankHost, cores
+from magis.ranks.rank_hosts import LocalHost, RankHost, cores
 from magis.ranks.records import RankError, RankJob, RankReport
 
 if TYPE_CHECKING:

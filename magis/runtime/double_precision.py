@@ -1,4 +1,4 @@
-"""The step in double precision, to judge rounding by; equality of numbers that counts nan as equal.
+"""The step in double precision, to judge rounding by; the first operator at which two runs differ.
 
 A plan with fission sums in another order than eager: its numbers differ in the last bits. They are right if they are as
 close to the exact ones as eager's own. The exact ones come from running the captured operators one by one in float64,

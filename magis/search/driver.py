@@ -1,4 +1,4 @@
-"""The search: from a step and a limit to the best plan found.
+"""The search: from a step and a limit to the best plan found, best-first (paper, Algorithm 3) and by annealing.
 
 Proposals from minimum cuts on the way to the limit, with checkpoints at several distances; what room they leave is
 given back; cheap and lean ones are mixed; the best of them are polished by best-first search and annealing. The

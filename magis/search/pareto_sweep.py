@@ -1,4 +1,4 @@
-"""Memory against latency: of the plans that one sweep of memory limits judges, those that no other one beats in both.
+"""Pareto sweep: plans proposed from minimum cuts for falling memory limits, the best of them kept.
 
 The limits go down from the peak of the plan that recomputes nothing to the bytes that no plan avoids. Minimum cuts
 propose plans on the way (``magis.search.lagrangian_min_cut``); what room the best of them leave is given back, and

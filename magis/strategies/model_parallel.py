@@ -39,7 +39,7 @@ from magis.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.strategies.pipeline_stages import StageCut, cut_of, keep_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, share_blocks, stage_blocks
 from magis.strategies.technique import World, batch_size, share_of_batch
 
 

@@ -1,4 +1,4 @@
-"""The tables at the end of a run: one line per case, and the comparison of strategies."""
+"""What a run shows in the terminal: progress of long cases, the table of cases, the comparison of strategies."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.models import GATE_NAMES, SEED_NAMES, Workload, all_names, get
 from magis.models.attention import SelfAttention, alibi_slopes, causal_mask
-from magis.models.bert import VIT_SIZES, BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL, SEED
-from magis.models.gpt import Btlm, BtlmConfig, GptNeo, GptNeoConfig
+from magis.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
+from magis.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
 
 # Published: torchvision's model tables; Hugging Face BertForPreTraining and GPT-Neo-1.3B; milesial's U-Net (two
 # classes, transposed convolutions) and the usual U-Net++ (three channels in, one out). GPT: the vendor's 1.3B.

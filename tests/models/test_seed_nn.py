@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from magis.errors import MagisError
 from magis.models import all_names, get
-from magis.models.bert import BERT_SIZES, VIT_SIZES
+from magis.models.encoders import BERT_SIZES, VIT_SIZES
 from magis.testing import nn
 
 NAMES = [name.removeprefix("seed-") for name in all_names() if name.startswith("seed-")]

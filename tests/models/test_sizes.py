@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from magis.models.bert import BertConfig
 from magis.models.building import SizeError
-from magis.models.gpt import GptNeoConfig
-from magis.models.resnet import ResNetConfig
+from magis.models.convnets import ResNetConfig
+from magis.models.decoders import GptNeoConfig
+from magis.models.encoders import BertConfig
 
 
 @pytest.mark.parametrize("stages", [(), (3, 0), [3, 4], (3, 4.0)])

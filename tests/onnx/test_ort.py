@@ -18,10 +18,10 @@ from torch._subclasses import FakeTensorMode
 from magis.capture import Workload
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
-from magis.models.bert import BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL
-from magis.models.gpt import GptConfig, GptNeoConfig, gpt, gpt_neo
-from magis.models.resnet import ResNetConfig, resnet
+from magis.models.convnets import ResNetConfig, resnet
+from magis.models.decoders import GptConfig, GptNeoConfig, gpt, gpt_neo
+from magis.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.models.unet import UNetConfig, unet
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
-from magis.models.bert import BertConfig, bert
 from magis.models.building import REAL
-from magis.models.gpt import GptNeoConfig, gpt_neo
+from magis.models.decoders import GptNeoConfig, gpt_neo
+from magis.models.encoders import BertConfig, bert
 from magis.predict import LiveStorage, fake_world, predict_rank
 from magis.results import RankMemory
 from magis.strategies import technique

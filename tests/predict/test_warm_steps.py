@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from magis.capture.workload import Workload
-from magis.models.bert import BertConfig, bert
 from magis.models.building import REAL
+from magis.models.encoders import BertConfig, bert
 from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of
 from magis.strategies.distributed_names import DISTRIBUTED, technique
 from magis.strategies.technique import World

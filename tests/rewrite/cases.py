@@ -12,9 +12,9 @@ from torch import Tensor
 from magis.capture.workload import Workload
 from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
-from magis.models.bert import BertConfig, bert
 from magis.models.building import Style
-from magis.models.resnet import ResNetConfig, resnet
+from magis.models.convnets import ResNetConfig, resnet
+from magis.models.encoders import BertConfig, bert
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
 from magis.simulate.compiled_problem import Compiled, compile_problem

@@ -12,9 +12,9 @@ from magis.capture.workload import Workload
 from magis.cases.comparison import _differences
 from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, get
-from magis.models.bert import bert
 from magis.models.building import Style
-from magis.models.resnet import resnet
+from magis.models.convnets import resnet
+from magis.models.encoders import bert
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from magis.capture.workload import Workload
 from magis.graph import Graph, verify
-from magis.models.bert import bert
 from magis.models.building import Style
+from magis.models.encoders import bert
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.rule_table import RULES, Match, attempt

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.bert import BertConfig, VitConfig, bert, vit
 from magis.models.building import REAL, SEED, Style
-from magis.models.gpt import BtlmConfig, GptNeoConfig, btlm, gpt_neo
+from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
+from magis.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.models.mlp import MlpConfig, mlp
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, technique
 from magis.strategies.distributed import LossScaler, _buckets, average_gradients, without_dropout
 from magis.strategies.flat_parameter import Flat
-from magis.strategies.pipeline_stages import cut_of, keep_stage, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
 from magis.strategies.zero import Zero, _owners
 
 

@@ -1,4 +1,4 @@
-"""From a joint graph and a limit to a verified order of it, to be cut at its turn."""
+"""From a joint graph and a limit to a verified order, and that order as two fx modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page: verdicts first, then every case with its curve, what it holds at its peak, its plan and its history."""
+"""The HTML page: verdicts first, then every case with its curves, peak, plan and history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks of a job that somebody else has started: torchrun, or Slurm's srun, with one process per rank.
+"""Where ranks live: processes of this machine, or of a job that torchrun or srun has started.
 
 The process with rank 0 leads (`magis.ranks.agents.lead`), each of the others serves (`magis.ranks.agents.serve`). What
 this module reads from the environment needs no torch.

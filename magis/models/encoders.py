@@ -1,4 +1,4 @@
-"""BERT for pre-training (Devlin et al. 2019): masked-language-model and next-sentence heads, tied decoder."""
+"""Transformer encoders: BERT for pre-training (Devlin et al. 2019), the vision transformer (2021)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ResNet (He et al. 2016; stride in the 3x3 convolution, as in torchvision) and wide ResNet."""
+"""Convolutional networks: ResNet (He et al. 2016), VGG (2015) and DenseNet-BC (Huang et al. 2017)."""
 
 from __future__ import annotations
 

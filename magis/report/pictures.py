@@ -1,4 +1,4 @@
-"""A Pareto front as JSON text and as a picture: memory ratio against latency overhead (paper, Figure 11)."""
+"""Pareto fronts as JSON and as pictures (paper, Figure 11); time lines for Perfetto."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders like GPT-2 (Radford et al. 2019), and GPT-Neo (Black et al. 2021) with local attention."""
+"""Transformer decoders: GPT-2-like (2019), GPT-Neo (Black et al. 2021), BTLM-3B (Dey et al. 2023)."""
 
 from __future__ import annotations
 

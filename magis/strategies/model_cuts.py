@@ -1,4 +1,4 @@
-"""Where the networks of `magis.models` can be cut into stages, one after another.
+"""Where networks are cut: into pipeline stages, and into tensor-parallel parts (Shoeybi et al. 2019).
 
 A cut network runs a start (embeddings), its blocks and a finish (heads, logits); what goes from stage to stage is the
 hidden state alone. The functions repeat the `forward` of their networks; a test holds the two together.
@@ -19,8 +19,8 @@ from torch.nn import functional
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.attention import FeedForward, SelfAttention
-from magis.models.bert import Bert, Vit
-from magis.models.gpt import Btlm, BtlmLayer, Gpt, GptNeo
+from magis.models.decoders import Btlm, BtlmLayer, Gpt, GptNeo
+from magis.models.encoders import Bert, Vit
 from magis.strategies.distributed import quiet
 
 
