@@ -11,16 +11,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.capture.workload import Workload
-    from magis.cases.run_case import run_case
+    from magis.api import Bench, OptimizerSpec, Workload, fit, pareto, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
-    from magis.frontends.fitting import fit
     from magis.frontends.optimize import OptimizedStep, optimize
-    from magis.ops.optimizers import OptimizerSpec
-    from magis.planner.bench import Bench
-    from magis.planner.fronts import pareto
 
 __version__ = "0.1.0"
 

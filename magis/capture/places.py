@@ -16,9 +16,9 @@ from torch import nn
 # Where in the user's code an operator is called: file and line of the innermost frame that is theirs.
 
 HERE = Path(__file__).parent
-START = str(HERE / "step.py")
+START = str(HERE / "captured.py")
 """Calls the module and the loss: frames around it are not theirs."""
-NOT_THEIRS = (Path(torch.__file__).parent, HERE, HERE.parent / "aten")
+NOT_THEIRS = (Path(torch.__file__).parent, HERE, HERE.parent / "ops")
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 

@@ -151,7 +151,7 @@ def clear_errors(places: Places) -> Iterator[None]:
 def _place(places: Places, error: BaseException) -> str:
     """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
     here = Path(__file__).parent
-    own = (Path(torch.__file__).parent, here, here.parent / "aten")
+    own = (Path(torch.__file__).parent, here, here.parent / "ops")
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -88,7 +88,7 @@ def main() -> int:
 def _pieces(out: Path, profile: Path, device: str, preset: str, models: Sequence[str]) -> Iterator[Piece]:
     case = (*PYTEST, "-p", "pytest_magis.plugin", f"--magis-device={device}", "--magis-update=new,better,worse")
     where = f"--magis-baselines={ROOT / 'baselines'}" if device != "cpu" else f"--magis-baselines={out / 'baselines'}"
-    yield Piece("tests", (*PYTEST, "-m", "cuda", str(ROOT / "tests" / "backend" / "test_cuda.py")))
+    yield Piece("tests", (*PYTEST, "-m", "cuda", str(ROOT / "tests" / "runtime" / "test_cuda.py")))
     dtypes = ("--dtype", "float32,bfloat16") if device != "cpu" else ()
     command = (sys.executable, "-m", "magis", "profile", "--device", device, "--preset", preset)
     for model in models:
