@@ -135,6 +135,17 @@ def test_every_file_that_a_page_names_exists(repository: Path) -> None:
     assert sorted(absent) == []
 
 
+def test_every_page_that_the_code_names_exists(repository: Path) -> None:
+    absent = {
+        f"{path.relative_to(repository)}: {page}"
+        for room in ("magis", "pytest_magis", "benchmarks", "tools", "tests")
+        for path in (repository / room).rglob("*.py")
+        for page in re.findall(r"docs/[a-z/-]+\.(?:md|svg)", path.read_text(encoding="utf-8"))
+        if not (repository / page).is_file()
+    }
+    assert sorted(absent) == []
+
+
 def test_every_module_and_name_that_a_page_names_exists(repository: Path) -> None:
     """`magis.cost.shapes`, `magis.strategies.Technique`: a module, or a name in one."""
     absent = set()
