@@ -48,13 +48,20 @@ def page() -> str:
             seen.add(id(found))
             parts.extend(_entry(public, found))
     parts.append("\n## The fixture `magis`\n")
-    parts.extend(_entry("check", import_module("pytest_magis.live.fixture").Magis.check))
+    parts.extend(_entry("check", _fixture().check))
     parts.append("\n## Hooks of the plugin\n")
     hooks = import_module("pytest_magis.hookspecs")
     for hook, function in vars(hooks).items():
         if hook.startswith("pytest_magis_"):
             parts.extend(_entry(hook, function))
     return "".join(parts)
+
+
+def _fixture() -> Any:
+    """The class of what the fixture `magis` hands to a test."""
+    module = import_module("pytest_magis.live.fixture")
+    (found,) = (each for each in vars(module).values() if inspect.isclass(each) and hasattr(each, "check"))
+    return found
 
 
 def _entry(name: str, found: Any) -> Iterator[str]:
