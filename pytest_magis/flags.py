@@ -19,12 +19,17 @@ COMPARED_WITH = "MAGIS_COMPARED_WITH"
 
 
 class Option(NamedTuple):
-    """One option: `name` with dashes, without "--magis-"; a list takes commas and repetitions."""
+    """One option: `name` with dashes, without "--magis-"; a list takes commas and repetitions.
+
+    `help` is one line for `pytest --help`, and ends with the default in parentheses; `details` is what docs/options.md
+    says beyond that line.
+    """
 
     name: str
     metavar: str
     help: str
     is_list: bool = False
+    details: str = ""
 
     @property
     def flag(self) -> str:
@@ -37,39 +42,190 @@ class Option(NamedTuple):
 
 
 OPTIONS = (
-    Option("models", "NAMES", "models to gate: all, seed, names, globs, package.module:factory", is_list=True),
-    Option("memory-ratios", "R,...", "memory limits as shares of the original's peak (default: 0.8,0.6)", is_list=True),
-    Option("latency-ratios", "R,...", "latency limits as multiples (>= 1) of the original's latency", is_list=True),
-    Option("strategies", "NAMES", "what to run models under: all, names, globs (default: eager,magis)", is_list=True),
-    Option("ranks", "N", "ranks of distributed strategies, here or as predicted (default: 4)"),
-    Option("device", "NAME", "cpu, cuda or sim:<name> (default: cuda if there is one, else cpu)"),
-    Option("preset", "NAME", "sizes of the models: small or paper (default: small on cpu, else paper)"),
+    Option(
+        "models",
+        "NAMES",
+        "models to gate: all, seed, names, globs or package.module:factory (default: none)",
+        is_list=True,
+        details="`all` stands for the seven networks of the paper, `seed` for their simpler variants `seed-*`. Your "
+        "own network is `package.module:factory`: a function without arguments that returns `(module, "
+        "(inputs, targets), loss_fn)`, followed by a torch optimizer if it is not trained with plain SGD. "
+        "Plain `pytest` does not import from the current directory: start `python -m pytest`, or set "
+        "`pythonpath = .` in the ini file.",
+    ),
+    Option(
+        "memory-ratios",
+        "R,...",
+        "memory limits as fractions of the eager peak, above 0 and at most 1 (default: 0.8,0.6)",
+        is_list=True,
+        details="0.8 means: the optimized step may use 80% of the peak bytes of the eager step. The default holds "
+        "only where no latency ratio is given either.",
+    ),
+    Option(
+        "latency-ratios",
+        "R,...",
+        "latency limits as multiples (>= 1) of the eager latency (default: none)",
+        is_list=True,
+        details="1.1 means: the optimized step may take 10% longer, and its memory is then made as small as possible.",
+    ),
+    Option(
+        "strategies",
+        "NAMES",
+        "how to run each model: all, names, globs or package.module:factory (default: eager,magis)",
+        is_list=True,
+        details="`eager` is PyTorch as it is, `magis` the optimized step; the others are techniques to compare with, "
+        "such as `amp`, `checkpoint`, `compile` and `ddp`: [all of them](strategies.md).",
+    ),
+    Option(
+        "ranks",
+        "N",
+        "number of ranks of distributed strategies (default: 4)",
+        details="The ranks are processes of this machine, those of a `torchrun` or Slurm job, or predicted.",
+    ),
+    Option(
+        "device",
+        "NAME",
+        "cpu, cuda or a simulated GPU such as sim:a100 (default: cuda where there is one, else cpu)",
+        details="On `cpu` and `cuda` the steps run. On a simulated GPU nothing runs: memory and latency are computed,"
+        " and they are the same on every machine. There the gate sees a network that got 3% slower without "
+        "any GPU, even if its latency ratio stayed the same.",
+    ),
+    Option(
+        "preset",
+        "NAME",
+        "sizes of the built-in models: small or paper (default: small on cpu, else paper)",
+    ),
     Option(
         "dtype",
         "NAME",
-        "float32, tf32, bfloat16, float16, float64, amp-bfloat16 or amp-float16 (default: each model's own)",
+        "data type: float32, tf32, bfloat16, float16, float64, amp-bfloat16 or amp-float16 (default: each model's own)",
+        details="`amp-bfloat16` and `amp-float16` keep weights in float32 and run forward and loss under "
+        "`torch.autocast`, by the rules of the device, simulated ones included; gradients are not scaled (no "
+        "`GradScaler`). `tf32` lets matrix products and convolutions of float32 tensors run in tf32 while "
+        "cases run; it needs a GPU. `float32` leaves torch's settings alone. A simulated device that has tf32"
+        " estimates `float32` as tf32: both have one price there unless an operator profile tells them apart."
+        " The csv counts memory in items of the weights' type.",
     ),
-    Option("search", "NAMES", "whose search plans: magis, paper (the published one) or both", is_list=True),
-    Option("budget", "STATES", "work budget of the search: quick, default, thorough, or states evaluated"),
-    Option("seconds", "S", "cap on each search; a row that it stops is not gated"),
-    Option("seed", "N", "seed of models, batches and searches (default: 0)"),
-    Option("processes", "N", "processes that share each search with fission (default: 1); the result is the same"),
-    Option("resume", "DIR", "keep finished pieces of searches there, so that a run that was cut off goes on"),
-    Option("cache", "WHAT", "what is kept in pytest's cache for the next run: plans, results, none (default: plans)"),
-    Option("shard", "I/N", "run only the I-th of N shares of the models; magis merge joins the results"),
-    Option("profile", "FILE", "operator profile that prices latencies; none: estimate (default: the device's, if any)"),
-    Option("baselines", "DIR", "directory of the baselines (default: <rootdir>/baselines)"),
-    Option("against", "REV", "compare with this git revision, measured in the same run, not with stored baselines"),
-    Option("update", "KINDS", "accept and store findings: new, better, worse", is_list=True),
-    Option("csv", "FILE", "where to write the results (default: results.csv)"),
-    Option("markdown", "FILE", "write the table as Markdown there (default: add it to $GITHUB_STEP_SUMMARY, if set)"),
-    Option("pareto", "DIR", "also write each model's front of memory against latency there, as .json and .svg"),
-    Option("report", "FILE", "write a report of the run there: one HTML file that opens offline"),
-    Option("trace", "DIR", "also write each case's simulated time lines there, for Perfetto"),
-    Option("benchmark-json", "FILE", "write latencies there as pytest-benchmark's --benchmark-json does"),
-    Option("memory-tolerance", "SHARE", "share by which memory may exceed its baseline (default: 0)"),
     Option(
-        "latency-tolerance", "SHARE", "share by which latency may exceed its baseline (default: 0.04; simulated 0.01)"
+        "search",
+        "NAMES",
+        "which search plans: magis, paper (the published method) or both (default: magis)",
+        is_list=True,
+        details="[The paper's method](paper.md).",
+    ),
+    Option(
+        "budget",
+        "PLANS",
+        "work of each search: quick, default, thorough or a number of plans evaluated (default: default)",
+        details="[What the named budgets win and cost](ci.md#budgets-by-name). Another budget is another case with a "
+        "baseline of its own.",
+    ),
+    Option(
+        "seconds",
+        "S",
+        "a further cap on the seconds of each search (default: none)",
+        details="A row whose search was stopped by the cap says so and is not gated. On simulated devices and GPUs "
+        "the cap is shared out among the stages of the search. A step that would take longer to run than the "
+        "cap (at least a minute; ten minutes without a cap) is simulated instead of run.",
+    ),
+    Option("seed", "N", "seed of weights, batches and searches (default: 0)"),
+    Option(
+        "processes",
+        "N",
+        "processes that share each search with fission (default: 1)",
+        details="The result does not depend on it. Each worker of pytest-xdist has processes of its own.",
+    ),
+    Option(
+        "resume",
+        "DIR",
+        "directory for finished pieces of searches; an interrupted run continues from there (default: none)",
+    ),
+    Option(
+        "cache",
+        "WHAT",
+        "what pytest's cache keeps for the next run: plans, results or none (default: plans)",
+        details="`results` keeps plans and whole results: [what is then left out](ci.md).",
+    ),
+    Option(
+        "shard",
+        "I/N",
+        "run only the I-th of N shares of the models (default: all models)",
+        details="`1/4` is the first of four shares. `magis merge` joins the results of all machines: "
+        "[how](ci.md#many-machines).",
+    ),
+    Option(
+        "profile",
+        "FILE",
+        "operator profile that prices latencies, or none (default: profiles/<device>.json among the baselines)",
+        details="A profile holds measured times of operators: [profiles](profiles.md). With `none`, or where the "
+        "default file does not exist, times are estimated.",
+    ),
+    Option(
+        "baselines",
+        "DIR",
+        "directory of the stored baselines (default: <rootdir>/baselines)",
+        details="[The format of the files](formats.md#baselines).",
+    ),
+    Option(
+        "against",
+        "REV",
+        "compare with this git revision instead of stored baselines (default: none)",
+        details="The revision (`origin/main`, say) is checked out beside the working tree and measured first, in the "
+        "same run: [how](against.md).",
+    ),
+    Option(
+        "update",
+        "KINDS",
+        "which findings to accept and store as baselines: new, better, worse (default: none)",
+        is_list=True,
+        details="Where the environment variable `CI` is set, the ini file's value is ignored.",
+    ),
+    Option(
+        "csv",
+        "FILE",
+        "file for the results, one row per case (default: results.csv)",
+        details="A run of marked tests alone, without `--magis-models`, writes no csv unless this option names one.",
+    ),
+    Option(
+        "markdown",
+        "FILE",
+        "file for the table as Markdown (default: added to $GITHUB_STEP_SUMMARY where that is set)",
+        details="[On GitHub](github.md).",
+    ),
+    Option(
+        "pareto",
+        "DIR",
+        "directory for each model's Pareto front of memory and latency, as .json and .svg (default: none)",
+        details="Some thirty plans come from one search. A case of the gate searches its one limit longer, and may "
+        "find a better plan.",
+    ),
+    Option(
+        "report",
+        "FILE",
+        "file for the report of the run: one HTML page that opens offline (default: none)",
+        details="[How to read it](report.md).",
+    ),
+    Option(
+        "trace",
+        "DIR",
+        "directory for each case's simulated time lines, for Perfetto (default: none)",
+    ),
+    Option(
+        "benchmark-json",
+        "FILE",
+        "file for the latencies as pytest-benchmark's --benchmark-json writes them (default: none)",
+    ),
+    Option(
+        "memory-tolerance",
+        "SHARE",
+        "share by which memory may exceed its baseline (default: 0)",
+        details="0.05 allows 5% more.",
+    ),
+    Option(
+        "latency-tolerance",
+        "SHARE",
+        "amount by which latency may exceed its baseline (default: 0.04; 0.01 on simulated devices)",
+        details="It is compared with the latency ratio; on simulated devices also with the latency of each step.",
     ),
 )
 BY_NAME = {option.name: option for option in OPTIONS}

@@ -1,20 +1,22 @@
-"""Documents that are made of the code: the reference is up to date, examples run."""
+"""Documents: pages made of the code are up to date, examples run, and what a page names exists."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 
-def test_the_reference_is_up_to_date(repository: Path) -> None:
-    command = [sys.executable, "tools/reference.py", "--check"]
+@pytest.mark.parametrize("tool", ["tools/reference.py", "tools/options_page.py"])
+def test_a_page_made_of_code_is_up_to_date(repository: Path, tool: str) -> None:
+    command = [sys.executable, tool, "--check"]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"run tools/reference.py and look at what git says\n{done.stderr}"
+    assert done.returncode == 0, f"run {tool} and look at what git says\n{done.stderr}"
 
 
 def test_the_examples_of_extending_run(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +31,21 @@ def test_the_examples_of_extending_run(repository: Path, capsys: pytest.CaptureF
     assert names["pytest_magis_strategies"](None)[0].name == "twice"
 
 
+def test_the_example_of_the_paper_runs(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (repository / "docs" / "paper.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    opened = 'dump_file=open("results.csv", "a")'
+    assert opened in block
+    with Path("results.csv").open("a") as stream:  # closed again, which the example leaves to Python
+        exec(compile(block.replace(opened, "dump_file=stream"), "docs/paper.md", "exec"), {"stream": stream})
+    assert (tmp_path / "data" / "name.graph").is_file()
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 2
+    capsys.readouterr()
+
+
 EXECUTED = {
     "docs/checkpoint-policy.md": "tests/compile/test_docs.py",
     "docs/ci.md": "tests/plugin/test_docs_ci.py",
@@ -37,6 +54,7 @@ EXECUTED = {
     "docs/fit.md": "tests/cli/test_fit.py",
     "docs/gate-my-model.md": "tests/plugin/test_guide.py",
     "docs/optimize.md": "tests/training/test_docs.py",
+    "docs/paper.md": "tests/test_documents.py",
     "docs/report.md": "tests/plugin/test_docs_report.py",
 }
 """Documents with Python examples -> the test that runs them."""
@@ -52,3 +70,101 @@ def test_every_document_with_examples_is_run_by_a_test(repository: Path) -> None
     assert with_examples - set(EXECUTED) == {"docs/rules.md"}  # a row of a table, run by its golden file
     for document, test in EXECUTED.items():
         assert Path(document).name in (repository / test).read_text(encoding="utf-8"), document
+
+
+def pages_of(repository: Path) -> list[Path]:
+    return [repository / "README.md", *sorted(repository.glob("docs/**/*.md"))]
+
+
+def test_every_page_begins_with_something_to_run(repository: Path) -> None:
+    """A block of code before the first heading of a section; the list of open points is no page of this kind."""
+    without = [
+        page.name
+        for page in sorted(repository.glob("docs/**/*.md"))
+        if not re.search(r"^```", page.read_text(encoding="utf-8").partition("\n## ")[0], re.MULTILINE)
+    ]
+    assert without == ["open.md"]
+
+
+def test_links_into_pages_lead_to_headings(repository: Path) -> None:
+    astray = set()
+    for page in pages_of(repository):
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            text = (page.parent / target if target else page).read_text(encoding="utf-8")
+            if anchor not in {slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}:
+                astray.add(f"{page.name}: {target}#{anchor}")
+    assert sorted(astray) == []
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+ROOMS = ("magis", "pytest_magis", "benchmarks", "tests", "tools", "docs", ".ci")
+"""What a path that a page names may begin with."""
+WRITTEN_BY_RUNS = re.compile(r"[<*{]|\bGPU\b|^docs/results-|^benchmarks/results/progress_")
+"""Patterns, and files that only some runs write."""
+LIBRARY = {"net.py", "test_memory.py", "test_blocks.py", "conftest.py", "results.csv", "plan.txt"}
+"""Files of examples, of the user, and of other projects."""
+
+
+def named_files(text: str) -> set[str]:
+    """Paths and file names in code spans and in commands: `magis/graph/nodes.py`, `text.py`, `benchmarks/paper.py`."""
+    words = {word for span in re.findall(r"`([^`\n]+)`", text) for word in span.split()}
+    for block in re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        words |= {word for line in block.splitlines() if line.startswith("$") for word in line.split()}
+    found = set()
+    for word in words:
+        path = word.strip("(),.:;'\"").partition("::")[0]
+        in_a_room = "/" in path and path.split("/")[0] in ROOMS and not WRITTEN_BY_RUNS.search(path)
+        if in_a_room or re.fullmatch(r"[a-z_]+\.(?:py|md|txt|svg)", path):
+            found.add(path)
+    return found - LIBRARY
+
+
+def test_every_file_that_a_page_names_exists(repository: Path) -> None:
+    tracked = [path for room in ROOMS for path in (repository / room).rglob("*") if "__pycache__" not in path.parts]
+    names = {path.name for path in tracked} | {path.name for path in repository.iterdir()}
+    absent = {
+        f"{page.relative_to(repository)}: {name}"
+        for page in pages_of(repository)
+        for name in named_files(page.read_text(encoding="utf-8"))
+        if not (repository / name if "/" in name else Path(name)).exists() and name not in names
+    }
+    assert sorted(absent) == []
+
+
+def test_every_page_that_the_code_names_exists(repository: Path) -> None:
+    absent = {
+        f"{path.relative_to(repository)}: {page}"
+        for room in ("magis", "pytest_magis", "benchmarks", "tools", "tests")
+        for path in (repository / room).rglob("*.py")
+        for page in re.findall(r"docs/[a-z/-]+\.(?:md|svg)", path.read_text(encoding="utf-8"))
+        if not (repository / page).is_file()
+    }
+    assert sorted(absent) == []
+
+
+def test_every_module_and_name_that_a_page_names_exists(repository: Path) -> None:
+    """`magis.cost.shapes`, `magis.strategies.Technique`: a module, or a name in one."""
+    absent = set()
+    for page in pages_of(repository):
+        for dotted in re.findall(r"`((?:magis|pytest_magis)(?:\.\w+)+)", page.read_text(encoding="utf-8")):
+            if not dotted.startswith(BY_NAME_ALONE) and not is_there(repository, dotted):
+                absent.add(f"{page.relative_to(repository)}: {dotted}")
+    assert sorted(absent) == []
+
+
+BY_NAME_ALONE = (
+    "magis.loop", "magis.part", "magis.join", "magis.reduce", "magis.turn", "magis.check",  # operators, the fixture
+    "magis.original_", "magis.optimized_", "magis.memory_ratio", "magis.latency_ratio", "magis.verdict",  # of JUnit
+)  # fmt: skip
+
+
+def is_there(repository: Path, dotted: str) -> bool:
+    path = repository / dotted.replace(".", "/")
+    module, _, name = dotted.rpartition(".")
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    return is_there(repository, module) and hasattr(import_module(module), name)

@@ -193,19 +193,23 @@ def test_ci_runs_the_same_tests_and_then_a_part_of_the_gate(repository: Path) ->
 # --- documents ----------------------------------------------------------------------------------------------
 
 
-def test_the_readme_lists_the_options_that_pytest_lists(readme: str, fresh_python: Callable[[str], str]) -> None:
+def test_the_page_of_options_lists_those_that_pytest_lists(
+    repository: Path, fresh_python: Callable[[str], str]
+) -> None:
     text = fresh_python("import pytest, sys; sys.exit(pytest.main(['--help']))")
-    rows = re.findall(r"^\| `(--magis-[a-z-]+)`", readme, re.MULTILINE)
+    page = (repository / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(--magis-[a-z-]+)`", page, re.MULTILINE)
     assert sorted(rows) == sorted(set(OPTION.findall(text)))
 
 
-def test_the_readme_lists_every_make_target(repository: Path, readme: str) -> None:
-    table = "\n".join(re.findall(r"^\| `make .*", readme, re.MULTILINE))
+def test_the_page_for_developers_lists_every_make_target(repository: Path) -> None:
+    page = (repository / "docs" / "development.md").read_text(encoding="utf-8")
+    table = "\n".join(re.findall(r"^\| `make .*", page, re.MULTILINE))
     assert set(re.findall(r"`make ([a-z]+)`", table)) == targets(repository) - {"help"}
 
 
-def test_the_readme_shows_real_output(readme: str) -> None:
-    assert "TO BE FILLED" not in readme
+def test_the_readme_is_short(readme: str) -> None:
+    assert len(readme.splitlines()) <= 120
 
 
 def test_links_to_files_lead_somewhere(repository: Path) -> None:

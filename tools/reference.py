@@ -22,8 +22,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 MODULES = ("magis", "magis.api", "magis.results")
 HEAD = """# API reference
 
-Written by `tools/reference.py` from the code; a test keeps it true. The gate's options are in the
-[README](../README.md), how-tos in [gate-my-model](gate-my-model.md), [optimize](optimize.md), [compile](compile.md),
+```console
+$ python -c "import magis; help(magis.optimize)"
+```
+
+Written by `tools/reference.py` from the code; a test keeps it true. The gate's options are in
+[options](options.md), how-tos in [gate-my-model](gate-my-model.md), [optimize](optimize.md), [compile](compile.md),
 [checkpoint-policy](checkpoint-policy.md), [fit](fit.md), [report](report.md), [ci](ci.md), [against](against.md),
 [profiles](profiles.md) and [extending](extending.md). Sizes are bytes, times milliseconds unless a name says otherwise;
 every ratio is optimized / original.
@@ -44,13 +48,20 @@ def page() -> str:
             seen.add(id(found))
             parts.extend(_entry(public, found))
     parts.append("\n## The fixture `magis`\n")
-    parts.extend(_entry("check", import_module("pytest_magis.live.fixture").MagisFixture.check))
+    parts.extend(_entry("check", _fixture().check))
     parts.append("\n## Hooks of the plugin\n")
     hooks = import_module("pytest_magis.hookspecs")
     for hook, function in vars(hooks).items():
         if hook.startswith("pytest_magis_"):
             parts.extend(_entry(hook, function))
     return "".join(parts)
+
+
+def _fixture() -> Any:
+    """The class of what the fixture `magis` hands to a test."""
+    module = import_module("pytest_magis.live.fixture")
+    (found,) = (each for each in vars(module).values() if inspect.isclass(each) and hasattr(each, "check"))
+    return found
 
 
 def _entry(name: str, found: Any) -> Iterator[str]:

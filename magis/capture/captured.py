@@ -1,7 +1,7 @@
 """Captures a training step (or an inference) of any module as one graph.
 
 The step runs once on hollow CPU tensors (`hollow.py`): nothing is computed and nothing allocated, whatever the sizes.
-Device forms (a fused dropout, an attention kernel) are substituted by ``device_table`` while tracing; devices are
+Device forms (a fused dropout, an attention kernel) are substituted by ``autocast`` while tracing; devices are
 replaced when the step is realized. `record_eager` runs the same step for real, to compare the two.
 """
 

@@ -1,4 +1,4 @@
-"""docs/gate-my-model.md, followed to the letter."""
+"""README.md and docs/gate-my-model.md, followed to the letter."""
 
 from __future__ import annotations
 
@@ -26,3 +26,24 @@ def test_it_names_all_that_a_mark_takes(repository):
     text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
     for name in TestOptions.__dataclass_fields__:
         assert f"`{name}`" in text
+
+
+def test_the_readme_works(gate, repository):
+    """Its test is gated as it stands; with the change that it suggests the gate is red, in the lines that it shows."""
+    gate.use_real_core()
+    text = (repository / "README.md").read_text(encoding="utf-8")
+    ((name, program),) = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = re.findall(r"^\$ pytest (\S+)(?: (--\S+))?", text, re.MULTILINE)
+    assert commands == [(name, "--magis-update=new"), (name, "")]
+    (gate.root / name).write_text(f"# {name}\n{program}", encoding="utf-8")
+    gate(*commands[0], "--magis-latency-tolerance=9").assert_outcomes(passed=2)
+    gate(name, "--magis-latency-tolerance=9").assert_outcomes(passed=2)
+    assert "`Block(64, 384)`" in text
+    wider = program.replace("Block(64, 256)", "Block(64, 384)", 1)
+    (gate.root / name).write_text(f"# {name}\n{wider}", encoding="utf-8")
+    result = gate(name)
+    result.assert_outcomes(failed=2)
+    (shown,) = re.findall(r"^```\n(_+ test_my_model\[eager\].*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(shown.splitlines()) == 5
+    printed = {line.strip("_ ") for line in result.outlines}  # a heading is as wide as the terminal
+    assert [line for line in shown.splitlines() if line.strip("_ ") not in printed] == []

@@ -1,0 +1,117 @@
+"""Writes docs/options.md, the reference of the plugin's options, from `pytest_magis.flags` and `pytest_magis.options`.
+
+    .venv/bin/python tools/options_page.py [--check]
+
+With --check nothing is written; exit code 1 if the page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from magis.cost.devices import device_names
+from magis.dtypes import DTYPES
+from magis.models.registry import GATE_NAMES
+from magis.strategies.strategy_names import SEARCHES
+from pytest_magis.findings import PERMISSIONS
+from pytest_magis.flags import BY_NAME, OPTIONS, Option
+from pytest_magis.options import BUDGETS, CACHES, PRESETS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
+HEAD = """# Options of the gate
+
+```console
+$ pytest --magis-models=bert,resnet50 --magis-memory-ratios=0.8       # two networks, one limit
+$ pytest --magis-models='seed-*' --magis-device=sim:a100              # no GPU needed: simulated
+$ pytest --magis-models=my_package.nets:make_net --magis-update=new   # your own network; store its baseline
+```
+
+Each option works on the command line and, under its second name, in the ini file (`pytest.ini`, or the table
+`[tool.pytest.ini_options]` of `pyproject.toml`). The command line wins. A list takes commas, and on the command line
+also repetitions. Memory and latency limits belong together: those of the command line replace all limits of the ini
+file.
+
+A wrong value ends the run with one line and exit code 4 before the first case runs, and nothing is written. The same
+holds for a network of your own that computes with numbers read off its data, lies on another device, or mixes data
+types in a way that eager mode refuses.
+
+A marked test takes some of these options as arguments of its mark: [gate-my-model](gate-my-model.md). This page is
+written by `tools/options_page.py` from the code; a test keeps it true.
+"""
+GROUPS = {
+    "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
+    "Limits": ("memory-ratios", "latency-ratios"),
+    "The search": ("search", "budget", "seconds", "processes", "resume", "profile"),
+    "Baselines and verdicts": ("baselines", "against", "update", "memory-tolerance", "latency-tolerance"),
+    "Continuous integration": ("cache", "shard"),
+    "Files that a run writes": ("csv", "markdown", "pareto", "report", "trace", "benchmark-json"),
+}
+VALUES: dict[str, tuple[str, ...]] = {
+    "models": ("all", "seed", *GATE_NAMES, "seed-*", "package.module:factory"),
+    "device": ("cpu", "cuda", *(name for name in device_names() if name != "cpu")),
+    "preset": PRESETS,
+    "dtype": DTYPES,
+    "search": SEARCHES,
+    "budget": (*BUDGETS, BY_NAME["budget"].metavar),
+    "update": PERMISSIONS,
+    "cache": CACHES,
+}
+"""What an option takes, where it is not just its metavariable."""
+
+
+def page() -> str:
+    """The whole page."""
+    if sorted(BY_NAME) != sorted(name for names in GROUPS.values() for name in names):
+        raise LookupError("every option belongs to one of GROUPS")
+    return "".join([HEAD, *(part for title, names in GROUPS.items() for part in _group(title, names))])
+
+
+def _group(title: str, names: tuple[str, ...]) -> Iterator[str]:
+    yield f"\n## {title}\n\n| option | in the ini file | values | default | what it means |\n"
+    yield "| --- | --- | --- | --- | --- |\n"
+    for option in OPTIONS:
+        if option.name in names:
+            cells = f"`{option.flag}`", f"`{option.key}`", _values(option), _default(option), _meaning(option)
+            yield f"| {' | '.join(cells)} |\n"
+
+
+def _default(option: Option) -> str:
+    found = re.search(r" \(default: ([^)]*)\)$", option.help)
+    if found is None:
+        raise LookupError(f"the help of {option.flag} does not end with its default")
+    return _escaped(found[1])
+
+
+def _values(option: Option) -> str:
+    return ", ".join(f"`{word}`" for word in VALUES.get(option.name, (option.metavar,)))
+
+
+def _meaning(option: Option) -> str:
+    text = _escaped(option.help.rpartition(" (default: ")[0])
+    capital = text if option.name == "device" else f"{text[0].upper()}{text[1:]}"
+    return f"{capital}. {option.details}".strip()
+
+
+def _escaped(text: str) -> str:
+    """Text of the terminal as Markdown."""
+    return re.sub(r"([<>*|$])", r"\\\1", text)
+
+
+def main() -> int:
+    """Write the page, or check it; the exit code."""
+    parser = argparse.ArgumentParser(description=typing.cast("str", __doc__).splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
+    text = page()
+    if parser.parse_args().check:
+        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
