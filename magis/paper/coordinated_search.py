@@ -5,7 +5,7 @@ state seen before is skipped; the F-Tree is analysed again where the change befo
 applied and every child simulated; a child enters the queue if its key is smaller than the best one's times 1.1.
 
 Rules: the four mutations of the F-Tree; rematerialize, swap and their inverses on memory hot-spots; windows of the
-order around the peak. A change of loops is scheduled incrementally (Algorithm 2, ``paper.incremental_schedule``), unless
+order around the peak. A change of loops is scheduled incrementally (Algorithm 2, `incremental_schedule`), unless
 ``incremental`` is off: then it starts from program order. Not there: TASO rules. No minimum cuts, no annealing, no
 climbing.
 
