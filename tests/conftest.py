@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
 import pytest
 
+from tests.brisk import short_looks
 from tests.sampled import is_left_to_soak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -19,6 +21,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
+
+# Before torch is loaded, here and in all children: workers share the cores, so a second thread of torch only takes time
+# from another worker and waits for it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that runs the tests in the background has SIGINT ignored, in them and in all their children: those that wait
 # to be interrupted would wait for ever.
@@ -51,6 +57,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in needs_gpu:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _a_short_look_at_latency() -> Iterator[None]:
+    """Cases are timed in the fewest pairs: tests of whole cases ask what a ratio is used for, not how certain it is."""
+    with short_looks():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,8 @@ class Gate:
         return self.pytester.runpytest_inprocess(*PLUGINS, *parallel, *args)
 
     def in_subprocess(self, *args: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*PLUGINS, *args)
+        brisk = ("-p", "tests.brisk") if self.is_real else ()
+        return self.pytester.runpytest_subprocess(*PLUGINS, *brisk, *args)
 
     def fake(self, **changes: dict[str, Any]) -> None:
         """Change figures of the made-up core, by case name; `any_case` stands for all of them."""

@@ -25,19 +25,6 @@ def net():
     parts = [part for _ in range(8) for part in (nn.Linear(64, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 64), nn.Tanh())]
     return workload(nn.Sequential(*parts), 64)
 """
-# torch leaves so many objects that collecting them before each measurement is a third of such a run
-CONFTEST = """
-import gc
-
-
-def pytest_sessionstart(session):
-    if not session.config.option.collectonly:
-        import magis.api
-        import torch._dynamo
-
-        gc.collect()
-        gc.freeze()
-"""
 NET, CUSTOM = "gated:net", "own_nets:undeclared"
 IDS = [f"magis::{model}[{label}]" for model in (NET, CUSTOM) for label in ("eager", "magis-mem0.8")]
 # steps of a millisecond on a busy machine: their latency ratio says nothing, and other tests gate it
@@ -57,7 +44,6 @@ def accepted(gate, kept):
     """A directory with two networks, whose baselines and results.csv a first run has made."""
     gate.use_real_core()
     (gate.root / "gated.py").write_text(GATED)
-    (gate.root / "conftest.py").write_text(CONFTEST)
     if not (kept / "results.csv").exists():
         gate.accept(*RUN)
         shutil.copytree(gate.root / "baselines", kept / "baselines")
@@ -259,7 +245,6 @@ SIMULATED = ("--magis-models=mlp", "--magis-device=sim:rtx3090", "--magis-preset
 
 def test_a_simulated_run_is_accepted_and_comes_again(gate):
     gate.use_real_core()
-    (gate.root / "conftest.py").write_text(CONFTEST)
     gate.accept(*SIMULATED)
     first = gate.rows()
     result = gate.in_subprocess(*SIMULATED)
