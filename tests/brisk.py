@@ -22,7 +22,7 @@ def short_looks() -> Iterator[None]:
     from magis.cases import comparison
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "Patience", partial(comparison.Patience, seconds=SECONDS))
+        patch.setattr(comparison, "StoppingRule", partial(comparison.StoppingRule, seconds=SECONDS))
         yield
 
 
@@ -34,7 +34,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     from magis.cases import comparison
 
-    comparison.Patience = partial(comparison.Patience, seconds=SECONDS)
+    comparison.StoppingRule = partial(comparison.StoppingRule, seconds=SECONDS)
     comparison.ROUGHLY = replace(comparison.ROUGHLY, seconds=SECONDS)
     gc.collect()
     gc.freeze()
