@@ -140,7 +140,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
     from magis.strategies.distributed_names import technique
-    from magis.strategies.technique import Technique
+    from magis.strategies.rank_step import Technique
     from magis.strategies.zero import Zero
 
     torch.set_num_threads(1)

@@ -19,20 +19,8 @@ from magis.dtypes import DTYPES, check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import (
-    BY_NAME,
-    COMPARED_WITH,
-    OPTIONS,
-    in_ini,
-    is_active,
-    items,
-    latency_ratios_of,
-    memory_ratios_of,
-    number,
-    on_command_line,
-    share,
-    whole,
-)
+from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
+from pytest_magis.option_values import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.strategies import Grid
 
 # Shares of a run for several machines: each gets some of the models, with all of their cases.

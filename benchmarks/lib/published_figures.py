@@ -20,7 +20,7 @@ from magis.models.encoders import BertConfig, bert
 from magis.predict.step_time import predict_step
 from magis.results import RankMemory, Term
 from magis.strategies.distributed_names import group_of, technique
-from magis.strategies.technique import Technique
+from magis.strategies.rank_step import Technique
 from magis.strategies.zero import Zero
 from magis.units import GIB, MIB
 

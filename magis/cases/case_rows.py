@@ -21,7 +21,7 @@ from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
 from magis.simulate.peak_breakdown import peak_of
 from magis.simulate.simulator import MemoryProfile, replay, timeline
-from magis.strategies.technique import samples_of
+from magis.strategies.rank_step import samples_of
 from magis.units import GIB, format_bytes
 
 # What a case tells besides its figures: whose the bytes at the peak are, what the plan does, and its time lines.

@@ -21,8 +21,8 @@ from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed import without_dropout
 from magis.strategies.distributed_names import check_world, is_own, technique
+from magis.strategies.rank_step import Technique
 from magis.strategies.single_device import on_fake_tensors
-from magis.strategies.technique import Technique
 
 OFF_BY = 0.02
 """Share by which a rank's measured tensor bytes may be off the predicted ones."""

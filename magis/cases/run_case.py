@@ -36,8 +36,8 @@ from magis.runtime.measure import collector_spared, device_identity
 from magis.runtime.optimizer_behind import BehindStep
 from magis.runtime.steps import EagerStep, Step
 from magis.simulate.peak_breakdown import changes
+from magis.strategies.rank_step import samples_of
 from magis.strategies.strategy_names import PLANS, SEARCHES, family
-from magis.strategies.technique import samples_of
 from magis.units import share_of
 
 Progress = Callable[[str], None]

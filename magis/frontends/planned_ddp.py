@@ -16,8 +16,8 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed import average_gradients, held_by, make_optimizer, place, trained
+from magis.strategies.rank_step import World, share_of_batch
 from magis.strategies.single_device import on_fake_tensors
-from magis.strategies.technique import World, share_of_batch
 from magis.units import share_of
 
 RATIO = 0.6

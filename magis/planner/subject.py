@@ -35,7 +35,7 @@ from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
-from magis.strategies.technique import loss_of_shares
+from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
 _OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured"})

@@ -22,7 +22,7 @@ from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared
 from magis.strategies.distributed import local, quiet
 from magis.strategies.distributed_names import check_world
-from magis.strategies.technique import WARM_STEPS, RankStep, Technique, World
+from magis.strategies.rank_step import WARM_STEPS, RankStep, Technique, World
 
 _SCALING = 3
 """Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""

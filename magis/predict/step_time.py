@@ -24,7 +24,7 @@ from magis.cost.operator_latency import roofline_ns
 from magis.graph import Const, Op, Ref, Value
 from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
-from magis.strategies.technique import RankStep, Technique, World, Wrapping
+from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from magis.results import Memory
 from magis.runtime.measure import allocations, device_identity
 from magis.strategies.distributed import has_dropout, without_dropout
 from magis.strategies.distributed_names import check_world, technique
-from magis.strategies.technique import RankStep, Technique, World, Wrapping, batch_size
+from magis.strategies.rank_step import RankStep, Technique, World, Wrapping, batch_size
 
 _COMPARED = 3
 """Steps whose losses are reported."""

@@ -84,10 +84,6 @@ def main() -> None:
         answers.flush()
 
 
-if __name__ == "__main__":
-    main()
-
-
 def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
     """Made-up tensors for the inputs of `op` by value id: exact shapes, strides and types, storages apart.
 
@@ -232,3 +228,7 @@ def measure_workspaces(
 def _bytes(op: Op, values: Mapping[int, Value]) -> int:
     touched = dict.fromkeys((*op.inputs(), *op.made()))
     return sum(reach(values[number]) * ITEM_SIZE[values[number].dtype] for number in touched)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from magis.strategies.distributed_names import DISTRIBUTED, check_world, technique
-    from magis.strategies.technique import RankStep, Technique, World, batch_size, share_of_batch
+    from magis.strategies.rank_step import RankStep, Technique, World, batch_size, share_of_batch
 
 __all__ = [
     "DISTRIBUTED",
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _NAMES = ("DISTRIBUTED", "check_world", "technique")
-_BY_NAME, _TYPES = "magis.strategies.distributed_names", "magis.strategies.technique"
+_BY_NAME, _TYPES = "magis.strategies.distributed_names", "magis.strategies.rank_step"
 
 
 def __getattr__(name: str) -> object:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from magis.capture import Workload
 from magis.strategies.distributed import BUCKET_BYTES, PlainStep, half, make_optimizer, mesh, of_kind, quiet, trained
-from magis.strategies.technique import World, share_of_batch
+from magis.strategies.rank_step import World, share_of_batch
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer

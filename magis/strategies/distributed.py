@@ -21,7 +21,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.attention import SelfAttention
 from magis.ops.optimizers import OptimizerSpec, torch_optimizer
-from magis.strategies.technique import RankStep, Technique, World, Wrapping
+from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
 
 BUCKET_BYTES = 25 * 2**20
 """Of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from magis.errors import UsageError
 
 if TYPE_CHECKING:
-    from magis.strategies.technique import Technique
+    from magis.strategies.rank_step import Technique
 
 DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
 """The plain names, in the order in which reports list them."""

@@ -40,7 +40,7 @@ from magis.strategies.distributed import (
     trained,
 )
 from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, share_blocks, stage_blocks
-from magis.strategies.technique import World, batch_size, share_of_batch
+from magis.strategies.rank_step import World, batch_size, share_of_batch
 
 
 @dataclass(frozen=True)

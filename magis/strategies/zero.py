@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from magis.capture import Workload
 from magis.strategies.distributed import PlainStep, half, held_by, make_optimizer, of_kind, trained
 from magis.strategies.flat_parameter import Flat
-from magis.strategies.technique import World, share_of_batch
+from magis.strategies.rank_step import World, share_of_batch
 
 BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's reduce_bucket_size."""

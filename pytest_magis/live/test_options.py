@@ -12,8 +12,8 @@ import pytest
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
 from magis.models.registry import all_names
-from pytest_magis.flags import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.gate import Gate, all_strategies
+from pytest_magis.option_values import items, latency_ratios_of, memory_ratios_of, number, share, whole
 from pytest_magis.options import Settings
 from pytest_magis.run_plan import Model, PlannedCase, plan_cases
 

@@ -101,7 +101,7 @@ def crawling(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         return "it crawls"
 
     monkeypatch.setattr(subjects, "too_slow", found)
-    monkeypatch.setattr("magis.planner.plans.measure_workspaces", partial(pytest.fail, "an operator was run"))
+    monkeypatch.setattr("magis.planner.traced_model.measure_workspaces", partial(pytest.fail, "an operator was run"))
     monkeypatch.setattr(Subject, "eager", partial(pytest.fail, "the step was run"))
     return allowed
 

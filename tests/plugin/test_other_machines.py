@@ -24,7 +24,7 @@ MACHINES = {
 # latency is not gated here, and old kernels are slow: one pair is enough
 CONFTEST = """
 def pytest_sessionstart():
-    from magis.api import cases
+    from magis.cases import run_case as cases
     from magis.runtime import timing
 
     cases.TIMING_ROUNDS = cases.ROUNDS_WHOLE = 1

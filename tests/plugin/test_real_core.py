@@ -195,7 +195,7 @@ def pytest_collection_finish(session):
         return
     from dataclasses import replace
 
-    from magis.api import cases
+    from magis.cases import run_case as cases
 
     plan = cases.plan
 

@@ -19,7 +19,7 @@ from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
 from magis.predict.step_time import Links, StepTime, predict_step
 from magis.strategies.distributed_names import technique
-from magis.strategies.technique import RankStep, World
+from magis.strategies.rank_step import RankStep, World
 
 V100 = find_device("sim:v100")
 LINKS = Links(1e9, message_ns=100, hidden=0.5)

@@ -9,7 +9,7 @@ from magis.models.building import REAL
 from magis.models.encoders import BertConfig, bert
 from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of
 from magis.strategies.distributed_names import DISTRIBUTED, technique
-from magis.strategies.technique import World
+from magis.strategies.rank_step import World
 
 NAMES = (*DISTRIBUTED, *(f"amp+{name}" for name in DISTRIBUTED), "half+ddp", "half+tp", "half+pp")
 

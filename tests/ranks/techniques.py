@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.strategies.technique import World, share_of_batch
+from magis.strategies.rank_step import World, share_of_batch
 
 
 def small_net() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]:

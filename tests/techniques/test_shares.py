@@ -9,7 +9,7 @@ from torch import nn
 from magis.capture.workload import Workload
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
-from magis.strategies.technique import loss_of_shares
+from magis.strategies.rank_step import loss_of_shares
 
 
 def work(*between: nn.Module) -> Workload:
