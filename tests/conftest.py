@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.brisk import short_looks
+from tests.brisk import short_looks, spared_collector
 from tests.sampled import is_left_to_soak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _a_short_look_at_latency() -> Iterator[None]:
+def _brisk() -> Iterator[None]:
     """Cases are timed in the fewest pairs: tests of whole cases ask what a ratio is used for, not how certain it is."""
-    with short_looks():
+    with short_looks(), spared_collector():
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,9 +62,6 @@ def workspaces() -> Workspaces:
 
 @functools.cache
 def _workspaces(_threads: int) -> Workspaces:
-    # What exists by now is left out of further garbage collections: every measurement starts with one, and torch
-    # has brought along so many objects that each would take a sixth of a second.
-    gc.freeze()
     return Workspaces()
 
 

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from magis import Bench, CaptureError, optimize, run_case
-from magis.capture import OptimizerSpec, capture
+from magis.capture import OptimizerSpec, capture, python_state
 from magis.cases.check import check_case
 from magis.models import from_function
 from magis.results import Case
+from tests.brisk import pass_over_what_exists
 from tests.training.loops import Loops, batch, loss_of, net
+
+OBJECTS_OF = python_state._objects_of
 
 
 class Waves(nn.Module):
@@ -56,12 +59,13 @@ def test_a_capture_leaves_nothing_in_caches() -> None:
     assert module.waves(*inputs.shape) is table
 
 
-def test_caches_that_the_collector_passes_over_are_seen() -> None:
+def test_caches_that_the_collector_passes_over_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_state, "_objects_of", OBJECTS_OF)  # as it is outside of tests
     gc.freeze()
     try:
         test_a_capture_leaves_nothing_in_caches()
     finally:
-        gc.unfreeze()
+        pass_over_what_exists()
 
 
 def test_steps_read_the_table_as_eager_does() -> None:

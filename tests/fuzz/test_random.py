@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,15 +15,6 @@ from tests.fuzz.soak import judged_in_children, table
 PROGRAMS, LOOPS = range(40), range(15)
 ALL_PROGRAMS, ALL_LOOPS, PIECE = 2000, 500, 250
 REFUSED = 0.05
-
-
-@pytest.fixture(scope="module", autouse=True)
-def spared_collector() -> Iterator[None]:
-    """Measuring bytes collects garbage: it need not look at all modules of the test run each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("seed", PROGRAMS)
