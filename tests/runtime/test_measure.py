@@ -21,6 +21,7 @@ from magis.runtime import measure
 from magis.runtime.measure import (
     Allocation,
     WindowPeak,
+    collector_spared,
     device_identity,
     device_memory,
     free_device_memory,
@@ -28,6 +29,7 @@ from magis.runtime.measure import (
     tensor_peak,
     window_peak,
 )
+from tests.brisk import pass_over_what_exists
 from tests.strategies import examples
 
 KIB = 256  # float32 elements of 1024 bytes
@@ -371,3 +373,18 @@ def test_cuda_peaks() -> None:
     assert found.reserved_bytes >= found.peak_bytes
     assert device_identity("cuda")["gpu"] == torch.cuda.get_device_name()
     assert 0 < free_device_memory("cuda") <= device_memory("cuda")
+
+
+def test_collections_pass_over_what_exists_unless_somebody_has_frozen_it() -> None:
+    pass_over_what_exists()
+    try:
+        frozen = gc.get_freeze_count()
+        with collector_spared():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen > 0
+        gc.unfreeze()
+        with collector_spared():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        pass_over_what_exists()  # as tests find it
