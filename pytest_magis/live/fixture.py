@@ -12,8 +12,8 @@ from magis.errors import MagisError, UsageError
 from magis.results import CaseResult
 from pytest_magis.harness import forget, recipe
 from pytest_magis.judged_case import Live, judged, lines_of
+from pytest_magis.live.asked_options import awake, cases, check_device, read_asked, red
 from pytest_magis.live.gated_tests import claimed, name_of, node_id
-from pytest_magis.live.test_options import awake, cases, check_device, read_asked, red
 from pytest_magis.outcome import PROPERTY
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 from magis.errors import MagisError, UsageError
 from pytest_magis.harness import forget, recipe
 from pytest_magis.judged_case import Live, judged, lines_of
+from pytest_magis.live.asked_options import AskedOptions, awake, cases, check_device, read_asked, red
 from pytest_magis.live.gated_tests import MARK, PARAM, claimed, label_of, name_of, node_id
-from pytest_magis.live.test_options import TestOptions, awake, cases, check_device, read_asked, red
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import leave
 
@@ -80,7 +80,7 @@ def let_go(config: pytest.Config) -> None:
         del config.stash[_MAKER]
 
 
-def _asked(item: pytest.Item) -> TestOptions:
+def _asked(item: pytest.Item) -> AskedOptions:
     """The marks of a function, its class and its module, the closest one first."""
     merged: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
@@ -90,7 +90,7 @@ def _asked(item: pytest.Item) -> TestOptions:
     return read_asked(SHOWN, merged)
 
 
-def _maker(item: pytest.Function, name: str, asked: TestOptions) -> Callable[[int], Workload]:
+def _maker(item: pytest.Function, name: str, asked: AskedOptions) -> Callable[[int], Workload]:
     """How to build the network; the same for all cases of a test, which then share what is captured of it."""
     maker = item.config.stash.get(_MAKER, None)
     if maker is None or maker.name != name:

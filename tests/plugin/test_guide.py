@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pytest_magis.live.test_options import TestOptions
+from pytest_magis.live.asked_options import AskedOptions
 
 
 def test_the_guide_works(gate, repository):
@@ -24,7 +24,7 @@ def test_the_guide_works(gate, repository):
 
 def test_it_names_all_that_a_mark_takes(repository):
     text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
-    for name in TestOptions.__dataclass_fields__:
+    for name in AskedOptions.__dataclass_fields__:
         assert f"`{name}`" in text
 
 

@@ -22,7 +22,7 @@ PRESET = "small"
 
 
 @dataclass(frozen=True)
-class TestOptions:
+class AskedOptions:
     """What was written; None for what was not."""
 
     name: str | None = None
@@ -53,9 +53,9 @@ class TestOptions:
         return replace(settings, grid=grid, tolerances=tolerances, strategies=self.strategies or settings.strategies)
 
 
-def read_asked(shown: str, given: Mapping[str, Any]) -> TestOptions:
+def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
     """What `given` asks for, by name. Raises UsageError, beginning with `shown`, for whatever is wrong."""
-    known = tuple(field.name for field in fields(TestOptions))
+    known = tuple(field.name for field in fields(AskedOptions))
     for name in given:
         if name not in known:
             raise UsageError(f"{shown} takes no {name!r}", hint=nearest(name, known))
@@ -64,7 +64,7 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> TestOptions:
         for name, value in given.items()
         if value is not None
     }
-    return TestOptions(**read)
+    return AskedOptions(**read)
 
 
 def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
