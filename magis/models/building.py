@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.capture.workload import Workload
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
-
-# What a model hands to the rest of magis; defined with the capture that takes it, named here for its makers.
 
 
 @contextmanager
@@ -136,9 +135,13 @@ def choose(model: str, what: str, table: Mapping[str, T], key: object) -> T:
 
 
 # What the seed variant of every network leaves out, in one place: layers are made through a Style.
-# | | real | seed | | --- | --- | --- | | BatchNorm, biases, affine LayerNorm, position embeddings, dropout | as in
-# the original network | none | | activation of transformers | GELU | ReLU | | attention |
-# `F.scaled_dot_product_attention` | matmul, softmax, matmul | | weight update | AdamW | plain SGD |
+#
+# | | real | seed |
+# | --- | --- | --- |
+# | BatchNorm, biases, affine LayerNorm, position embeddings, dropout | as in the original network | none |
+# | activation of transformers | GELU | ReLU |
+# | attention | `F.scaled_dot_product_attention` | matmul, softmax, matmul |
+# | weight update | AdamW | plain SGD |
 
 
 @dataclass(frozen=True)
@@ -196,3 +199,79 @@ class Style:
 REAL = Style(seed=False)
 SEED = Style(seed=True)
 WRITTEN_OUT = Style(seed=False, written_out=True)
+
+
+# Training steps of networks that differ in the network alone.
+
+
+class _Images(Protocol):
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def image_size(self) -> int: ...
+    @property
+    def classes(self) -> int: ...
+
+
+class _Text(Protocol):
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+
+
+Images = TypeVar("Images", bound=_Images)
+Text = TypeVar("Text", bound=_Text)
+
+
+def image_classifier(
+    make: Callable[[Images, Style], nn.Module],
+    config: Images,
+    style: Style,
+    name: str,
+    seed: int,
+    blocks: Iterable[str],
+) -> Workload:
+    """A network with a batch of noise images and random classes; `blocks` are names of its modules."""
+    with seeded(seed):
+        module = make(config, style)
+        inputs = (images(config.batch_size, config.image_size),)
+        targets = (labels(config.classes, config.batch_size),)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=inputs,
+        targets=targets,
+        loss_fn=image_loss,
+        optimizer=style.optimizer,
+        blocks=tuple(blocks),
+        explicit_attention=style.explicit_attention,
+    )
+
+
+def language_model(
+    make: Callable[[Text, Style], nn.Module],
+    config: Text,
+    style: Style,
+    name: str,
+    seed: int,
+    optimizer: OptimizerSpec | None = None,
+) -> Workload:
+    """A decoder with a batch of random tokens; its `layers` are the blocks. None: the style's optimizer."""
+    with seeded(seed):
+        module = make(config, style)
+        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
+    return Workload(
+        name=name,
+        module=module,
+        inputs=(text,),
+        targets=(following,),
+        loss_fn=token_loss,
+        optimizer=optimizer or style.optimizer,
+        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
+        explicit_attention=style.explicit_attention,
+    )

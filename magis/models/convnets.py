@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.building import SizeError, Style, check_sizes, image_loss, images, init_convolutions, labels, seeded
+from magis.models.building import SizeError, Style, check_sizes, image_classifier, init_convolutions
 
 RESNETS = {
     # blocks of the four stages, expansion of a block's output (1: basic block, 4: bottleneck), widening
@@ -111,20 +111,8 @@ class ResNet(nn.Module):
 
 def resnet(config: ResNetConfig, style: Style, name: str, seed: int) -> Workload:
     """A ResNet with a batch of noise images and random classes."""
-    with seeded(seed):
-        module = ResNet(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size),)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=image_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"blocks.{i}" for i in range(sum(config.stages))),
-        explicit_attention=style.explicit_attention,
-    )
+    blocks = (f"blocks.{i}" for i in range(sum(config.stages)))
+    return image_classifier(ResNet, config, style, name, seed, blocks)
 
 
 # VGG (Simonyan and Zisserman 2015), without BatchNorm as published.
@@ -195,20 +183,8 @@ class Vgg(nn.Module):
 
 def vgg(config: VggConfig, style: Style, name: str, seed: int) -> Workload:
     """A VGG with a batch of noise images and random classes."""
-    with seeded(seed):
-        module = Vgg(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size),)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=image_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"stages.{i}" for i in range(len(config.stages))),
-        explicit_attention=style.explicit_attention,
-    )
+    blocks = (f"stages.{i}" for i in range(len(config.stages)))
+    return image_classifier(Vgg, config, style, name, seed, blocks)
 
 
 # DenseNet-BC (Huang et al. 2017), as in torchvision.
@@ -304,17 +280,5 @@ class DenseNet(nn.Module):
 
 def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Workload:
     """A DenseNet with a batch of noise images and random classes."""
-    with seeded(seed):
-        module = DenseNet(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size),)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=image_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count)),
-        explicit_attention=style.explicit_attention,
-    )
+    blocks = (f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count))
+    return image_classifier(DenseNet, config, style, name, seed, blocks)

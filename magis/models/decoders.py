@@ -10,17 +10,7 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.models.attention import FeedForward, SelfAttention, alibi_slopes, causal_mask
-from magis.models.building import (
-    SizeError,
-    Style,
-    check_divides,
-    check_sizes,
-    choose,
-    init_transformer,
-    seeded,
-    token_loss,
-    tokens,
-)
+from magis.models.building import SizeError, Style, check_divides, check_sizes, choose, init_transformer, language_model
 from magis.ops.optimizers import OptimizerSpec
 
 _GELUS = {"tanh": "tanh", "erf": "none"}
@@ -102,19 +92,8 @@ class Gpt(nn.Module):
 
 def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
     """GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: as all of those)."""
-    with seeded(seed):
-        module = Gpt(config, style)
-        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=(text,),
-        targets=(following,),
-        loss_fn=token_loss,
-        optimizer=style.optimizer if style.seed else OptimizerSpec("adam", lr=1e-4),
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+    optimizer = None if style.seed else OptimizerSpec("adam", lr=1e-4)
+    return language_model(Gpt, config, style, name, seed, optimizer)
 
 
 # GPT-Neo (Black et al. 2021): decoder, alternating between global and local (windowed) attention.
@@ -200,19 +179,7 @@ class GptNeo(nn.Module):
 
 def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workload:
     """GPT-Neo with a batch of random tokens."""
-    with seeded(seed):
-        module = GptNeo(config, style)
-        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=(text,),
-        targets=(following,),
-        loss_fn=token_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+    return language_model(GptNeo, config, style, name, seed)
 
 
 # BTLM-3B (Dey et al. 2023): decoder with ALiBi, SwiGLU and the maximal-update parametrization (muP).
@@ -301,16 +268,4 @@ def alibi_bias(heads: int, length: int) -> Tensor:
 
 def btlm(config: BtlmConfig, style: Style, name: str, seed: int) -> Workload:
     """BTLM with a batch of random tokens."""
-    with seeded(seed):
-        module = Btlm(config, style)
-        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=(text,),
-        targets=(following,),
-        loss_fn=token_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+    return language_model(Btlm, config, style, name, seed)

@@ -15,8 +15,7 @@ from magis.models.building import (
     Style,
     check_divides,
     check_sizes,
-    image_loss,
-    images,
+    image_classifier,
     init_transformer,
     labels,
     seeded,
@@ -232,17 +231,5 @@ class Vit(nn.Module):
 
 def vit(config: VitConfig, style: Style, name: str, seed: int) -> Workload:
     """ViT with a batch of noise images and random classes."""
-    with seeded(seed):
-        module = Vit(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size),)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=image_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+    blocks = (f"layers.{i}" for i in range(config.layers))
+    return image_classifier(Vit, config, style, name, seed, blocks)
