@@ -7,12 +7,11 @@ With --check nothing is written; exit code 1 if the page is not what would be wr
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
-import typing
 from collections.abc import Iterator
-from pathlib import Path
+
+from pages import write_or_check
 
 from magis.cost.devices import device_names
 from magis.dtypes import DTYPES
@@ -22,7 +21,6 @@ from pytest_magis.findings import PERMISSIONS
 from pytest_magis.flags import BY_NAME, OPTIONS, Option
 from pytest_magis.options import BUDGETS, CACHES, PRESETS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 HEAD = """# Options of the gate
 
 ```console
@@ -102,16 +100,5 @@ def _escaped(text: str) -> str:
     return re.sub(r"([<>*|$])", r"\\\1", text)
 
 
-def main() -> int:
-    """Write the page, or check it; the exit code."""
-    parser = argparse.ArgumentParser(description=typing.cast("str", __doc__).splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
-    text = page()
-    if parser.parse_args().check:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check("options.md", page, __doc__))

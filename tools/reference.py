@@ -7,18 +7,16 @@ With --check nothing is written; exit code 1 if the page is not what would be wr
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import re
 import sys
-import typing
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
+from pages import write_or_check
+
 MODULES = ("magis", "magis.api", "magis.results")
 HEAD = """# API reference
 
@@ -136,16 +134,5 @@ def _prose(found: object) -> str:
     return f"\n{plain}\n\n" if plain else "\n"
 
 
-def main() -> int:
-    """Write the page, or check it; the exit code."""
-    parser = argparse.ArgumentParser(description=typing.cast("str", __doc__).splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the page is out of date")
-    text = page()
-    if parser.parse_args().check:
-        return int(not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text)
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check("api.md", page, __doc__))
