@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -68,7 +68,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return
     from magis.cases import comparison
 
-    comparison.StoppingRule = partial(comparison.StoppingRule, seconds=SECONDS)
+    looks = ExitStack()
+    looks.enter_context(short_looks())
+    session.config.add_cleanup(looks.close)
     comparison.ROUGHLY = replace(comparison.ROUGHLY, seconds=SECONDS)
     gc.collect()
     gc.freeze()
