@@ -1,6 +1,5 @@
 """The gate's options as pytest knows them: names, help texts, ini twins.
 
-
 All that an idle plugin loads, hence small: what the values mean is read in `pytest_magis.options`, once models are
 asked for.
 """

@@ -14,7 +14,7 @@ import pytest
 from magis.errors import MagisError, UsageError
 from magis.report import Cell, check_writable
 from magis.results import Case, CaseResult
-from pytest_magis import default_hooks as builtin
+from pytest_magis import default_hooks
 from pytest_magis.baseline_files import baseline_path, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
@@ -193,7 +193,7 @@ def prepare(config: pytest.Config) -> Gate:
 def all_strategies(config: pytest.Config) -> list[Strategy]:
     """The strategies of all plugins, ours first."""
     if not config.pluginmanager.has_plugin(BUILT_IN):
-        config.pluginmanager.register(builtin, BUILT_IN)
+        config.pluginmanager.register(default_hooks, BUILT_IN)
     return [item for given in reversed(config.hook.pytest_magis_strategies(config=config)) for item in given]
 
 

@@ -17,17 +17,27 @@ from magis.graph.nodes import Graph, Op, Ref, Value
 from magis.ops.generators import STATE_BYTES
 
 # Workspace of operators where it cannot be measured: documented estimates, bytes beyond the fresh outputs.
+#
 # GPU (assumptions, not measurements):
+#
 # * Matrix products take none of their own: cuBLAS's workspace (8 MiB; 32 MiB on Hopper) is allocated once per
-# process and lives on, under the original step and the optimized one alike. * Convolutions run as implicit products
-# without scratch, but for half-precision weight gradients, which are summed in float32 first. * Attention's
-# backward pass keeps one float32 number per row, and sums half-precision query gradients in float32. * LayerNorm's
-# backward pass keeps partial weight gradients, one float32 row per 64 rows of the input and weight. * Embedding's
-# backward pass sorts its indices: four copies of them. * Everything else takes none.
+#   process and lives on, under the original step and the optimized one alike.
+# * Convolutions run as implicit products without scratch, but for half-precision weight gradients, which are
+#   summed in float32 first.
+# * Attention's backward pass keeps one float32 number per row, and sums half-precision query gradients in
+#   float32.
+# * LayerNorm's backward pass keeps partial weight gradients, one float32 row per 64 rows of the input and
+#   weight.
+# * Embedding's backward pass sorts its indices: four copies of them.
+# * Everything else takes none.
+#
 # CPU (as oneDNN and ATen behaved under torch 2.13; measured workspaces replace these wherever a step really runs):
-# * Convolutions copy their weight and one activation tensor into blocked layouts; the backward pass both of them. *
-# Dropout draws its mask in float32; LayerNorm's backward pass keeps two float32 rows per thread (two threads). *
-# Attention keeps a block of scores per thread.
+#
+# * Convolutions copy their weight and one activation tensor into blocked layouts; the backward pass both of
+#   them.
+# * Dropout draws its mask in float32; LayerNorm's backward pass keeps two float32 rows per thread (two
+#   threads).
+# * Attention keeps a block of scores per thread.
 
 _THREADS = 2
 _HALF = ("float16", "bfloat16")

@@ -17,7 +17,10 @@ from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.nodes import Graph, Op, Ref, Value, every_op
 
 # Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
-# time = launches + arithmetic (+) traffic (+) is max where the device hides one behind the other, else sum
+#
+#     time = launches + arithmetic (+) traffic        (+) is max where the device hides one behind the other, else
+#     sum
+#
 # Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of the
 # bandwidth. Both shares shrink with the operator (Hockney's half-performance size: n / (n + n_half)), so that
 # splitting an operator costs more than its launches. Whole nanoseconds, computed in double precision from integers:

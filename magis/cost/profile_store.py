@@ -223,14 +223,16 @@ def _replace(path: Path, text: str) -> None:
 
 
 # Between measured sizes: the time of an operator that a profile does not know, from its measured kin.
+#
 # Kin are calls of one operator that differ in sizes alone: the same data types, orders of strides and literals that
-# are no sizes. A roofline (`magis.cost.operator_latency`) says how sizes change the time, the profile by how much
-# this kernel misses it:
-# time = roofline * r r: measured / roofline, drawn straight between the nearest kin on either side
-# Beyond the smallest and the largest kin r stays as it is at the end, up to REACH times as far; further out, and
-# with fewer than LEAST kin, nothing is said. How far off such an answer may be is tried out on the kin themselves:
-# each is left out once and asked for (`error`, the median). Sums, products and quotients alone: the same on every
-# machine.
+# are no sizes. A roofline (`magis.cost.operator_latency`) says how sizes change the time, the profile by how much this
+# kernel misses it:
+#
+#     time = roofline * r        r: measured / roofline, drawn straight between the nearest kin on either side
+#
+# Beyond the smallest and the largest kin r stays as it is at the end, up to REACH times as far; further out, and with
+# fewer than LEAST kin, nothing is said. How far off such an answer may be is tried out on the kin themselves: each is
+# left out once and asked for (`error`, the median). Sums, products and quotients alone: the same on every machine.
 
 LEAST = 3
 """Kin that it takes: one can be left out and asked for, between or beside two others."""

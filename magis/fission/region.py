@@ -222,10 +222,12 @@ def _shape_problems(graph: Graph, region: Region) -> Iterator[str]:
 
 
 # In place, by parts: which results of a region may lie on the memory of which tensors that it takes.
-# for each part: p = magis.part(x, 0); q = f(p); magis.join(y, q, 0) y lies on the memory of x
+#
+#     for each part:  p = magis.part(x, 0);  q = f(p);  magis.join(y, q, 0)        y lies on the memory of x
+#
 # A stretch of x that has been read for the last time is no longer needed: the part's result may be written there.
-# Whole operators can do that only where they run element by element; in parts any operator can whose result looks
-# like what it takes. The published method allocates every output of a region beside its inputs.
+# Whole operators can do that only where they run element by element; in parts any operator can whose result looks like
+# what it takes. The published method allocates every output of a region beside its inputs.
 
 
 def takeovers(graph: Graph, region: Region, left: Sequence[Leaving]) -> dict[int, int]:

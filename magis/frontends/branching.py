@@ -1,7 +1,7 @@
 """Steps that go another way from batch to batch: forwards that draw on the host, branches on data.
 
-Such a step is captured anew each time, with the generators as they are. Plans are kept by the outline of the graph, all
-of it but the contents of its constants, which are fed to the step like a batch.
+A step that draws on the host is captured anew each time, with the generators as they are. Plans are kept by the outline
+of the graph, all of it but the contents of its constants, which are fed to the step like a batch.
 """
 
 from __future__ import annotations

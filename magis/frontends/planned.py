@@ -337,7 +337,12 @@ def limits_of(
 
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.
-# magis plan 1 {"digest": "..."} magis graph 1 ...
+#
+#     magis plan 1
+#     {"digest": "..."}
+#     magis graph 1
+#     ...
+#
 # Reading one runs no code. What it may make a step do is bounded (`magis.frontends.planned`): every operator must be
 # one of the step that it is for, which must have the digest that the file names, or one that plans are made of.
 

@@ -1,5 +1,4 @@
-"""Calls operators of a graph by name: arguments to torch's and back; our own operators for branches on data.
-real."""
+"""Calls operators of a graph by name: arguments to torch's and back; our own operators for branches on data."""
 
 from __future__ import annotations
 

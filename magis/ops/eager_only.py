@@ -1,8 +1,9 @@
 """What eager mode does and a dispatch mode does not see: formulas of products, saved numbers, in-place writes.
 
-Under a dispatch mode torch does not look, and takes a longer way that holds for zeros, too, and rounds otherwise. So
-while a step is watched, `prod` and `cumprod` have their formulas here, with the question as a truth value that Python
-reads: an expectation of the graph, as any branch on data.
+Eager's formulas of products divide by each factor where none is zero. Under a dispatch mode torch does not look for
+zeros, and takes a longer way that holds for them, too, and rounds otherwise. So while a step is watched, `prod` and
+`cumprod` have their formulas here, with the question as a truth value that Python reads: an expectation of the graph,
+as any branch on data.
 """
 
 from __future__ import annotations

@@ -149,11 +149,14 @@ def seed_all(seed: int) -> None:
 
 
 # Operators of our own that read and set the state of a device's default generator, and seed one that a step makes.
-# torch saves and restores states with plain Python calls, around what activation checkpointing repeats say, which
-# no dispatch mode sees. As operators they stand in a graph, in their order with those that draw random numbers:
-# %s = magis.get_state(5056, device=<device cpu>) the state, as a tensor magis.set_state(%s, device=<device cpu>)
-# puts it back magis.seed(3, device=<device cpu>) what ``torch.manual_seed(3)`` does magis.seed_made(3,
-# generator=<generator .made.0>) the same for a generator that is made within the step
+#
+# torch saves and restores states with plain Python calls, around what activation checkpointing repeats say, which no
+# dispatch mode sees. As operators they stand in a graph, in their order with those that draw random numbers:
+#
+#     %s = magis.get_state(5056, device=<device cpu>)    the state, as a tensor
+#     magis.set_state(%s, device=<device cpu>)           puts it back
+#     magis.seed(3, device=<device cpu>)                 what ``torch.manual_seed(3)`` does
+#     magis.seed_made(3, generator=<generator .made.0>)  the same for a generator that is made within the step
 
 GET_STATE, SET_STATE, SEED = "magis.get_state.default", "magis.set_state.default", "magis.seed.default"
 SEED_MADE = "magis.seed_made.default"

@@ -1,9 +1,9 @@
 """Weight updates as in-place operators, without foreach or fusing; optimizers of a user's own class.
 
 Operator for operator the single-tensor loops of ``torch.optim.SGD`` and ``torch.optim.Adam(W)``, so that captured and
-eager steps agree bit for bit and byte for byte; its updates by lists are in ``updates``. What changes from step to step
-(learning rate, bias corrections) appears as named scalars: at capture they are sentinels, numbers that occur nowhere
-else.
+eager steps agree bit for bit and byte for byte; its updates by lists are in ``optimizer_forms``. What changes from step
+to step (learning rate, bias corrections) appears as named scalars: at capture they are sentinels, numbers that occur
+nowhere else.
 """
 
 from __future__ import annotations

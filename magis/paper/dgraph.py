@@ -127,13 +127,14 @@ def scores(graph: Graph, tree: Dominators, hot: Mapping[int, int], parts: int = 
 
 
 # The D-Graph (paper): which dimensions of which tensors are one and the same axis of the computation.
-# c = mm(a, b) a.0 - c.0 a.1 - (sum of mm) b.0 - (sum of mm) b.1 - c.1
-# Vertices are dimensions of tensors and reduction axes of operators; the labels of an operator
-# (``magis.ops.splits``) are its edges. A connected component is an axis that runs through the step; the operators
-# that have exactly one way to be cut along it are the sub-graph that it induces. We depart from the paper in this:
-# weight updates, which float, and random operators are never in it; dimensions count from 0; what an operator
-# without labels does is unknown, it has no vertex; an axis ends where windows overlap (halo rows), on the side that
-# needs rows of other parts.
+#
+#     c = mm(a, b)     a.0 - c.0     a.1 - (sum of mm)     b.0 - (sum of mm)     b.1 - c.1
+#
+# Vertices are dimensions of tensors and reduction axes of operators; the labels of an operator (``magis.ops.splits``)
+# are its edges. A connected component is an axis that runs through the step; the operators that have exactly one way
+# to be cut along it are the sub-graph that it induces. We depart from the paper in this: weight updates, which float,
+# and random operators are never in it; dimensions count from 0; what an operator without labels does is unknown, it
+# has no vertex; an axis ends where windows overlap (halo rows), on the side that needs rows of other parts.
 
 
 class Vertex(NamedTuple):

@@ -212,13 +212,15 @@ def _runs(positions: Sequence[int]) -> str:
 
 
 # The mutation rules of the F-Tree (paper): each yields named trees, and only ones that keep the rules of ``ftree``.
-# enable a disabled leaf, or the disabled parent of an enabled node without enabled ancestors lift an enabled node
-# without enabled ancestors goes, its parent comes in its place disable an enabled node without enabled descendants
-# mutate the parts of an enabled node to the next larger number that divides the dimension
-# Leaves and parents are meant along one axis: a candidate of another axis that happens to lie inside would else
-# keep a node from being enabled, and to lift would change the axis. The paper does not say how many parts a node
-# starts with: the least that is legal, or, lifted, as many as the node that goes if they divide the parent's
-# dimension.
+#
+#     enable   a disabled leaf, or the disabled parent of an enabled node without enabled ancestors
+#     lift     an enabled node without enabled ancestors goes, its parent comes in its place
+#     disable  an enabled node without enabled descendants
+#     mutate   the parts of an enabled node to the next larger number that divides the dimension
+#
+# Leaves and parents are meant along one axis: a candidate of another axis that happens to lie inside would else keep a
+# node from being enabled, and to lift would change the axis. The paper does not say how many parts a node starts with:
+# the least that is legal, or, lifted, as many as the node that goes if they divide the parent's dimension.
 
 
 @dataclass(frozen=True)

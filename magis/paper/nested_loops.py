@@ -201,7 +201,9 @@ def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None
 
 
 # The enabled nodes of an F-Tree as loops, nested ones as loops within loops.
-# nodes {0-8, n = 2} > {3-5, n = 4} -> a loop of 2 parts whose body holds a loop of 4 parts
+#
+#     nodes  {0-8, n = 2} > {3-5, n = 4}   ->   a loop of 2 parts whose body holds a loop of 4 parts
+#
 # Every operator in a body says, as its ``origin``, which operator of the graph it is a part of, at any depth.
 
 

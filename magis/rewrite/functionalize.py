@@ -86,11 +86,13 @@ def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
 
 
 # Order constraints that are none in truth, taken out of a step so that more of it can be split or moved.
-# ones_like(loss) -> full([], 1) only the shape of ``loss`` mattered nll_loss(x, t) by mean -> nll_loss(x, t) by sum
-# / (t != ignored).sum()
-# The second lets the loss and its gradient be split together: how many targets count depends on the targets alone,
-# so the backward pass of a part need not wait for the loss of the others. Both compute what the original computes,
-# bit for bit.
+#
+#     ones_like(loss)           ->  full([], 1)                      only the shape of ``loss`` mattered
+#     nll_loss(x, t) by mean    ->  nll_loss(x, t) by sum / (t != ignored).sum()
+#
+# The second lets the loss and its gradient be split together: how many targets count depends on the targets alone, so
+# the backward pass of a part need not wait for the loss of the others. Both compute what the original computes, bit
+# for bit.
 
 _FILL: dict[str, float] = {"aten.ones_like.default": 1, "aten.zeros_like.default": 0}
 _LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")

@@ -1,7 +1,7 @@
 """Peak memory and latency of plans: the judge of the search.
 
 ``evaluate`` and ``expand`` check and judge one plan; an ``Evaluator`` judges many on one order (about 20 thousand
-a second at 1500 nodes). What a plan means, event by event, is said in ``events``; the compiled passes are in
+a second at 1500 nodes). What a plan means, event by event, is said in ``problem``; the compiled passes are in
 ``kernel``.
 """
 

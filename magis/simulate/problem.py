@@ -1,6 +1,6 @@
 """A training step as compact arrays, and plans as events: the data of evaluator, search and re-ordering.
 
-``compile`` makes a Problem of a Graph, ``events`` says what a plan for it looks like, ``realize`` turns the
+``compiled_problem`` makes a Problem of a Graph, `Events` are what a plan for it looks like, ``realize`` turns the
 events back into a Graph. Nodes are the operators that do work (views are none), without the weight updates;
 those are *blocks*, which float: the evaluator places each as early as it may run. Bytes are those that the
 device's allocator hands out, times are integer nanoseconds: every decision repeats exactly on every machine.

@@ -150,13 +150,15 @@ RULES: dict[str, Rule] = {
 
 
 # Losses, forward and backward.
-# mse_loss(a, b, mean): (x), (x) -> (); x combines by "mean" nll_loss_forward(a, t, w, sum): (rows, classes),
-# (rows), (classes) -> (), (); rows sum nll_loss_backward(g, a, t, ...): (), (rows, classes), (rows), ... -> (rows,
-# classes)
-# With reduction "mean" the loss of one class per row divides by the total weight of the targets, which targets of
-# the ignored class do not add to: the mean of the parts' losses is not the loss, whatever the class weights. Its
-# backward takes the total weight as an argument, so its rows can always be cut. Element-wise losses average over a
-# number of elements known from the shape; their backward divides by it, and a part would divide by its own.
+#
+#     mse_loss(a, b, mean):             (x), (x) -> (); x combines by "mean"
+#     nll_loss_forward(a, t, w, sum):   (rows, classes), (rows), (classes) -> (), (); rows sum
+#     nll_loss_backward(g, a, t, ...):  (), (rows, classes), (rows), ... -> (rows, classes)
+#
+# With reduction "mean" the loss of one class per row divides by the total weight of the targets, which targets of the
+# ignored class do not add to: the mean of the parts' losses is not the loss, whatever the class weights. Its backward
+# takes the total weight as an argument, so its rows can always be cut. Element-wise losses average over a number of
+# elements known from the shape; their backward divides by it, and a part would divide by its own.
 
 NONE, MEAN, SUM = 0, 1, 2
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from magis.ops.splits.labels import LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
 
 # Element-wise operators, in-place forms included, and operators that make tensors from sizes alone.
-# add(a, b): a: (..., x), b: (..., x or 1) -> (..., x) full([x, y], number) -> (x, y), the sizes are literals
+#
+#     add(a, b):  a: (..., x), b: (..., x or 1) -> (..., x)
+#     full([x, y], number) -> (x, y), the sizes are literals
+#
 # Every dimension can be cut, except in an input that is broadcast along it: that one is taken whole.
 
 

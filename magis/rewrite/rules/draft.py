@@ -84,7 +84,7 @@ class Draft:
 
     def cat(self, values: Sequence[int], dim: int) -> int:
         """The tensors side by side along a dimension (counted from 0): a call that copies them, or, of weights, a
-        window on memory in which they lie side by side already (``merged``)."""
+        window on memory in which they lie side by side already (``merged_weights``)."""
         if len(values) == 1:
             return values[0]
         looks = [self.values[value] for value in values]

@@ -7,7 +7,7 @@
 
 A bare name stands for one tensor, the same wherever it occurs; a starred one for a list. Dimensions are counted from
 the last, -1, so that a pattern says the same of matrices and of batches of them. What the operators mean is
-``forms``'s business.
+``operator_forms``'s business.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def calls(pattern: Pattern) -> Iterator[CallPattern]:
 
 
 # A rule: what it looks for, what it puts in its place, and where that is possible (paper, TASO rules).
-# The published implementation leaves these rules out. Here each is a row of ``table``: two patterns. Everything
+# The published implementation leaves these rules out. Here each is a row of ``rule_table``: two patterns. Everything
 # else is common to all of them: a rule applies where its calls are functional and the graph that comes out is
 # legal, with the versions that the old calls met, one phase, and the innermost module that holds them all. A new
 # call stands where the first old one stood, or as soon after it as its inputs exist; what follows is moved no
