@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
     from magis.frontends.optimize import OptimizedStep, optimize
+    from magis.report import read_results
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "fit",
     "optimize",
     "pareto",
+    "read_results",
     "run_case",
 ]
 
@@ -54,6 +56,7 @@ _EXPORTS = {
     "fit": "magis.api",
     "optimize": "magis.frontends.optimize",
     "pareto": "magis.api",
+    "read_results": "magis.report",
     "run_case": "magis.api",
 }
 

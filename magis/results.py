@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+
+from magis.units import median_and_spread
 
 __all__ = [
     "Case",
@@ -42,9 +45,8 @@ class Case:
     preset: str
     """ "small" or "paper"."""
     dtype: str | None = None
-    """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper"; of a factory's, what it was built
-    with). "tf32": float32 with products in tf32; "amp-bfloat16", "amp-float16": float32 weights, forward and loss under
-    autocast, gradients not scaled."""
+    """None: the model's own (float32; bfloat16 for gpt_neo and btlm at "paper"; a factory's as built). "tf32": products
+    in tf32; "amp-bfloat16", "amp-float16": float32 weights, forward and loss under autocast, gradients not scaled."""
     memory_ratio: float | None = None
     """Memory limit as a share of the original's peak; only for "magis"."""
     latency_ratio: float | None = None
@@ -121,9 +123,8 @@ def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]
         if len(members) > 1:
             taken = [found.pop(key) for key in members]
             name = f"{path}.*" if path else "*"
-            found[kind, name] = ModuleBytes(
-                kind, name, sum(row.nbytes for row in taken), sum(row.count for row in taken)
-            )
+            nbytes, count = sum(row.nbytes for row in taken), sum(row.count for row in taken)
+            found[kind, name] = ModuleBytes(kind, name, nbytes, count)
     return tuple(sorted(found.values(), key=lambda row: (-row.nbytes, row.kind, row.module)))
 
 
@@ -187,14 +188,22 @@ class StepFigures:
     simulated: Memory
     simulated_ms: float
     measured: Memory | None = None
-    measured_ms: float | None = None
-    """Median of the timed steps."""
-    spread_ms: float | None = None
-    """Half the interquartile range of the timed steps."""
+    times_ms: tuple[float, ...] = ()
+    """Of each timed step, in the order in which they ran; empty where none was timed."""
     reserved_bytes: int | None = None
     """What a GPU's caching allocator is predicted to hold, fragmentation included; None for a CPU."""
     at_peak: Peak | None = None
     """What the simulator holds at its peak; None where another plugin simulated."""
+
+    @property
+    def measured_ms(self) -> float | None:
+        """Median of the timed steps; None without one."""
+        return median_and_spread(self.times_ms)[0]
+
+    @property
+    def spread_ms(self) -> float | None:
+        """Half the interquartile range of the timed steps; None without one."""
+        return median_and_spread(self.times_ms)[1]
 
     @property
     def measured_reserved_bytes(self) -> int | None:
@@ -318,8 +327,7 @@ class CaseResult:
     samples: int = 0
     """In the global batch of one step; 0: not known."""
     off_by: float = 0.0
-    """By which share the optimized step's measured tensor bytes may be off the simulated ones; infinite where these are
-    an estimate that is not judged."""
+    """By which share the optimized step's measured tensor bytes may be off the simulated ones; infinite: not judged."""
     noise: float = 0.0
     """By which share the optimized step's measured peak differs from run to run; 0: it does not."""
     priced: bool = True
@@ -335,17 +343,14 @@ class CaseResult:
     @property
     def samples_per_s(self) -> float | None:
         """Throughput of the optimized step: of the median time where it ran, else as simulated; None: not known."""
-        if not self.priced and not self.optimized.measured_ms:
-            return None
-        return _rate(self.samples, self.optimized.measured_ms or self.optimized.simulated_ms)
+        ms = self.optimized.measured_ms or (self.optimized.simulated_ms if self.priced else 0.0)
+        return self.samples * 1e3 / ms if self.samples and ms > 0 else None
 
     @property
     def samples_per_s_spread(self) -> float | None:
         """Half the interquartile range of that, as far as times spread evenly; None where the step was not timed."""
-        rate, spread = self.samples_per_s, self.optimized.spread_ms
-        if rate is None or spread is None or not self.optimized.measured_ms:
-            return None
-        return rate * spread / self.optimized.measured_ms
+        rate, ms, spread = self.samples_per_s, self.optimized.measured_ms, self.optimized.spread_ms
+        return rate * spread / ms if rate is not None and ms and spread is not None else None
 
     @property
     def memory(self) -> Memory:
@@ -365,10 +370,6 @@ class CaseResult:
         if self.ratio is not None:
             return self.ratio.ratio
         return self.optimized.simulated_ms / self.original.simulated_ms
-
-
-def _rate(samples: int, ms: float) -> float | None:
-    return samples * 1e3 / ms if samples and ms > 0 else None
 
 
 @dataclass(frozen=True)
@@ -415,6 +416,5 @@ class ParetoFront:
             if (memory_ratio is None or point.peak_bytes <= memory_ratio * self.original.peak_bytes)
             and (latency_ratio is None or point.latency_ms <= latency_ratio * self.original.latency_ms)
         ]
-        if memory_ratio is not None:
-            return min(within, key=lambda point: point.latency_ms, default=None)
-        return min(within, key=lambda point: point.peak_bytes, default=None)
+        wanted = attrgetter("peak_bytes" if memory_ratio is None else "latency_ms")
+        return min(within, key=wanted, default=None)

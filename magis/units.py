@@ -1,15 +1,38 @@
-"""Bytes and milliseconds as people write them."""
+"""Bytes and milliseconds as people write them, and what many of these come to."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from decimal import ROUND_FLOOR, Decimal
 from fractions import Fraction
 
 from magis.errors import UsageError
 
-__all__ = ["GIB", "KIB", "MIB", "format_bytes", "format_milliseconds", "is_number", "parse_bytes", "share_of"]
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_milliseconds",
+    "is_number",
+    "median_and_spread",
+    "parse_bytes",
+    "share_of",
+]
+
+__all__ = [
+    "GIB",
+    "KIB",
+    "MIB",
+    "format_bytes",
+    "format_milliseconds",
+    "is_number",
+    "median_and_spread",
+    "parse_bytes",
+    "share_of",
+]
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -76,3 +99,13 @@ def share_of(ratio: float | None, amount: int) -> int | None:
 def is_number(value: object) -> bool:
     """Whether what a caller passed is a finite number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def median_and_spread(times: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Median, and half the interquartile range; None of nothing."""
+    if not times:
+        return None, None
+    ordered = sorted(times)
+    count = len(ordered)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2

@@ -209,7 +209,7 @@ OPTIONS = (
     Option(
         "benchmark-json",
         "FILE",
-        "file for the latencies as pytest-benchmark's --benchmark-json writes them (default: none)",
+        "file for the latencies, as pytest-benchmark's own --benchmark-json (default: none)",
     ),
     Option(
         "memory-tolerance",

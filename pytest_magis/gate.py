@@ -19,7 +19,7 @@ from pytest_magis.baseline_files import baseline_path, held, read_baseline, writ
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
-from pytest_magis.outputs.benchmark import write_benchmarks
+from pytest_magis.outputs.benchmark import BenchmarkRows, benchmark_rows
 from pytest_magis.outputs.github import markdown, write_markdown
 from pytest_magis.outputs.html import Run, write_report
 from pytest_magis.outputs.output_files import trace_name, write_results
@@ -51,6 +51,8 @@ class Gate:
     """By file, as they were before the run; those of users' tests are read when these run."""
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
+    benchmarks: BenchmarkRows | None = None
+    """Of pytest-benchmark; None: nobody asks for latencies there."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By case name: a case that ran again (reruns) counts once, as it ended."""
     searched: set[str] = field(default_factory=set)
@@ -79,6 +81,8 @@ class Gate:
             if key == PROPERTY and isinstance(value, str):
                 outcome = Outcome.from_text(value)
                 self.outcomes[outcome.name] = outcome
+                if self.benchmarks is not None:
+                    self.benchmarks.put(outcome)
             elif key == FRONT_PROPERTY:
                 self.lines.append(str(value))
                 self.searched.add(report.nodeid)
@@ -108,8 +112,6 @@ class Gate:
             traced = sum(bool(outcome.trace) for outcome in outcomes)
             if traced:
                 self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
-            if self.settings.benchmark_json is not None:
-                written &= self._try(partial(write_benchmarks, self.settings.benchmark_json, outcomes))
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
         accepted = [outcome for outcome in outcomes if outcome.verdict.store]
@@ -187,7 +189,8 @@ def prepare(config: pytest.Config) -> Gate:
             _check_directory("--magis-pareto", settings.pareto, names)
         if settings.resume is not None:
             _check_directory("--magis-resume", settings.resume, ["place.npz"])
-    return Gate(settings, cases, fronts, baselines, columns, is_worker)
+    benchmarks = None if is_worker else benchmark_rows(config, settings.benchmark_json)
+    return Gate(settings, cases, fronts, baselines, columns, is_worker, benchmarks)
 
 
 def all_strategies(config: pytest.Config) -> list[Strategy]:

@@ -94,7 +94,7 @@ class Settings:
     trace: Path | None
     """The directory of the time lines; None: they are not asked for."""
     benchmark_json: Path | None
-    """Where latencies go in the form of pytest-benchmark; None: nowhere."""
+    """Where pytest-benchmark writes the latencies; None: where its own options say."""
     processes: int
     """That share each search."""
     resume: Path | None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass
 
 from magis.errors import UsageError
-from magis.report import from_plain, to_plain
+from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
-from pytest_magis.findings import Finding
 from pytest_magis.verdict import Verdict
 
 PROPERTY = "magis"
@@ -40,34 +38,14 @@ class Outcome:
 
     def to_text(self) -> str:
         """One line of JSON, floats exact; `from_text` reads it."""
-        data = dataclasses.asdict(self)
-        data["result"] = None if self.result is None else to_plain(self.result)
-        return json.dumps(data, sort_keys=True)
+        return json.dumps(to_plain(self), sort_keys=True)
 
     @classmethod
     def from_text(cls, text: str) -> Outcome:
         """Raises UsageError for what `to_text` did not write."""
         try:
-            data = json.loads(text)
-            verdict = data["verdict"]
-            return cls(
-                model=data["model"],
-                label=data["label"],
-                case=Case(**data["case"]),
-                verdict=Verdict(
-                    passed=verdict["passed"],
-                    label=verdict["label"],
-                    findings=tuple(Finding(**finding) for finding in verdict["findings"]),
-                    notes=tuple(verdict["notes"]),
-                    store=verdict["store"],
-                    against=verdict["against"],
-                ),
-                result=None if data["result"] is None else from_plain(data["result"]),
-                error=data["error"],
-                where=data["where"],
-                trace=data["trace"],
-            )
-        except (ValueError, TypeError, KeyError) as error:
+            return from_plain(cls, json.loads(text), "outcome")
+        except (ValueError, UsageError) as error:
             raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error
 
 

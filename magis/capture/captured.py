@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
 from magis.capture.eager_run import Heard, Listener
-from magis.capture.hollow import Hollow, hollow, hollow_like, on_storage
+from magis.capture.hollow import Hollow, Made, hollow, hollow_like, on_storage
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_state import (
     CACHED,
@@ -138,17 +138,22 @@ def capture(
     """
     check_tensors(module, inputs, targets)
     settings = (device, explicit_attention, autocast, settled, results)
-    mode = Hollow(heard=heard)
-    try:
-        return _captured(mode, module, inputs, targets, loss_fn, rule, *settings)
-    except CaptureError:
-        if not mode.drawn:
-            raise
-    return _captured(Hollow(draws=True, heard=heard), module, inputs, targets, loss_fn, rule, *settings)
+    with caches_kept() as caches:
+        mode = Hollow(heard=heard, made=caches.made)
+        try:
+            found = _captured(mode, caches.made, module, inputs, targets, loss_fn, rule, *settings)
+        except CaptureError:
+            if not mode.drawn:
+                raise
+            mode = Hollow(draws=True, heard=heard, made=caches.made)
+            found = _captured(mode, caches.made, module, inputs, targets, loss_fn, rule, *settings)
+        del mode
+        return replace(found, left=(*found.left, CACHES)) if caches.forget() else found
 
 
 def _captured(
     mode: Hollow,
+    twins: Made,
     module: nn.Module,
     inputs: Sequence[Tensor],
     targets: Sequence[Tensor],
@@ -164,9 +169,8 @@ def _captured(
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         hosts = stack.enter_context(generators_kept())
-        twins = partial(hollow_like, known=is_readable)
-        forget = stack.enter_context(caches_kept())
-        stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twins))
+        twin = partial(hollow_like, known=is_readable, made=twins)
+        stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twin))
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
         given = shapes(stand)
@@ -198,7 +202,7 @@ def _captured(
         return replace(
             found,
             contents=frozenset(mode.read),
-            left=(*changed(kept), *((CACHES,) if forget() else ())),
+            left=changed(kept),
             cached=cached,
             drawn=drawn,
             after=HostGenerators() if drawn else None,

@@ -16,7 +16,8 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class UnknownTruth(DataDependentOutputException):
     """Python reads a truth value off a tensor whose contents are not known."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Contents:
     """What is known of a storage's bytes. It lies on the storage, and goes with it."""
 
@@ -71,18 +72,23 @@ class Contents:
     fakes: dict[tuple[Any, ...], FakeTensor] = field(default_factory=dict)
 
 
+Made: TypeAlias = "WeakSet[Contents]"  # of what modes have made: what is still alive
+
+
 class Hollow(TorchDispatchMode):
     """The mode, entered by `hollow`. Tensors of one are hollow under any other.
 
     A mode that ``draws`` takes random numbers from the generator as eager does, so that Python may read those that
     depend on nothing else: which layers this step leaves out, say. ``drawn`` tells whether it did, or would have.
-    ``heard`` is what eager's run of the step told: layouts of results, and what branches on data found.
+    ``heard`` is what eager's run of the step told: layouts of results, and what branches on data found. All that it
+    makes is added to ``made``.
     """
 
-    def __init__(self, *, draws: bool = False, heard: Heard | None = None) -> None:
+    def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode()
         self._draws = draws
+        self._made: Made = WeakSet() if made is None else made
         self.drawn = False
         self.follower = Follower(heard)
         self.read: set[str] = set()
@@ -99,7 +105,7 @@ class Hollow(TorchDispatchMode):
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
-            _contents(args[0], Contents(True, owner=self))
+            _contents(args[0], self._own())
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
@@ -126,8 +132,13 @@ class Hollow(TorchDispatchMode):
         for result, numbers in known_results(func, args, made, self.read_by):
             result.copy_(numbers)
             sources = frozenset().union(*(_contents(t).sources for t in given if _contents(t).known))
-            setattr(result.untyped_storage(), _MARK, Contents(True, sources, self))
+            setattr(result.untyped_storage(), _MARK, self._own(sources=sources))
         return made
+
+    def _own(self, *, known: bool = True, sources: frozenset[str] = frozenset(), drawn: bool = False) -> Contents:
+        found = Contents(known, sources, self, drawn)
+        self._made.add(found)
+        return found
 
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
@@ -170,7 +181,7 @@ class Hollow(TorchDispatchMode):
         drawn = any(_contents(tensor).drawn for tensor in given)
         out = func(*args, **kwargs)
         for tensor in [*written, *(item for item in tree_iter(out) if isinstance(item, Tensor))]:
-            contents = _contents(tensor, Contents(True, owner=self))
+            contents = _contents(tensor, self._own())
             contents.known, contents.drawn, contents.sources = True, drawn, contents.sources | sources
         return out
 
@@ -197,7 +208,7 @@ class Hollow(TorchDispatchMode):
                 args = (args[0], torch.zeros_like(args[1]))  # its kernel looks at every probability
             made = func(*args, **kwargs)
             for tensor in (*written, *(item for item in tree_iter(made) if isinstance(item, Tensor))):
-                contents = _contents(tensor, Contents(True, owner=self))
+                contents = _contents(tensor, self._own())
                 small = tensor.untyped_storage().nbytes() <= KNOWN_BYTES
                 whole = not _among(tensor, written) or _covers(tensor)
                 contents.known, contents.drawn = certain and small and whole, certain
@@ -210,7 +221,7 @@ class Hollow(TorchDispatchMode):
         if self._draws:
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
-                _contents(made, Contents(True, owner=self, drawn=True))
+                _contents(made, self._own(drawn=True))
             return made
         return (
             self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if str(func) == GET_STATE else None
@@ -294,7 +305,7 @@ class Hollow(TorchDispatchMode):
                 raise RuntimeError(f"{func} moves a tensor to device {fake.device}")
             key = fake.untyped_storage()._cdata
             if key not in memory:
-                memory[key] = empty_storage(fake.untyped_storage().nbytes(), Contents(False, owner=self, drawn=drawn))
+                memory[key] = empty_storage(fake.untyped_storage().nbytes(), self._own(known=False, drawn=drawn))
             return on_storage(memory[key], fake)
 
         return tree_map_only(Tensor, real, out)
@@ -323,18 +334,19 @@ def on_storage(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 
 def is_hollow(tensor: Tensor) -> bool:
     """Whether nothing was ever computed for a tensor."""
-    contents = getattr(tensor.untyped_storage(), _MARK, None)
-    return isinstance(contents, Contents) and not contents.known
+    contents = contents_of(tensor)
+    return contents is not None and not contents.known
 
 
-def is_made(tensor: Tensor) -> bool:
-    """Whether a tensor was made while some mode was in force, computed or not."""
-    contents = getattr(tensor.untyped_storage(), _MARK, None)
-    return isinstance(contents, Contents) and contents.owner is not None
+def contents_of(tensor: Tensor) -> Contents | None:
+    """What is known of a tensor's memory; None: no mode has seen it."""
+    return getattr(tensor.untyped_storage(), _MARK, None)
 
 
-def hollow_like(tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
-    """Hollow twins of tensors, by name, that share memory where these do; detached.
+def hollow_like(
+    tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bool], made: Made | None = None
+) -> dict[str, Tensor]:
+    """Hollow twins of tensors, by name, that share memory where these do; detached. They are added to `made`.
 
     Those that are `known` get the contents, whose source is then the name.
     """
@@ -345,6 +357,8 @@ def hollow_like(tensors: Mapping[str, Tensor], known: Callable[[str, Tensor], bo
         if storage._cdata not in memory:
             keep = known(name, tensor) and type(tensor.data) is Tensor and not is_hollow(tensor)
             contents = Contents(keep, frozenset({name}) if keep else frozenset(), TWIN)
+            if made is not None:
+                made.add(contents)
             memory[storage._cdata] = twin = empty_storage(storage.nbytes(), contents)
             if keep:
                 twin.copy_(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ class _Token:
 
 
 class Numbers:
-    """The numbers that a step's forward hands to autograd; `now` counts the operators that have run."""
+    """The numbers that a step's forward hands to autograd; ``ran`` grows by the operators that run."""
 
-    def __init__(self, now: Callable[[], int]) -> None:
-        self._now = now
+    def __init__(self, ran: Sequence[Op]) -> None:
+        self._ran = ran
         self._taken: list[TakenNumber] = []
         self._uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
         self._last_of_node: dict[int, int] = {}
@@ -49,7 +49,7 @@ class Numbers:
         (result, sequence), self._fresh = self._fresh, None
         tensor = result()
         if tensor is None:
-            self._ends[sequence] = self._now() - 1
+            self._ends[sequence] = len(self._ran) - 1
             return
         tensor._fix_weakref()  # type: ignore[attr-defined]
         node: Any = tensor.grad_fn
@@ -57,9 +57,10 @@ class Numbers:
             return
         token = node.metadata[self] = _Token()
         self._ends[sequence] = _ALIVE
+        ends, ran = self._ends, self._ran
 
         def died(_reference: object) -> None:
-            self._ends[sequence] = self._now() - 1
+            ends[sequence] = len(ran) - 1
 
         self._watched[sequence] = weakref.ref(token, died)
 

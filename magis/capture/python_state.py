@@ -12,10 +12,11 @@ import functools
 import gc
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 from torch.utils._pytree import tree_iter
 
-from magis.capture.hollow import hollow, is_hollow, is_made
+from magis.capture.hollow import Hollow, Made, contents_of, hollow, is_hollow
 from magis.capture.workload import Workload
 from magis.ops.generators import generators_kept, held_generators, own_kept
 
@@ -33,30 +34,35 @@ CACHES = "the caches of functools"
 _KIND = type(functools.lru_cache(lambda: None))
 
 
+class LeftInCaches:
+    """What a block leaves in caches without computing it: modes within it add what they make to ``made``."""
+
+    def __init__(self) -> None:
+        self.made: Made = WeakSet()
+
+    def forget(self, *kept: Tensor) -> bool:
+        """Empty the caches that hold some of it; whether there are any. Only ``kept`` is expected to live on.
+
+        To look for caches means to look at all objects of the process: that is for when something else lives on.
+        """
+        made, expected = set(self.made), {contents_of(tensor) for tensor in kept}
+        self.made.clear()
+        found = False
+        for cache, tensors in _caches() if made - expected else ():
+            if any(contents_of(tensor) in made for tensor in tensors):
+                cache.cache_clear()
+                found = True
+        return found
+
+
 @contextmanager
-def caches_kept() -> Iterator[Callable[[], bool]]:
-    """Forget at the end, or when what is yielded is called, what the block leaves in caches without computing it."""
-    done: list[bool] = []
-
-    def forget() -> bool:
-        done.append(forget_made())
-        return done[-1]
-
+def caches_kept() -> Iterator[LeftInCaches]:
+    """Forget at the end what the block leaves in caches without computing it."""
+    left = LeftInCaches()
     try:
-        yield forget
+        yield left
     finally:
-        if not done:
-            forget_made()
-
-
-def forget_made() -> bool:
-    """Empty the caches that hold tensors of a capture; whether there are some."""
-    found = False
-    for cache, tensors in _caches():
-        if any(map(is_made, tensors)):
-            cache.cache_clear()
-            found = True
-    return found
+        left.forget()
 
 
 def cached_memory() -> set[int]:
@@ -276,16 +282,17 @@ def settle(work: Workload) -> None:
 
     Buffers and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
-    tensors = [*work.module.parameters(), *work.module.buffers()]
+    if any(map(is_hollow, (*work.module.parameters(), *work.module.buffers()))):
+        with caches_kept() as left:
+            _settle(work, hollow(Hollow(made=left.made)))
+    else:
+        _settle(work, nullcontext())
+
+
+def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
     kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
-    without_memory = any(map(is_hollow, tensors))
     known = held_generators(work.module, work.loss_fn)
-    with (
-        generators_kept(),
-        own_kept(known),
-        caches_kept() if without_memory else nullcontext(),
-        hollow() if without_memory else nullcontext(),
-    ):
+    with generators_kept(), own_kept(known), mode:
         work.loss_fn(work.module(*work.inputs), *work.targets)
         with torch.no_grad():
             for buffer, contents in kept:

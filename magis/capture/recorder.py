@@ -64,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self._keys_of: dict[int, list[tuple[Any, ...]]] = {}
         self._deaths: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._numbers = Numbers(lambda: len(self._ops))
+        self._numbers = Numbers(self._ops)
         self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
         # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
         self._resolved: set[tuple[Any, ...]] = set()
@@ -328,14 +328,20 @@ class Recorder(TorchDispatchMode):
 
     def _watch_death(self, memory: Any, address: int, storage: int) -> None:
         """Forget the address when the memory goes: it may be given to another storage, and its moment counts."""
+        recorder = weakref.ref(self)  # which is in no cycle, and leaves with all that it knows
 
         def died(_reference: object) -> None:
-            self._deaths[storage] = len(self._ops)
-            del self._storage_of[address], self._watched[storage]
-            for key in self._keys_of.pop(address, ()):
-                self._value_of.pop(key, None)
+            this = recorder()
+            if this is not None:
+                this._died(address, storage)
 
         self._watched[storage] = weakref.ref(memory, died)
+
+    def _died(self, address: int, storage: int) -> None:
+        self._deaths[storage] = len(self._ops)
+        del self._storage_of[address], self._watched[storage]
+        for key in self._keys_of.pop(address, ()):
+            self._value_of.pop(key, None)
 
     def _arg(self, arg: Any, before: dict[int, int]) -> Arg:
         if isinstance(arg, Tensor):

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magis.capture.autocast import autocast as casting
 from magis.capture.captured import is_readable
 from magis.capture.eager_run import Heard
-from magis.capture.hollow import Hollow, hollow, hollow_like
+from magis.capture.hollow import Hollow, Made, hollow, hollow_like
 from magis.capture.places import Places
 from magis.capture.python_state import caches_kept, counting_loads, holder_of, runs_later
 from magis.capture.refusals import clear_errors
@@ -65,14 +65,18 @@ def observe_step(
 
     Raises CaptureError, naming the attribute, for what a step could not repeat, and for forwards that cannot be called.
     """
-    mode, places = Hollow(draws=True, heard=heard), Places()
+    with caches_kept() as caches:
+        return _observed(work, autocast, Hollow(draws=True, heard=heard, made=caches.made), caches.made, draws=draws)
+
+
+def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *, draws: bool) -> Reads:
+    places = Places()
     trained = [name for name, parameter in work.module.named_parameters() if parameter.requires_grad]
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
-        stack.enter_context(caches_kept())
-        twins = partial(hollow_like, known=is_readable)
+        twins = partial(hollow_like, known=is_readable, made=made)
         stand = stack.enter_context(stand_ins(work.module, work.inputs, work.targets, trained, twins))
-        other = _another_batch(work)
+        other = _another_batch(work, made)
         stack.enter_context(own_kept(held_generators(stand.module, work.loss_fn)))
         stack.enter_context(clear_errors(places))
         stack.enter_context(places.watch(stand.module))
@@ -103,12 +107,12 @@ def observe_step(
     return reads
 
 
-def _another_batch(work: Workload) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _another_batch(work: Workload, made: Made) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A batch on memory of its own: the next step is not handed what an earlier one has kept or changed."""
     inputs = {f"input:{index}": tensor for index, tensor in enumerate(work.inputs)}
     targets = {f"target:{index}": tensor for index, tensor in enumerate(work.targets)}
-    made = hollow_like({**inputs, **targets}, known=is_readable)
-    return tuple(made[name] for name in inputs), tuple(made[name] for name in targets)
+    found = hollow_like({**inputs, **targets}, known=is_readable, made=made)
+    return tuple(found[name] for name in inputs), tuple(found[name] for name in targets)
 
 
 def observe(

@@ -12,7 +12,6 @@ import torch
 from magis.capture import Captured
 from magis.graph import Graph
 from magis.planner.subject import ROUNDS_ALONE, Subject
-from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
 from magis.runtime.double_precision import FirstDifference, first_parting
 from magis.runtime.exhausted import is_out_of_memory
@@ -138,7 +137,7 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
         subject.original,
         subject.latency_ns(captured.graph) / 1e6,
         memory,
-        *median(None if memory is None else subject.original_times_ms),
+        () if memory is None else subject.original_times_ms,
         subject.reserved_bytes(captured.graph, captured.deaths),
         Replayed(subject, captured.graph, captured).at_peak(),
     )

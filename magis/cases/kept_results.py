@@ -20,8 +20,8 @@ import torch
 from magis.cases.contenders import technique_of
 from magis.errors import MagisError
 from magis.graph import digest
+from magis.plain_records import from_plain, to_plain
 from magis.planner.subject import Subject
-from magis.report.results_table import from_plain, to_plain
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult, Memory
 from magis.runtime.measure import device_identity
@@ -89,7 +89,7 @@ class KeptResults:
     def _read(self, text: str) -> CaseResult:
         """The result of a text. Raises one of ``UNSOUND`` for one that is not sound, or of another case."""
         data = json.loads(text, parse_constant=_refuse)
-        result, day = from_plain(data["result"]), dt.date.fromisoformat(data["day"])
+        result, day = from_plain(CaseResult, data["result"]), dt.date.fromisoformat(data["day"])
         if any(not 0 <= number <= MOST for number in _numbers(data["result"])):
             raise MagisError("a figure is below 0 or beyond all bounds")
         self._check(result)

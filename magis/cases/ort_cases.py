@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.cases.comparison import TimingLook, TimingLooks, compare_losses
 from magis.planner.subject import Subject
-from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
 from magis.runtime.steps import Step
 from magis.strategies.distributed import check_update, has_dropout, without_dropout
@@ -79,7 +78,7 @@ class _OrtCase:
         memory = self._measured()
         numbers = self._numbers()
         looks = self._timed()
-        figures = StepFigures(predicted, simulated_ms, memory, *median(looks[0].whole.second_ms))
+        figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)
         note = MEASURED if not terms else f"{MEASURED}; predicted: {PREDICTED}"
         return replace(found, optimized=figures, ratio=self._ratio(looks), numbers=numbers, note=note)
 

@@ -14,7 +14,6 @@ from magis.capture import Workload
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.errors import UsageError
 from magis.planner.subject import Subject
-from magis.planner.workload_source import median
 from magis.predict.step_time import predict_step
 from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
@@ -23,6 +22,7 @@ from magis.strategies.distributed import without_dropout
 from magis.strategies.distributed_names import check_world, is_own, technique
 from magis.strategies.rank_step import Technique
 from magis.strategies.single_device import on_fake_tensors
+from magis.units import median_and_spread
 
 OFF_BY = 0.02
 """Share by which a rank's measured tensor bytes may be off the predicted ones."""
@@ -78,7 +78,7 @@ class _RankedCase:
     def measured(self, reports: tuple[RankReport, ...]) -> CaseResult:
         """With the rank predicted that measured the highest peak."""
         worst = max(reports, key=lambda report: report.memory.tensor_bytes)
-        ms, spread = median(slowest_ms(reports))
+        times = slowest_ms(reports)
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
         foretold_ms: float | None
         try:
@@ -91,11 +91,11 @@ class _RankedCase:
                 raise
             foretold, foretold_ms, note, off_by = (
                 worst.memory,
-                ms,
+                median_and_spread(times)[0],
                 f"{error}; the figures are the measured ones",
                 math.inf,
             )
-        figures = StepFigures(foretold or Memory(0, 0), foretold_ms or 0.0, worst.memory, ms, spread)
+        figures = StepFigures(foretold or Memory(0, 0), foretold_ms or 0.0, worst.memory, times)
         original = original_figures(self.subject, measured=True)
         threads = worst.identity.get("threads", "")
         identity = {**device_identity(self.case.device), "ranks": f"{self.case.ranks} with {threads} threads"}

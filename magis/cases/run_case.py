@@ -30,7 +30,6 @@ from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
-from magis.planner.workload_source import median
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared, device_identity
 from magis.runtime.optimizer_behind import BehindStep
@@ -89,9 +88,9 @@ class _Outcome:
     """What running gave: measured memory and milliseconds of each step (None: it did not run), and why not."""
 
     original: Memory | None = None
-    original_ms: tuple[float, ...] | None = None
+    original_ms: tuple[float, ...] = ()
     optimized: Memory | None = None
-    optimized_ms: tuple[float, ...] | None = None
+    optimized_ms: tuple[float, ...] = ()
     ratio: RatioInterval | None = None
     numbers: str = NOT_RUN
     note: str = ""
@@ -251,7 +250,7 @@ class CaseRun:
         return replace(
             single or _Outcome(),
             original=measured,
-            original_ms=attempt(lambda: subject.original_times_ms),
+            original_ms=attempt(lambda: subject.original_times_ms) or (),
             numbers=NOT_BOTH,
             note=f"not compared with the original: both together do not fit{note}",
         )
@@ -298,7 +297,7 @@ class CaseRun:
             subject.original,
             expected_ns / 1e6,
             outcome.original,
-            *median(outcome.original_ms),
+            outcome.original_ms,
             eager,
             ori_step.at_peak(),
         )
@@ -308,7 +307,7 @@ class CaseRun:
             if opt_step is None
             else subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
             outcome.optimized,
-            *median(outcome.optimized_ms),
+            outcome.optimized_ms,
             candidate.reserved,
             None if opt_step is None else opt_step.at_peak(),
         )

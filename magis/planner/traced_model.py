@@ -13,7 +13,7 @@ import torch
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
 from magis.capture.eager_run import Heard
-from magis.capture.hollow import hollow
+from magis.capture.hollow import Hollow, hollow
 from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
 from magis.capture.refusals import BranchError
 from magis.capture.with_optimizer import followed_by, joined
@@ -62,8 +62,10 @@ class TracedModel:
         """The workload on hollow tensors, to be captured. The real one of a factory that does on real tensors what
         hollow ones cannot: it reads numbers off them, say."""
         try:
-            with caches_kept(), hollow():
-                return self.make()
+            with caches_kept() as caches, hollow(Hollow(made=caches.made)):
+                work = self.make()
+                caches.forget(*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+                return work
         except Exception:
             if not self._asked.of_user:
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -128,16 +128,6 @@ def would_change(module: torch.nn.Module, dtype: torch.dtype) -> bool:
 # Small things that several kinds of cases need: statistics of timings, and what is made once.
 
 _Made = TypeVar("_Made")
-
-
-def median(times: Sequence[float] | None) -> tuple[float | None, float | None]:
-    """Median and half the interquartile range; None of nothing."""
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    count = len(ordered)
-    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
-    return middle, (ordered[(3 * count) // 4 if count > 1 else 0] - ordered[count // 4]) / 2
 
 
 class Memo:

@@ -10,12 +10,13 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
+from magis.plain_records import from_plain, to_plain
 from magis.ranks.rank_hosts import LocalHost, RankHost, cores
 from magis.ranks.records import RankError, RankJob, RankReport
 
@@ -211,14 +212,14 @@ class RankPool:
             self._jobs += 1
             for rank in self._ranks:
                 rank.begin()
-                self._tell(rank, {"do": "run", "job": asdict(job), "number": self._jobs, "path": sys.path})
+                self._tell(rank, {"do": "run", "job": to_plain(job), "number": self._jobs, "path": sys.path})
             answers = self._gather("report", self._timeout_s)
         except _Refused as refused:
             raise UsageError(str(refused)) from None  # by all of them: they are fit for the next job
         except BaseException:
             self._kill()
             raise
-        return tuple(RankReport.from_json(answer) for answer in answers)
+        return tuple(from_plain(RankReport, answer) for answer in answers)
 
     def close(self) -> None:
         """End all ranks; returns when they are gone. A later job starts new ones."""

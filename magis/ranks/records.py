@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from magis.errors import MagisError
@@ -44,11 +44,6 @@ class RankJob:
     losses: bool = True
     """Whether to report the losses of three steps from fresh weights, dropout off: further ones where there is some."""
 
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> RankJob:
-        """The job whose fields are ``data``, as `asdict` gave them."""
-        return RankJob(**data)
-
 
 @dataclass(frozen=True)
 class RankReport:
@@ -68,23 +63,6 @@ class RankReport:
     """What the tensors at the peak are for; they sum up to ``memory.tensor_bytes``."""
     identity: dict[str, str] = field(default_factory=dict)
     """The device's, as this rank ran on it (threads: its share of the cores)."""
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> RankReport:
-        """The report whose fields are ``data``, as `asdict` and JSON made them."""
-        return RankReport(
-            **{
-                **data,
-                "memory": Memory(**data["memory"]),
-                "times_ms": tuple(data["times_ms"]),
-                "losses": tuple(data["losses"]),
-                "terms": tuple(Term(**term) for term in data["terms"]),
-            }
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as JSON has them."""
-        return asdict(self)
 
 
 def slowest_ms(reports: Sequence[RankReport]) -> tuple[float, ...]:

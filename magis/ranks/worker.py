@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from magis.errors import MagisError, UsageError
+from magis.plain_records import from_plain, to_plain
 from magis.ranks.job import measured
 from magis.ranks.records import RankJob, RankReport
 from magis.runtime.exhausted import is_out_of_memory
@@ -85,8 +86,8 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
                 place.say({"joined": True})
             case "run":
                 sys.path.extend(path for path in message["path"] if path not in sys.path)
-                report = _run(place, RankJob.from_json(message["job"]), message["number"])
-                place.say({"report": report.to_json()})
+                report = _run(place, from_plain(RankJob, message["job"]), message["number"])
+                place.say({"report": to_plain(report)})
     except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's network may raise anything, and call exit)
         # before anything else: the others may be waiting for this rank, and so would leaving their process group
         place.say({"error": _described(error), "phase": place.phase, **_facts(error)})

@@ -1,4 +1,4 @@
-"""results.csv, one row per case, and a case's result as plain JSON types.
+"""results.csv, one row per case.
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
 the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
@@ -8,13 +8,10 @@ columns after them name their unit, and every ratio says that it is optimized / 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, TypeAlias
 
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
@@ -197,6 +194,15 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
     write_text_atomically(path, _to_csv(rows, columns, header=True))
 
 
+_TEXTS = frozenset(
+    {"name", "device", "preset", "dtype", "strategy", "search", "figures", "fission", "priced by", "numbers", "verdict"}
+    | {"peak bytes of each rank", "predicted peak of the worst rank by terms", "conformance", "note", "graph digest"}
+    | {"torch version", "device identity"}
+)
+_FLAGS = frozenset({"opt-is-prof-result", "ori-is-prof-result", "stopped by seconds", "feasible"})
+_COUNTS = frozenset({"ranks", "timed pairs", "states evaluated", "recomputed operators"})
+
+
 def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
     """Append `rows` to an open text file (`open("results.csv", "a")`), with the header only where it is empty.
 
@@ -211,14 +217,61 @@ def append_rows(stream: IO[str], rows: Sequence[Mapping[str, Cell]]) -> None:
     stream.flush()
 
 
-def read_csv(path: Path) -> pd.DataFrame:
-    """results.csv as a data frame: byte counts as whole numbers, empty fields as missing values."""
+def read_results(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """Files of results as one data frame: a row for each case, columns of the types that they are written from.
+
+    Bytes and counts are whole numbers (Int64), flags are boolean, texts are strings, all else is Float64; an empty
+    field is a missing value in each of them. Columns that a plugin added have the type that fits. Of several files, the
+    column "run" in front says which one a row is from. `frame.attrs["units"]` has the unit of every column of ours that
+    has one: "bytes", "ms", "s", "elements" (bytes / item size of the row's data type), "opt/ori", "%".
+
+    Raises UsageError, naming the file, for what is no file of results.
+    """
     import pandas as pd
 
+    if isinstance(paths, (str, Path)):
+        frame = _read(Path(paths))
+    else:
+        named = {str(path): _read(Path(path)) for path in paths}
+        if not named:
+            raise UsageError("no file of results was given")
+        frame = pd.concat(named, names=["run"]).reset_index("run").reset_index(drop=True)
+    frame.attrs["units"] = {column: unit for column in frame.columns if (unit := _unit(column))}
+    return frame
+
+
+def _read(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    types = {column: _type(column) for column in COLUMNS}
     try:
-        return pd.read_csv(path, dtype_backend="numpy_nullable")
+        frame = pd.read_csv(
+            path, dtype=types, dtype_backend="numpy_nullable", keep_default_na=False, na_values=[""], encoding="utf-8"
+        )
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UsageError(f"cannot read the results {path}: {reason}") from error
+    _check_header(frame.columns, path)
+    return frame
+
+
+def _type(column: str) -> str:
+    if column in _TEXTS:
+        return "string"
+    if column in _FLAGS:
+        return "boolean"
+    return "Int64" if column in _COUNTS or _unit(column) == "bytes" else "Float64"
+
+
+def _unit(column: str) -> str:
+    """ "" where it has none."""
+    if column in _TEXTS | _FLAGS:
+        return ""
+    if column in SEED_COLUMNS:
+        return "opt/ori" if "ratio" in column else "ms" if "latency" in column else "elements"
+    words = column.partition("(")[0].split()
+    found = {"%": "%", "bytes": "bytes", "ms": "ms", "seconds": "s", "ratio": "opt/ori"}
+    return next((unit for word, unit in found.items() if word in words), "")
 
 
 def _rank_bytes(rank: RankMemory) -> int | str:
@@ -302,72 +355,10 @@ def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
         existing.seek(-1, io.SEEK_END)
         ends_with_newline = existing.read(1) == b"\n"
     columns = next(csv.reader([first]), [])
-    if not {"name", "opt-memory", "ori-memory"} <= set(columns):
-        raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")
+    _check_header(columns, name)
     return columns, ends_with_newline
 
 
-# A CaseResult as plain JSON types and back, so that it can travel between processes and into reports.
-
-
-def to_plain(result: CaseResult) -> dict[str, Any]:
-    """`result` as nested dictionaries of str, int, float, bool and None; `from_plain` gives an equal one back."""
-    return dataclasses.asdict(result)
-
-
-def from_plain(data: Mapping[str, Any]) -> CaseResult:
-    """The CaseResult that `to_plain` wrote as `data`, also after JSON. Raises UsageError for anything else."""
-    built = _build(CaseResult, data, "result")
-    if not isinstance(built, CaseResult):  # a Mapping always builds one; this tells the type checker
-        raise UsageError("result: not a case's result")
-    return built
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: a record, an optional one, a dictionary, a tuple of any length, or a plain value."""
-    if isinstance(kind, types.UnionType):
-        return _build_union(kind, value, where)
-    if dataclasses.is_dataclass(kind):
-        return _build_record(kind, value, where)
-    if typing.get_origin(kind) is dict:
-        key_kind, value_kind = typing.get_args(kind)
-        if not isinstance(value, Mapping):
-            raise UsageError(f"{where}: expected a dictionary, found {type(value).__name__}")
-        return {_build(key_kind, key, where): _build(value_kind, item, f"{where}.{key}") for key, item in value.items()}
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise UsageError(f"{where}: expected a list, found {type(value).__name__}")
-        (item_kind, _) = typing.get_args(kind)
-        return tuple(_build(item_kind, item, f"{where}[{index}]") for index, item in enumerate(value))
-    # JSON knows no difference between 1.0 and 1; a bool is no number
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise UsageError(f"{where}: expected {kind.__name__}, found {type(value).__name__}")
-    return value
-
-
-def _build_union(kind: types.UnionType, value: Any, where: str) -> Any:
-    if value is None and type(None) in kind.__args__:
-        return None
-    (only,) = (option for option in kind.__args__ if option is not type(None))
-    return _build(only, value, where)
-
-
-def _build_record(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{where}: expected a record, found {type(value).__name__}")
-    hints = typing.get_type_hints(kind)
-    unknown = sorted(set(value) - set(hints))
-    if unknown:
-        raise UsageError(f"{where}: unknown field {unknown[0]!r}")
-    missing = [
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.name not in value
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise UsageError(f"{where}: field {missing[0]!r} is missing")
-    return kind(**{name: _build(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+def _check_header(columns: Iterable[str], name: str | Path) -> None:
+    if not {"name", "opt-memory", "ori-memory"} <= set(columns):
+        raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")

@@ -15,9 +15,10 @@ from magis.cases.run_case import CaseRun
 from magis.dtypes import check_dtype
 from magis.errors import UsageError
 from magis.graph import dump
+from magis.plain_records import to_plain
 from magis.planner.bench import Bench, check_device, default_device
 from magis.planner.workload_source import Source, running_seconds
-from magis.report import append_rows, row_from_result, to_plain, write_text_atomically
+from magis.report import append_rows, row_from_result, write_text_atomically
 from magis.results import Case, CaseResult
 from magis.testing.nn import SeedGraph, SeedOutput
 from magis.units import is_number

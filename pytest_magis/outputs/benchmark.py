@@ -1,21 +1,21 @@
-"""A case's figures for other tools: pytest-benchmark's JSON, properties of a JUnit file.
+"""A case's figures for other tools: rows of pytest-benchmark's session, properties of a JUnit file.
 
-One benchmark a case: the optimized step (of the eager strategy, the original). Times are seconds there. A case keeps
-the median and half the interquartile range of its steps: they are `median`, `q1`, `q3`, and, since nothing further out
-is known, `min` and `max` too. A simulated latency is exact. Bytes are in `extra_info`.
+One benchmark a case: the optimized step (of the eager strategy, the original), in seconds, with every timed step as a
+round; a simulated latency is one round. Bytes are in `extra_info`. From there on all is pytest-benchmark's own: its
+table, `--benchmark-json`, `--benchmark-save`, `--benchmark-compare-fail`, histograms.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from magis.report import write_text_atomically
+import pytest
+
+from magis.errors import UsageError
 from magis.results import CaseResult
 from pytest_magis.outcome import PROPERTY, Outcome
 from pytest_magis.run_plan import PREFIX
@@ -44,8 +44,8 @@ def readable(properties: Iterable[tuple[str, object]]) -> Properties:
 def _short(result: CaseResult) -> CaseResult:
     return replace(
         result,
-        original=replace(result.original, at_peak=None),
-        optimized=replace(result.optimized, at_peak=None),
+        original=replace(result.original, at_peak=None, times_ms=()),
+        optimized=replace(result.optimized, at_peak=None, times_ms=()),
         search=replace(result.search, changes=()),
         timelines=None,
     )
@@ -91,85 +91,67 @@ def _latency_ratio(outcome: Outcome) -> float | None:
     return round(result.latency_ratio, 6)
 
 
-VERSION = "4.0.0"
-"""Of pytest-benchmark: the form has been the same since."""
+# A case as a row of pytest-benchmark's session, in the process that has the terminal.
+
+_ASKING = ("benchmark_only", "benchmark_json", "benchmark_save", "benchmark_autosave", "benchmark_histogram")
+_COMPARING = "benchmark_compare"
 
 
-def write_benchmarks(path: Path, outcomes: Sequence[Outcome]) -> str:
-    """Replace the file by the latencies of this run, and say so in one line. Raises UsageError where that fails."""
-    found = benchmarks(outcomes)
-    data = {
-        "machine_info": _machine(),
-        "commit_info": {},
-        "benchmarks": found,
-        "datetime": datetime.now(UTC).isoformat(),
-        "version": VERSION,
-    }
-    write_text_atomically(path, json.dumps(data, indent=4) + "\n")
-    return f"benchmarks: {path} ({len(found)} of {len(outcomes)} cases)"
+class BenchmarkRows:
+    """The cases among the benchmarks of pytest-benchmark's session."""
+
+    def __init__(self, config: pytest.Config, json: Path | None) -> None:
+        self._config, self._json = config, json
+
+    def put(self, outcome: Outcome) -> None:
+        """Add a case to the benchmarks, in the place of an earlier run of it; not without a latency."""
+        session: Any = vars(self._config)["_benchmarksession"]  # which is made after the gate
+        session.json = self._json or session.json
+        session.benchmarks[:] = [row for row in session.benchmarks if row.fullname != f"{PREFIX}{outcome.name}"]
+        if outcome.result is not None and (times := _times_ms(outcome.result)):
+            session.benchmarks.append(_row(outcome, outcome.result, times))
 
 
-def benchmarks(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """An entry of every case that has a latency."""
-    return [
-        _entry(outcome, outcome.result)
-        for outcome in outcomes
-        if outcome.result is not None and _seconds(outcome.result) is not None
-    ]
+def benchmark_rows(config: pytest.Config, json: Path | None) -> BenchmarkRows | None:
+    """Where rows of cases go; None where nobody asks for them. `json` is a file for them, as by `--benchmark-json`.
+
+    Raises UsageError where the plugin is switched off.
+    """
+    if config.getoption(_COMPARING, default=None) is None:  # an empty list where it is there and not given
+        if json is not None:
+            raise UsageError("--magis-benchmark-json: pytest-benchmark is not loaded", hint="leave out -p no:benchmark")
+        return None
+    asked = json is not None or any(map(config.getoption, (*_ASKING, _COMPARING)))
+    return BenchmarkRows(config, json) if asked else None
 
 
-def _entry(outcome: Outcome, result: CaseResult) -> dict[str, Any]:
-    known = {name.removeprefix("magis."): value for name, value in figures(outcome)}
-    return {
-        "group": outcome.model,
-        "name": outcome.name,
-        "fullname": f"{PREFIX}{outcome.name}",
-        "params": None,
-        "param": None,
-        "extra_info": known | {"simulated": not result.optimized.is_measured},
-        "options": {},
-        "stats": _stats(result),
-    }
+def is_left_out(config: pytest.Config) -> bool:
+    """Whether the options of pytest-benchmark single out benchmarks, as which the gate's cases count."""
+    return any(bool(config.getoption(name, default=False)) for name in ("benchmark_only", "benchmark_skip"))
 
 
-def _seconds(result: CaseResult) -> float | None:
-    ms = result.optimized.measured_ms if result.optimized.is_measured else result.optimized.simulated_ms
-    return ms / 1000 if ms is not None and ms > 0 else None
+def _row(outcome: Outcome, result: CaseResult, times_ms: Sequence[float]) -> Any:
+    from pytest_benchmark.stats import Metadata
+
+    known = {each.removeprefix("magis."): value for each, value in figures(outcome)}
+    case = SimpleNamespace(
+        name=outcome.name,
+        fullname=f"{PREFIX}{outcome.name}",
+        group=outcome.model,
+        param=None,
+        params=None,
+        extra_info=known | {"simulated": not result.optimized.is_measured},
+        cprofile_stats=None,
+        has_error=False,
+    )
+    row = Metadata(case, iterations=1, options={})  # type: ignore[no-untyped-call]
+    for ms in times_ms:
+        row.update(ms / 1000)  # type: ignore[no-untyped-call]
+    return row
 
 
-def _stats(result: CaseResult) -> dict[str, Any]:
-    median = _seconds(result) or 0.0
-    half = (result.optimized.spread_ms or 0.0) / 1000 if result.optimized.is_measured else 0.0
-    low, high = max(0.0, median - half), median + half
-    return {
-        "min": low,
-        "max": high,
-        "mean": median,
-        "stddev": half,
-        "rounds": 1 if result.ratio is None else result.ratio.pairs,
-        "median": median,
-        "iqr": high - low,
-        "q1": low,
-        "q3": high,
-        "iqr_outliers": 0,
-        "stddev_outliers": 0,
-        "outliers": "0;0",
-        "ld15iqr": low,
-        "hd15iqr": high,
-        "ops": 1 / median,
-        "total": median,
-        "iterations": 1,
-    }
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "node": platform.node(),
-        "processor": platform.processor(),
-        "machine": platform.machine(),
-        "python_implementation": platform.python_implementation(),
-        "python_version": platform.python_version(),
-        "release": platform.release(),
-        "system": platform.system(),
-        "cpu": {"brand_raw": platform.processor() or platform.machine()},
-    }
+def _times_ms(result: CaseResult) -> tuple[float, ...]:
+    step = result.optimized
+    if step.is_measured:
+        return step.times_ms
+    return (step.simulated_ms,) if step.simulated_ms > 0 else ()

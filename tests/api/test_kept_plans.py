@@ -43,10 +43,7 @@ def unsearched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 def timeless(result: CaseResult) -> CaseResult:
     """Without what a clock said."""
-    steps = {
-        name: dataclasses.replace(getattr(result, name), measured_ms=None, spread_ms=None)
-        for name in ("original", "optimized")
-    }
+    steps = {name: dataclasses.replace(getattr(result, name), times_ms=()) for name in ("original", "optimized")}
     return dataclasses.replace(result, ratio=None, search=dataclasses.replace(result.search, seconds=0.0), **steps)
 
 

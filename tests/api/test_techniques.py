@@ -12,7 +12,6 @@ from magis.cases.rank_cases import OFF_BY, _distinct
 from magis.cases.run_case import run_case
 from magis.errors import UsageError
 from magis.planner.bench import Bench
-from magis.planner.workload_source import median
 from magis.results import Case
 from magis.strategies.distributed_names import technique
 from tests.ranks import techniques as on_ranks
@@ -163,17 +162,6 @@ def test_ranks_with_batch_norm_train_as_their_shares_do_one_by_one() -> None:
     assert zero.optimized.measured is not None
     assert zero.optimized.simulated.tensor_bytes == pytest.approx(zero.optimized.measured.tensor_bytes, rel=OFF_BY)
     assert found["amp+zero1"].numbers.startswith("not run: ")
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [(None, (None, None)), ((), (None, None)), ((3.0,), (3.0, 0.0)), ((4.0, 1.0), (2.5, 1.5)),
-     ((5.0, 1.0, 2.0, 3.0, 4.0), (3.0, 1.0))],
-)  # fmt: skip
-def test_median_and_half_the_interquartile_range(
-    times: tuple[float, ...] | None, expected: tuple[float | None, float | None]
-) -> None:
-    assert median(times) == expected
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "offload"])

@@ -16,10 +16,7 @@ from magis.capture import OptimizerSpec, capture, python_state
 from magis.cases.check import check_case
 from magis.models import from_function
 from magis.results import Case
-from tests.brisk import pass_over_what_exists
 from tests.training.loops import Loops, batch, loss_of, net
-
-OBJECTS_OF = python_state._objects_of
 
 
 class Waves(nn.Module):
@@ -59,13 +56,25 @@ def test_a_capture_leaves_nothing_in_caches() -> None:
     assert module.waves(*inputs.shape) is table
 
 
-def test_caches_that_the_collector_passes_over_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_state, "_objects_of", OBJECTS_OF)  # as it is outside of tests
+def test_caches_that_the_collector_passes_over_are_seen() -> None:
+    module, (inputs, targets) = Positioned(), batch()
     gc.freeze()
-    try:
-        test_a_capture_leaves_nothing_in_caches()
-    finally:
-        pass_over_what_exists()
+    found = capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    assert found.left == ("the caches of functools",)
+
+
+def test_no_object_is_looked_at_where_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes longer than to capture a small network."""
+    looks: list[type] = []
+    monkeypatch.setattr(python_state, "_objects_of", lambda kind: looks.append(kind) or [])
+    (inputs, targets), module = batch(), net()
+    capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    optimize(module, loss_of, SGD(module.parameters(), 0.1), (inputs, targets), memory_ratio=1.0, budget=1)
+    case = Case("plain", "magis", "cpu", "small", memory_ratio=1.0, budget=1, timing_rounds=1)
+    run_case(case, cache=Bench(), make=from_function("plain", lambda: (net(), batch(), loss_of)), rough=True)
+    assert not looks
+    capture(Positioned(), (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
+    assert len(looks) == 1
 
 
 def test_steps_read_the_table_as_eager_does() -> None:

@@ -94,9 +94,9 @@ def main() -> None:
         way, outcome = worst(judged(kind, script, seen))
         row = {**asdict(outcome), "seed": seed, "way": way, "cause": outcome.cause, "source": ""}
         if outcome.kind != "equal":
-            small = smallest(script, way, outcome.cause, seconds) if seconds else script
+            small = smallest(script, way, outcome.cause, seconds) if seconds and outcome.failed else script
             row["source"] = printed(small)
-            if seconds:
+            if small is not script:
                 row["detail"] = WAYS[way](small, trains(small) or []).detail
         row["seconds"] = time.perf_counter() - started
         _tell(row)

@@ -152,7 +152,8 @@ def step(memory, milliseconds, real, off):
     simulated = Memory(memory.tensor_bytes + off, memory.peak_bytes + off)
     if not real:
         return StepFigures(simulated, milliseconds)
-    return StepFigures(simulated, milliseconds, memory, 1.1 * milliseconds, 0.1)
+    middle = 1.1 * milliseconds
+    return StepFigures(simulated, milliseconds, memory, (middle - 0.1, middle, middle + 0.1))
 
 
 def interval(ratio, half):

@@ -35,7 +35,9 @@ def result(
     def step(bytes_: tuple[int, int], milliseconds: float) -> StepFigures:
         memory = Memory(*bytes_)
         return (
-            StepFigures(memory, milliseconds, memory, milliseconds) if measured else StepFigures(memory, milliseconds)
+            StepFigures(memory, milliseconds, memory, (milliseconds,))
+            if measured
+            else StepFigures(memory, milliseconds)
         )
 
     original = step(ori, 10.0)

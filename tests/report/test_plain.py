@@ -8,13 +8,13 @@ from dataclasses import fields, replace
 import pytest
 
 from magis.errors import UsageError
-from magis.report import from_plain, to_plain
+from magis.plain_records import from_plain, to_plain
 from magis.results import CaseResult, ModuleBytes, Peak, Span, Timelines
 
 
 def test_round_trip_through_json(measured, simulated):
     for result in (measured, simulated):
-        assert from_plain(json.loads(json.dumps(to_plain(result)))) == result
+        assert from_plain(CaseResult, json.loads(json.dumps(to_plain(result)))) == result
 
 
 def test_tables_and_time_lines_travel(measured):
@@ -27,7 +27,7 @@ def test_tables_and_time_lines_travel(measured):
         search=replace(measured.search, changes=(row,)),
         timelines=Timelines((span,), (span, span)),
     )
-    assert from_plain(json.loads(json.dumps(to_plain(result)))) == result
+    assert from_plain(CaseResult, json.loads(json.dumps(to_plain(result)))) == result
 
 
 def test_every_field_travels(measured):
@@ -36,7 +36,7 @@ def test_every_field_travels(measured):
 
 def test_floats_that_look_whole_stay_floats(measured):
     plain = json.loads(json.dumps(to_plain(measured)).replace("8.0", "8"))
-    found = from_plain(plain)
+    found = from_plain(CaseResult, plain, "result")
     assert type(found.original.simulated_ms) is float
     assert found == measured
 
@@ -63,7 +63,7 @@ def test_anything_else_is_refused(measured, place, value, message):
         inner = inner[key]
     inner[place[-1]] = value
     with pytest.raises(UsageError) as caught:
-        from_plain(plain)
+        from_plain(CaseResult, plain, "result")
     assert str(caught.value) == message
 
 
@@ -71,11 +71,11 @@ def test_a_missing_field_is_named(measured):
     plain = to_plain(measured)
     del plain["original"]["simulated_ms"]
     with pytest.raises(UsageError, match=r"result\.original: field 'simulated_ms' is missing"):
-        from_plain(plain)
+        from_plain(CaseResult, plain, "result")
 
 
 def test_fields_with_a_default_may_be_missing(measured):
     plain = to_plain(measured)
     del plain["note"], plain["search"]["states"], plain["planning_workspaces"]
-    found = from_plain(plain)
+    found = from_plain(CaseResult, plain, "result")
     assert (found.note, found.search.states, found.planning_workspaces) == ("", 0, {})

@@ -6,10 +6,11 @@ import csv
 import io
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from magis.errors import UsageError
-from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_csv, row_from_result, write_csv
+from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_results, row_from_result, write_csv
 from magis.results import CaseResult, Memory, RankMemory, StepFigures, Term
 
 SEED = (
@@ -132,7 +133,7 @@ def test_a_step_that_ran_untimed_has_no_latency(measured):
 
 
 def test_nothing_is_divided_by_zero(measured):
-    step = StepFigures(Memory(0, 0), 0.0, Memory(0, 0), 0.0)
+    step = StepFigures(Memory(0, 0), 0.0, Memory(0, 0), (0.0,))
     row = row_from_result(replace(measured, original=step, optimized=step, ratio=None))
     assert row["memory ratio reached (opt/ori)"] is None
 
@@ -160,18 +161,53 @@ def test_the_file_keeps_every_digit(tmp_path, measured, simulated):
     assert float(first["memory ratio reached (opt/ori)"]) == 8000 / 10501
 
 
-def test_the_file_is_read_back(tmp_path, measured, simulated):
-    path = tmp_path / "results.csv"
-    rows = [row_from_result(measured), row_from_result(simulated)]
-    write_csv(path, rows)
-    frame = read_csv(path)
-    assert tuple(frame.columns) == COLUMNS
+def test_files_are_read_back_with_types_and_units(tmp_path, measured, simulated):
+    rows = [row_from_result(measured, verdict="pass"), row_from_result(simulated) | {"mine": 3}]
+    paths = [tmp_path / "before.csv", tmp_path / "after.csv"]
+    write_csv(paths[0], rows)
+    write_csv(paths[1], rows[1:])
+    frame = read_results(str(paths[0]))
+    assert tuple(frame.columns) == (*COLUMNS, "mine")
     assert list(frame["ori peak bytes"]) == [10_501, 2**60 + 8]
     assert frame["memory ratio reached (opt/ori)"][0] == 8000 / 10501
     assert list(frame["memory limit"].isna()) == [False, True]
     assert frame["memory limit bytes"][0] == 8400
-    with pytest.raises(UsageError, match="cannot read"):
-        read_csv(tmp_path / "missing.csv")
+    for row, (_, found) in zip(rows, frame.iterrows(), strict=True):
+        for column, value in row.items():
+            assert pd.isna(found[column]) if value in (None, "") else found[column] == value, column
+    # also where a file has nothing in a column
+    both = read_results(paths)
+    assert list(both["run"]) == [str(paths[0])] * 2 + [str(paths[1])]
+    assert both.drop(columns="run").dtypes.equals(frame.dtypes)
+    kinds = {str(both.dtypes[column]) for column in COLUMNS}
+    assert kinds == {"string", "boolean", "Int64", "Float64"}
+    whole = {column for column in COLUMNS if isinstance(rows[0][column], int) and str(both.dtypes[column]) == "Float64"}
+    assert whole == set()
+    units = both.attrs["units"]
+    assert (units["opt-memory"], units["opt-latency"], units["search seconds"]) == ("elements", "ms", "s")
+    assert units["opt reserved bytes (measured)"] == "bytes"
+    assert units["ori memory error % (of measured)"] == "%"
+    assert units["latency ratio low (opt/ori)"] == "opt/ori"
+    assert not {"name", "feasible", "ranks", "peak bytes of each rank"} & units.keys()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "missing.csv: No such file"),
+        ("", "No columns"),
+        ("name,opt-memory\nx,1\n", "no header of results"),
+        ("name,opt-memory,ori-memory\nx,much,1\n", "cannot read the results"),
+    ],
+)
+def test_what_is_no_file_of_results_is_refused(tmp_path, content, message):
+    path = tmp_path / "missing.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UsageError, match=message):
+        read_results([path])
+    with pytest.raises(UsageError, match="no file"):
+        read_results([])
 
 
 def test_further_columns_come_last(tmp_path, measured):
@@ -248,3 +284,12 @@ def test_a_row_of_ranks_names_each_peak_and_the_terms_of_the_worst(measured):
     assert row["samples per second"] == pytest.approx(21e3 / result.optimized.measured_ms)
     spread = row["samples per second"] * result.optimized.spread_ms / result.optimized.measured_ms
     assert row["samples per second spread"] == pytest.approx(spread)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [((), (None, None)), ((3.0,), (3.0, 0.0)), ((4.0, 1.0), (2.5, 1.5)), ((5.0, 1.0, 2.0, 3.0, 4.0), (3.0, 1.0))],
+)
+def test_median_and_half_the_interquartile_range(times, expected):
+    step = StepFigures(Memory(1, 1), 2.0, Memory(1, 1), times)
+    assert (step.measured_ms, step.spread_ms) == expected

@@ -29,7 +29,6 @@ from magis.runtime.measure import (
     tensor_peak,
     window_peak,
 )
-from tests.brisk import pass_over_what_exists
 from tests.strategies import examples
 
 KIB = 256  # float32 elements of 1024 bytes
@@ -376,7 +375,7 @@ def test_cuda_peaks() -> None:
 
 
 def test_collections_pass_over_what_exists_unless_somebody_has_frozen_it() -> None:
-    pass_over_what_exists()
+    gc.freeze()
     try:
         frozen = gc.get_freeze_count()
         with collector_spared():
@@ -387,4 +386,4 @@ def test_collections_pass_over_what_exists_unless_somebody_has_frozen_it() -> No
             assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() == 0
     finally:
-        pass_over_what_exists()  # as tests find it
+        gc.freeze()  # as tests find it

@@ -1,0 +1,75 @@
+"""Cases as rows of pytest-benchmark's session: its table, its files, its comparison."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+THEIRS = ("-p", "pytest_benchmark.plugin")
+RUN = (*THEIRS, "--magis-models=bert")
+
+
+@pytest.fixture
+def accepted(gate, monkeypatch):
+    """With stored baselines of bert's three cases."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # by which pytest-benchmark tells that it runs in one
+    gate.accept("--magis-models=bert")
+    return gate
+
+
+def test_its_table_has_a_row_for_each_case(accepted, workers):
+    result = accepted(*RUN, "--benchmark-json=all.json", "--benchmark-columns=median,rounds", workers=workers)
+    result.stdout.fnmatch_lines(["*benchmark 'bert': 3 tests*", "*bert?eager?*", "*bert?magis-mem0.8?*"])
+    assert {each["fullname"] for each in json.loads((accepted.root / "all.json").read_text())["benchmarks"]} == {
+        "magis::bert[eager]",
+        "magis::bert[magis-mem0.8]",
+        "magis::bert[magis-mem0.6]",
+    }
+
+
+def test_nothing_of_it_shows_where_nobody_asks(accepted):
+    result = accepted(*RUN)
+    assert not [line for line in result.outlines if line.startswith("Name (time in")]
+
+
+def test_only_benchmarks_are_the_cases_and_none_is_skipped_with_them(accepted):
+    (accepted.root / "test_other.py").write_text("def test_other(): pass\n")
+    accepted(*RUN, "test_other.py", "--benchmark-only").assert_outcomes(passed=3, skipped=1)
+    accepted(*RUN, "test_other.py", "--benchmark-skip").assert_outcomes(passed=1, skipped=3)
+
+
+def test_rounds_and_bytes_are_those_of_the_rows(accepted):
+    accepted.fake(**{"bert[magis-mem0.6]": {"raise": "no"}})
+    accepted(*RUN, "--magis-benchmark-json=latencies.json")
+    eager, optimized = json.loads((accepted.root / "latencies.json").read_text())["benchmarks"]
+    row = accepted.rows()[1]
+    assert (eager["name"], optimized["fullname"]) == ("bert[eager]", "magis::bert[magis-mem0.8]")
+    stats = optimized["stats"]
+    assert stats["median"] == pytest.approx(float(row["opt-latency"]) / 1000)
+    assert stats["rounds"] == len(stats["data"]) == 3
+    assert stats["mean"] == pytest.approx(statistics.mean(stats["data"]))
+    assert optimized["extra_info"]["optimized_peak_bytes"] == int(row["opt peak bytes"])
+    assert optimized["extra_info"]["simulated"] is False
+
+
+@pytest.mark.parametrize(("milliseconds", "red"), [(10.5, False), (15.0, True)])
+def test_its_comparison_finds_cases_that_got_slower(accepted, milliseconds, red):
+    storage = "--benchmark-storage=file://saved"
+    accepted.fake(any_case={"milliseconds": 10.0})
+    assert accepted(*RUN, storage, "--benchmark-save=before").ret == 0
+    (path,) = accepted.root.glob("saved/*/*_before.json")
+    assert len(json.loads(path.read_text())["benchmarks"]) == 3
+    accepted.fake(any_case={"milliseconds": milliseconds})
+    result = accepted(*RUN, storage, "--benchmark-compare", "--benchmark-compare-fail=median:10%")
+    assert bool(result.ret) is red
+    assert ("Performance has regressed" in result.stdout.str() + result.stderr.str()) is red
+
+
+def test_a_place_that_cannot_be_written_is_refused(gate):
+    assert "no such directory" in gate.refuses(*RUN, "--magis-benchmark-json=missing/x.json")
+
+
+def test_a_file_without_the_plugin_is_refused(gate):
+    assert "pytest-benchmark is not loaded" in gate.refuses("--magis-models=bert", "--magis-benchmark-json=x.json")
