@@ -280,7 +280,7 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
 def settle(work: Workload) -> None:
     """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
 
-    Buffers and generators of random numbers are left as they were; a generator that this call makes, as it begins.
+    Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
     if any(map(is_hollow, (*work.module.parameters(), *work.module.buffers()))):
         with caches_kept() as left:
@@ -290,13 +290,18 @@ def settle(work: Workload) -> None:
 
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
-    kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
+    tensors = (*work.module.parameters(), *work.module.buffers())
+    kept = [(each, each._version, each.detach().clone()) for each in tensors if not is_hollow(each)]
+    hollow_batch = any(map(is_hollow, (*work.inputs, *work.targets)))
+    # Forwards may write into their batch.
+    inputs, targets = (work.inputs, work.targets) if hollow_batch else copy.deepcopy((work.inputs, work.targets))
     known = held_generators(work.module, work.loss_fn)
     with generators_kept(), own_kept(known), mode:
-        work.loss_fn(work.module(*work.inputs), *work.targets)
+        work.loss_fn(work.module(*inputs), *targets)
         with torch.no_grad():
-            for buffer, contents in kept:
-                buffer.copy_(contents)
+            for tensor, version, contents in kept:
+                if tensor._version != version:
+                    tensor.copy_(contents)
     for name, generator in held_generators(work.module, work.loss_fn).items():
         if name not in known:
             generator.manual_seed(generator.initial_seed())

@@ -20,6 +20,7 @@ from magis.runtime.double_precision import (
     exact,
     furthest,
     gradient_values,
+    least_error,
     off_by,
     same,
     wide,
@@ -182,10 +183,11 @@ def _far(
         return
     same = subject.stopped(captured)
     _seed(same, seed)
-    reference = exact(captured, same.tensors, wanted, same.generators)
+    reference = exact(captured, same.tensors, wanted, same.generators, same.numbers())
+    relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
     for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
-        found = closeness(name, our, their, right)
+        found = closeness(name, our, their, right, relative)
         if found.share > 1.0:
             what = name if name in results else f"gradient of {name}"
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"

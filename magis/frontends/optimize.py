@@ -371,6 +371,7 @@ class _Bound:
     def _gradients(self) -> Tensor:
         """Gradients to where autograd puts them; then the optimizer's own step, if there is one."""
         parameters = dict(self.module.named_parameters())
+        gradient: Tensor | None = None
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.step.run_with(scalars(self.plan.rule, 1))

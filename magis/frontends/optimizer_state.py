@@ -261,12 +261,12 @@ def check_hooks(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def device_of(model: nn.Module, asked: str | None) -> str:
-    """The one device that a model lies on. Raises UsageError where there are several, or another was asked for."""
-    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    """The one device that a model lies on; one without tensors is for the CPU, where nothing else was asked for.
+
+    Raises UsageError where there are several, or another was asked for."""
+    kinds = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {asked or "cpu"}
     if len(kinds) != 1:
-        raise UsageError(
-            f"the model lies on {' and '.join(sorted(kinds)) or 'no device'}", hint="move it to one device"
-        )
+        raise UsageError(f"the model lies on {' and '.join(sorted(kinds))}", hint="move it to one device")
     (found,) = kinds
     if asked is not None and asked != found:
         raise UsageError(f"device={asked!r}, but the model lies on {found!r}", hint="move the model, or leave it out")

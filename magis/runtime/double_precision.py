@@ -8,6 +8,7 @@ random numbers drawn in the step's own data type, so that all three see the same
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,15 @@ def off_by(ours: float, theirs: float) -> float:
 
 SLACK = 2.0
 RELATIVE = 1e-6
+
+
+def least_error(graph: Graph) -> float:
+    """Of a number that a step makes, as a share: what rounding to the least precise type in it may cost.
+
+    Eager's own error is no measure of that where there is one number only, a loss: it may be nought by chance.
+    """
+    types = {getattr(torch, value.dtype) for value in graph.values.values()}
+    return max([RELATIVE, *(torch.finfo(each).eps for each in types if each in (torch.bfloat16, torch.float16))])
 
 
 def gradient_values(graph: Graph) -> dict[str, int]:
@@ -121,25 +131,22 @@ def exact(
     tensors: Sequence[Tensor],
     outputs: Sequence[int],
     generators: Mapping[str, torch.Generator] | None = None,
+    numbers: Mapping[str, float] | None = None,
 ) -> list[Tensor]:
-    """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged.
+    """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged, and
+    ``numbers`` those of its named scalars.
 
     It draws from the default generator and from ``generators``, the step's own.
     """
     drawn_from = {**made_generators(graph), **(generators or {})}
-    known: dict[int, Tensor] = {}
-    shared: dict[int, Tensor] = {}
-    for number, tensor in zip(graph.inputs, tensors, strict=True):
-        storage = graph.values[number].storage
-        if storage not in shared:
-            shared[storage] = wide(tensor.detach().clone())
-        known[number] = shared[storage]
+    storages = [graph.values[number].storage for number in graph.inputs]
+    known = dict(zip(graph.inputs, _wide_copies(storages, tensors), strict=True))
     ops = [op for op in graph.ops if op.phase != "update" and op.target != EXPECT]
     last = {number: op.id for op in ops for number in (*op.inputs(), *op.made())}
     kept = set(outputs)
     with torch.no_grad():
         for op in ops:
-            results = _called(op, known, graph.values, drawn_from)
+            results = _called(op, known, graph.values, drawn_from, numbers or {})
             known.update(
                 {
                     number: wide(made)
@@ -151,6 +158,21 @@ def exact(
                 if last[number] == op.id and number not in kept:
                     known.pop(number, None)
     return [known[number] for number in outputs]
+
+
+def _wide_copies(storages: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Copies in double precision; those of one storage share memory as the tensors do."""
+    counts = Counter(storages)
+    memory: dict[tuple[int, torch.dtype], Tensor] = {}
+    for storage, tensor in zip(storages, tensors, strict=True):
+        if counts[storage] == 1:
+            yield wide(tensor.detach().clone())
+            continue
+        key = storage, tensor.dtype
+        if key not in memory:
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            memory[key] = wide(tensor.detach().as_strided((elements,), (1,), 0).clone())
+        yield memory[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 _WIDE = {
@@ -179,23 +201,31 @@ def _widened(op: Op) -> Op:
 
 
 def _called(
-    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+    op: Op,
+    known: Mapping[int, Tensor],
+    values: Mapping[int, Value],
+    generators: Mapping[str, torch.Generator],
+    numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
     """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles."""
     if not op.random:
         try:
-            return call(_widened(op), known, {})
+            return call(_widened(op), known, numbers)
         except (NotImplementedError, RuntimeError):  # a product of groups of rows, say
             pass
-    return _narrow(op, known, values, generators)
+    return _narrow(op, known, values, generators, numbers)
 
 
 def _narrow(
-    op: Op, known: Mapping[int, Tensor], values: Mapping[int, Value], generators: Mapping[str, torch.Generator]
+    op: Op,
+    known: Mapping[int, Tensor],
+    values: Mapping[int, Value],
+    generators: Mapping[str, torch.Generator],
+    numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
     """A call in the step's own data type; what it writes goes back into the wide tensor."""
     narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
-    results = call(op, narrow, {}, generators=generators)
+    results = call(op, narrow, numbers, generators=generators)
     written = {storage for storage, _ in op.writes}
     for number, tensor in narrow.items():
         if values[number].storage in written:
@@ -211,14 +241,14 @@ class Closeness:
     share: float
 
 
-def closeness(name: str, ours: Tensor, theirs: Tensor, reference: Tensor) -> Closeness:
-    """|ours - exact| against 2 |eager - exact| + 1e-6 max |exact|, largest elements each."""
+def closeness(name: str, ours: Tensor, theirs: Tensor, reference: Tensor, relative: float = RELATIVE) -> Closeness:
+    """|ours - exact| against 2 |eager - exact| + `relative` max |exact|, largest elements each."""
     numbers = theirs.isfinite() | ~agreeing(ours, theirs)  # overflow is eager's, too
     ours, theirs, reference = wide(ours[numbers]), wide(theirs[numbers]), reference[numbers]
     error = (ours - reference).abs().max().item() if ours.numel() else 0.0
     allowed = (theirs - reference).abs().max().item() if ours.numel() else 0.0
     largest = reference.abs().max().item() if ours.numel() else 0.0
-    limit = SLACK * allowed + RELATIVE * largest
+    limit = SLACK * allowed + relative * largest
     if not error <= limit:
         return Closeness(name, float("inf") if limit == 0.0 or error != error else error / limit)  # noqa: PLR0124
     return Closeness(name, error / limit if limit else 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,9 @@ from torch import Tensor, nn
 from magis.capture import Captured, OptimizerSpec, capture
 from magis.capture.captured import record_eager
 from magis.capture.refusals import BranchError
-from magis.planner.conformance import first_difference
+from magis.errors import CaptureError
+from magis.graph import Graph, Value
+from magis.planner.conformance import check_conforms, first_difference
 
 RULE = OptimizerSpec("gradients")
 
@@ -40,6 +45,27 @@ def test_a_capture_follows_eagers_layouts() -> None:
     following = capture(module, inputs, (), squares, RULE, heard=eager.heard)
     assert not first_difference(following.graph, eager.graph)
     assert not following.expects
+
+
+def test_only_strides_that_say_nothing_may_differ() -> None:
+    """Those of dimensions of one element: kernels and torch's functions for fake tensors choose them freely."""
+    found = capture(OneQuery(), (torch.randn(3, 5, 16),), (), squares, RULE).graph
+    odd = next(value for op in found.ops for value in op.outputs if value is not None and is_odd(found.values[value]))
+
+    def strided(index: int) -> Graph:
+        value = found.values[odd]
+        stride = tuple(each + 7 * (at == index) for at, each in enumerate(value.stride))
+        return replace(found, values={**found.values, odd: replace(value, stride=stride)})
+
+    for index, size in enumerate(found.values[odd].shape):
+        other = strided(index)
+        assert first_difference(other, found)
+        with nullcontext() if size == 1 else pytest.raises(CaptureError, match="not what eager runs"):
+            check_conforms(other, found)
+
+
+def is_odd(value: Value) -> bool:
+    return 1 in value.shape and max(value.shape) > 1
 
 
 class Branching(nn.Module):

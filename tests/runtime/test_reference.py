@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from magis.graph import verify
 from magis.ops.optimizers import OptimizerSpec
-from magis.runtime.double_precision import closeness, exact, gradient_values, with_gradients
+from magis.runtime.double_precision import RELATIVE, closeness, exact, gradient_values, least_error, with_gradients
 from tests import nets
 from tests.oracles import captured, eager_step, graph_step
 
@@ -64,6 +65,40 @@ def test_what_has_no_kernel_for_doubles_runs_in_the_steps_own_type() -> None:
     torch.testing.assert_close(
         found[0].float(), F.cross_entropy(net.module(*net.inputs), *net.targets), rtol=1e-5, atol=0
     )
+
+
+class Rows(nn.Module):
+    """Takes a tensor, and rows of it as they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return (rows @ self.weight + x[1:, :3].sum()).sin()
+
+
+@pytest.mark.parametrize(("first", "size"), [(0, 32), (8, 24), (3, 8)])
+def test_inputs_that_share_memory_do_so_in_double_precision(first: int, size: int) -> None:
+    x = torch.randn(4, 8)
+    rows = x.flatten()[first : first + size].view(-1, 8)
+    net = nets.Net(Rows, lambda: (x, rows), nets.labels(len(rows), 3), F.cross_entropy).build()
+    graph = captured(net).graph
+    found = exact(graph, graph_step(graph, net).tensors, graph.outputs)
+    twin = copy.deepcopy(net.module).double()
+    loss = F.cross_entropy(twin(x.double(), rows.double()), net.targets[0])
+    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
+
+
+def test_named_numbers_are_those_of_the_step() -> None:
+    """Of a running average over all batches, say."""
+    make = partial(deep, norm=nn.BatchNorm1d(8, momentum=None))
+    net = nets.Net(make, nets.rows(4, 6), nets.labels(4, 3), F.cross_entropy).build()
+    graph, twin = captured(net).graph, copy.deepcopy(net.module).double()
+    step = graph_step(graph, net)
+    found = exact(graph, step.tensors, graph.outputs, numbers=step.numbers())
+    loss = F.cross_entropy(twin(net.inputs[0].double()), net.targets[0])
+    torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
 
 
 def test_random_numbers_are_those_of_the_step() -> None:
@@ -129,3 +164,21 @@ def test_numbers_that_are_none_are_never_close() -> None:
     assert closeness("w", torch.ones(3), zero, zero.double()).share == float("inf")
     empty = torch.zeros(0)
     assert closeness("w", empty, empty, empty.double()).share == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.float32, RELATIVE), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)]
+)
+def test_a_number_may_be_off_by_what_the_least_precise_type_rounds_away(dtype: torch.dtype, share: float) -> None:
+    """The loss is in float32; eager's may be exact by chance."""
+
+    def loss_of(out: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+        return out.square().mean().float()
+
+    net = nets.Net(
+        lambda: nn.Linear(6, 3).to(dtype), lambda: (torch.randn(4, 6).to(dtype),), nets.labels(4, 3), loss_of
+    ).build()
+    assert least_error(captured(net).graph) == share
+    exact_loss, loss = torch.tensor(1.0).double(), torch.tensor(1.0)
+    assert closeness("loss", loss + 0.9 * share, loss, exact_loss, share).share == pytest.approx(0.9, rel=0.1)
+    assert closeness("loss", loss + 1.2 * share, loss, exact_loss, share).share > 1
