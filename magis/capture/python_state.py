@@ -291,17 +291,17 @@ def settle(work: Workload) -> None:
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
     tensors = (*work.module.parameters(), *work.module.buffers())
-    kept = [(each, each._version, each.detach().clone()) for each in tensors if not is_hollow(each)]
+    kept = [(each, each.detach().clone()) for each in tensors if not is_hollow(each)]
     hollow_batch = any(map(is_hollow, (*work.inputs, *work.targets)))
     # Forwards may write into their batch.
     inputs, targets = (work.inputs, work.targets) if hollow_batch else copy.deepcopy((work.inputs, work.targets))
     known = held_generators(work.module, work.loss_fn)
     with generators_kept(), own_kept(known), mode:
         work.loss_fn(work.module(*inputs), *targets)
-        with torch.no_grad():
-            for tensor, version, contents in kept:
-                if tensor._version != version:
-                    tensor.copy_(contents)
+    with torch.no_grad():
+        for tensor, contents in kept:
+            if not torch.equal(tensor, contents):  # versions do not count what batch norm writes
+                tensor.copy_(contents)
     for name, generator in held_generators(work.module, work.loss_fn).items():
         if name not in known:
             generator.manual_seed(generator.initial_seed())

@@ -345,11 +345,11 @@ def test_an_optimizer_finds_numbers_as_after_the_forward() -> None:
 
 
 class Scaling(nn.Module):
-    """Counts, and writes over its batch and a weight: a first call before the capture would do so once more."""
+    """Counts, and writes over its batch, a weight and averages: a first call ahead of the capture would do so, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.scale, self.calls = net(), nn.Parameter(torch.ones(32)), 0
+        self.body, self.scale, self.calls = net(norm=True), nn.Parameter(torch.ones(32)), 0
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
