@@ -25,12 +25,17 @@ def test_the_examples_run(gate, repository: Path) -> None:
             for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
                 check(gate, command, expected.splitlines())
     assert "net.py:12" in (gate.root / "report.html").read_text()
+    (reading,) = re.findall(r"^```python\n(import magis\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", reading], cwd=gate.root, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "accepted worse bytes" in " ".join(done.stdout.split())
 
 
 def check(gate, command: str, expected: list[str]) -> None:
     words = shlex.split(command)
     if words[:3] == ["python", "-m", "pytest"]:
-        result = gate(*words[3:])
+        result = gate("-p", "pytest_benchmark.plugin", *words[3:])
         printed = result.stdout.str()
         red = any(line.startswith("worse: ") for line in expected)
         assert result.ret == (pytest.ExitCode.TESTS_FAILED if red else pytest.ExitCode.OK), printed
