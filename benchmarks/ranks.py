@@ -136,6 +136,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.models.decoders import GptNeoConfig, gpt_neo
     from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
+    from magis.planner.planned_ddp import FACTORIES
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
@@ -158,7 +159,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
         return replace(work, optimizer=rule)
 
     def named(name: str) -> Technique:
-        made = technique(name)
+        made = technique(FACTORIES.get(name, name))
         return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made
 
     report: dict[str, Any] = {

@@ -22,18 +22,6 @@ __all__ = [
     "share_of",
 ]
 
-__all__ = [
-    "GIB",
-    "KIB",
-    "MIB",
-    "format_bytes",
-    "format_milliseconds",
-    "is_number",
-    "median_and_spread",
-    "parse_bytes",
-    "share_of",
-]
-
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB

@@ -1,13 +1,15 @@
 """The layers of docs/architecture.md, as a checker of the syntax trees of both packages.
 
 Every import counts: at module level, inside functions, under TYPE_CHECKING (a type that needs the layer above
-is in the wrong layer, and a cycle of annotations is a cycle to the reader), and `import_module` of a literal.
+is in the wrong layer, and a cycle of annotations is a cycle to the reader), `import_module` of a literal, and every
+text that names a factory in one of the packages ("magis.planner.x:make").
 """
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +52,7 @@ PUBLIC = frozenset(
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420
+FACTORY = re.compile(r"(?P<module>(?:magis|pytest_magis)(?:\.\w+)*):[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,10 @@ def imports(module: Module, tree: Tree) -> Iterator[Import]:
                 case [ast.Constant(value=str(name)), *_]:
                     level = len(name) - len(name.lstrip("."))
                     yield Import(absolute(module, level, name.lstrip(".")), None, node.lineno)
+        elif (
+            isinstance(node, ast.Constant) and isinstance(node.value, str) and (named := FACTORY.fullmatch(node.value))
+        ):
+            yield Import(named["module"], None, node.lineno)
 
 
 def absolute(module: Module, level: int, name: str) -> str:

@@ -99,6 +99,11 @@ PLANTED = {
         "import importlib\nimportlib.import_module('magis.search')",
         "magis.graph.graph:2: imports magis.search",
     ),
+    "by the name of a factory": (
+        "magis/graph/graph.py",
+        "ABOVE = {'x': 'magis.search:make'}",
+        "magis.graph.graph:1: imports magis.search",
+    ),
     "plugin from below": (
         "magis/api.py",
         "import pytest_magis.options",

@@ -28,6 +28,7 @@ from magis.capture.optimizer_rule import Apart
 from magis.capture.python_state import (
     CACHED,
     CACHES,
+    WritesUndone,
     attributes_kept,
     cached_memory,
     caches_kept,
@@ -243,6 +244,7 @@ def record_eager(
             stack.enter_context(products_as_eager())
             stack.enter_context(states_recorded("cpu", own, made))
             stack.enter_context(averages_named(stand.module, sentinels))
+            stack.enter_context(WritesUndone())
             stack.enter_context(listener)
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
         return replace(found, heard=listener.heard())

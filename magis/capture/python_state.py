@@ -10,10 +10,11 @@ import copy
 import dis
 import functools
 import gc
+import re
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,9 +23,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from magis.capture.hollow import Hollow, Made, contents_of, hollow, is_hollow
+from magis.capture.schemas import written_by
 from magis.capture.workload import Workload
 from magis.ops.generators import generators_kept, held_generators, own_kept
 
@@ -197,6 +200,7 @@ def _refill(value: Any, before: Any) -> None:
 _ADDS = ("+", "+=")
 _LATER = frozenset({torch.utils.checkpoint.__file__, torch.autograd.function.__file__, torch.autograd.graph.__file__})
 _TORCH = str(Path(torch.__file__).parent)
+_HOOKS = re.compile(r"register_\w*hook\w*")  # and not `register_buffer`, which setting an attribute may call
 _BACKWARD_HOOKS = (
     "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
 )  # fmt: skip
@@ -233,7 +237,7 @@ def runs_later(codes: Iterable[types.CodeType], roots: Iterable[object]) -> bool
         for kind in _BACKWARD_HOOKS
     )
     return hooked or any(
-        code.co_filename in _LATER or (code.co_filename.startswith(_TORCH) and code.co_name.startswith("register_"))
+        code.co_filename in _LATER or (code.co_filename.startswith(_TORCH) and _HOOKS.fullmatch(code.co_name))
         for code in codes
     )
 
@@ -286,25 +290,57 @@ def settle(work: Workload) -> None:
         with caches_kept() as left:
             _settle(work, hollow(Hollow(made=left.made)))
     else:
-        _settle(work, nullcontext())
+        _settle(work, WritesUndone())
 
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:
-    tensors = (*work.module.parameters(), *work.module.buffers())
-    kept = [(each, each.detach().clone()) for each in tensors if not is_hollow(each)]
-    hollow_batch = any(map(is_hollow, (*work.inputs, *work.targets)))
-    # Forwards may write into their batch.
-    inputs, targets = (work.inputs, work.targets) if hollow_batch else copy.deepcopy((work.inputs, work.targets))
+    kept = [(buffer, buffer.detach().clone()) for buffer in work.module.buffers() if not is_hollow(buffer)]
     known = held_generators(work.module, work.loss_fn)
-    with generators_kept(), own_kept(known), mode:
-        work.loss_fn(work.module(*inputs), *targets)
-    with torch.no_grad():
-        for tensor, contents in kept:
-            if not torch.equal(tensor, contents):  # versions do not count what batch norm writes
-                tensor.copy_(contents)
+    try:
+        with generators_kept(), own_kept(known), mode:
+            work.loss_fn(work.module(*work.inputs), *work.targets)
+    finally:
+        with torch.no_grad():
+            for buffer, contents in kept:
+                if not torch.equal(buffer, contents):  # no schema says that batch norm writes to its averages
+                    buffer.copy_(contents)
     for name, generator in held_generators(work.module, work.loss_fn).items():
         if name not in known:
             generator.manual_seed(generator.initial_seed())
+
+
+class WritesUndone(TorchDispatchMode):
+    """What operators write in the block is undone at its end, to memory that was there before: a batch, a weight, a
+    tensor that a global or a closure holds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._known: set[int] = set()
+        """Addresses of what is kept already, and of what the block has made."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._known:
+                memory = tensor.untyped_storage()
+                self._known.add(memory._cdata)
+                self._kept.append((memory, memory.clone()))
+        out = func(*args, **(kwargs or {}))
+        self._known |= _memory(out) - _memory((args, kwargs))
+        return out
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for memory, contents in self._kept:
+            if memory.nbytes() == contents.nbytes():
+                memory.copy_(contents)
+
+
+def _memory(items: Any) -> set[int]:
+    tensors = (item for item in tree_iter(items) if isinstance(item, Tensor) and item.layout is torch.strided)
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def whole_numbers(work: Workload) -> list[tuple[nn.Module, str, str, int]]:

@@ -16,6 +16,7 @@ from magis.ops.generators import generator_of
 from magis.planner.subject import Subject
 from magis.results import RatioInterval
 from magis.runtime.double_precision import (
+    RELATIVE,
     closeness,
     exact,
     furthest,
@@ -187,7 +188,7 @@ def _far(
     relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
     for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
-        found = closeness(name, our, their, right, relative)
+        found = closeness(name, our, their, right, relative if our.numel() == 1 else RELATIVE)
         if found.share > 1.0:
             what = name if name in results else f"gradient of {name}"
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"

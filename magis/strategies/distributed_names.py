@@ -25,8 +25,8 @@ _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-_ABOVE = {"magis+ddp": "magis.frontends.planned_ddp:planned_ddp"}
-"""Techniques that need planning, which lies above this layer: by the names of their factories."""
+PLANNED = "magis+ddp"
+"""Needs planning, which lies above this layer: it is made there (`magis/planner/planned_ddp.py`)."""
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
 
@@ -53,8 +53,8 @@ def technique(name: str) -> Technique:
 
     Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
     """
-    if name in _ABOVE or is_own(name):
-        return _own(_ABOVE.get(name, name))
+    if is_own(name):
+        return _own(name)
     parsed = _parsed(name)
     if parsed is None:
         every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
@@ -85,8 +85,8 @@ def technique(name: str) -> Technique:
 
 
 def is_distributed(name: str) -> bool:
-    """Whether ``technique`` knows the name; of a factory, whether it is written as one."""
-    return name in _ABOVE or is_own(name) or _parsed(name) is not None
+    """Whether a name is that of a distributed technique; of a factory, whether it is written as one."""
+    return name == PLANNED or is_own(name) or _parsed(name) is not None
 
 
 def is_own(name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import l1_unstructured
-from torch.optim import SGD, RMSprop
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, optimize
@@ -342,44 +341,3 @@ def test_an_optimizer_finds_numbers_as_after_the_forward() -> None:
     for _ in range(3):
         step(*batch())
     assert seen == [1, 2, 3]
-
-
-class Scaling(nn.Module):
-    """Counts, and writes over its batch, a weight and averages: a first call ahead of the capture would do so, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.scale, self.calls = net(norm=True), nn.Parameter(torch.ones(32)), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            x.mul_(3)
-            self.scale.mul_(0.9)
-        self.calls = self.calls + 1
-        return self.body(x * self.scale)
-
-
-def test_nothing_of_the_users_is_written_to_while_planning() -> None:
-    module, example = Scaling(), batch()
-    weights, given = copy.deepcopy((module.state_dict(), example))
-    optimize(module, loss_of, None, example, memory_ratio=1.0, budget=1)
-    assert module.calls == 0
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in module.state_dict().items())
-    assert all(map(torch.equal, example, given))
-
-
-def test_a_network_without_tensors_has_nothing_to_train() -> None:
-    with pytest.raises(CaptureError, match="there is nothing to train"):
-        optimize(nn.Tanh(), loss_of, None, batch(), **ANY)
-
-
-class Detached(Odd):
-    """No gradient reaches a weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).detach().requires_grad_()
-
-
-@pytest.mark.parametrize("make", [MOMENTUM, RMSprop])
-def test_an_optimizer_may_have_nothing_to_do(make: Callable[[Any], Any]) -> None:
-    Loops(Detached(), make, memory_ratio=1.0).agree()

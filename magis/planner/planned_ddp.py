@@ -16,6 +16,7 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed import average_gradients, held_by, make_optimizer, place, trained
+from magis.strategies.distributed_names import PLANNED
 from magis.strategies.rank_step import World, share_of_batch
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
@@ -24,6 +25,10 @@ RATIO = 0.6
 """Of the peak of a rank's own forward and backward."""
 BUDGET = 3_000
 """Plans evaluated: every rank searches, and all find the same plan."""
+
+
+FACTORIES = {PLANNED: f"{__name__}:planned_ddp"}
+"""By the names of techniques that plan: what makes them, as ranks are told."""
 
 
 def planned_ddp() -> PlannedReplica:
@@ -45,7 +50,7 @@ class PlannedReplica:
 
     @property
     def name(self) -> str:
-        return "magis+ddp"
+        return PLANNED
 
     @property
     def group(self) -> int:
