@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from pytest_magis.live.gated_tests import MARK, claimed, given_name, is_live, is_marked, label_of, name_of
+from pytest_magis.live.gated_tests import (
+    MARK,
+    benchmarks_count,
+    claimed,
+    given_name,
+    is_live,
+    is_marked,
+    label_of,
+    name_of,
+)
 
 GATE = "magis-gate"
 NO_CASES = (
@@ -49,6 +59,16 @@ class LazyActivation:
             claimed(item, name_of(item, given_name(item)))
         if is_marked(item) and self._config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(f"magis-{name_of(item)}"))
+
+    @pytest.hookimpl(wrapper=True, specname="pytest_collection_modifyitems")
+    def pytest_gated_tests_are_benchmarks(self, items: list[pytest.Item]) -> Generator[None]:
+        """Say so where pytest-benchmark tells benchmarks from other tests: it goes by the names of their fixtures."""
+        gated = [item for item in items if isinstance(item, pytest.Function) and is_live(item)]
+        for item in gated if benchmarks_count(self._config) else ():
+            item.fixturenames.append("benchmark")
+        yield
+        for item in gated if benchmarks_count(self._config) else ():
+            item.fixturenames.remove("benchmark")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out the networks of other shares of the run; tests that are not gated are in every share."""

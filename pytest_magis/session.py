@@ -15,11 +15,11 @@ from magis.errors import MagisError
 from magis.quiet import before_torch
 from pytest_magis.gate import Gate, prepare
 from pytest_magis.judged_case import judged, lines_of
-from pytest_magis.live.gated_tests import subject_of
+from pytest_magis.live.gated_tests import benchmarks_count, subject_of
 from pytest_magis.live.marked import let_go
 from pytest_magis.options import anywhere
 from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, leave
-from pytest_magis.outputs.benchmark import is_left_out, readable
+from pytest_magis.outputs.benchmark import readable
 from pytest_magis.outputs.github import error_lines
 from pytest_magis.outputs.output_files import write_front
 from pytest_magis.outputs.terminal import progress_line, summary
@@ -75,7 +75,7 @@ class GateItem(pytest.Item):
         item.planned = planned
         item.add_marker(pytest.mark.magis)
         item.add_marker(pytest.mark.xdist_group(f"magis-{planned.model}"))
-        if is_left_out(parent.config):
+        if benchmarks_count(parent.config):
             item.fixturenames = ("benchmark",)  # by which pytest-benchmark tells benchmarks from other tests
         return item
 

@@ -27,6 +27,7 @@ from magis.strategies.distributed import KIND
 
 TEMPORARY = "activations and temporaries"
 GATHERED = "gathered parameters"
+_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,24 @@ class LiveStorage(TorchDispatchMode):
     apart by kind, as far as `name` and `KIND` said what storages are for.
     """
 
-    def __init__(self, *, replays: bool = False) -> None:
-        """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``)."""
+    def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], None] | None = None) -> None:
+        """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``).
+
+        ``let_threads_rest`` is called before a sum counts in which there are storages that a collective took part in: a
+        backend's threads let go of them a moment after the collective has ended.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self.allocator = CachingAllocator() if replays else None
+        self._let_threads_rest = let_threads_rest
+        self._lent: set[int] = set()
+        """Storages younger than the window that were given to collectives."""
         self._unwatched = unwatched()
         self._alive: dict[int, _Tracked] = {}
         self._kinds: dict[int, str] = {}
         self._peak: dict[int, int] = {}
         self._serial = itertools.count()
+        self._window_from = 0
         self._most = 0
         """Bytes of all entries, of which some may be gone: no more than that are alive."""
         self._watching = False
@@ -62,7 +71,11 @@ class LiveStorage(TorchDispatchMode):
     def open_window(self) -> None:
         """Start anew with what is alive now."""
         self._watching = True
+        if self._let_threads_rest is not None:
+            self._let_threads_rest()
         self._purge()
+        self._lent = set()
+        self._window_from = next(self._serial)
         self._peak = {}
         self.peak_bytes = 0
         self._note()
@@ -129,7 +142,11 @@ class LiveStorage(TorchDispatchMode):
         if func is not torch.ops.aten.lift_fresh.default:
             given = [each for each in given if each[0].cdata in self._alive]
         arguments = {reference.cdata for reference, _ in of_args}
-        self._count((*given, *(each for each in storages_of(result) if each[0].cdata not in arguments)))
+        made = [each for each in storages_of(result) if each[0].cdata not in arguments]
+        self._count((*given, *made))
+        if func.namespace in _COLLECTIVES:
+            serials = (self._alive[reference.cdata].serial for reference, _ in (*given, *made))
+            self._lent.update(serial for serial in serials if serial > self._window_from)
         return result
 
     def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
@@ -148,6 +165,9 @@ class LiveStorage(TorchDispatchMode):
                 self._kinds[serial] = purpose
         if more and self._watching and self._most > self.peak_bytes:
             self._purge()
+            if self._let_threads_rest is not None and self._lent and self._most > self.peak_bytes:
+                self._let_threads_rest()
+                self._purge()
             self._note()
 
     def _replay(self, serial: int, nbytes: int) -> None:
@@ -159,6 +179,7 @@ class LiveStorage(TorchDispatchMode):
         for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
             gone = self._alive.pop(key)  # with the reference, the address may be used again
             self._most -= gone.nbytes
+            self._lent.discard(gone.serial)
             self._replay(gone.serial, 0)
             if gone.serial not in self._peak:
                 self._kinds.pop(gone.serial, None)

@@ -48,18 +48,19 @@ def rank_peak(
     warm_steps: int | None = None,
     replays: bool = False,
     watched_by: AbstractContextManager[object] | None = None,
+    let_threads_rest: Callable[[], None] | None = None,
 ) -> RankPeak:
     """Prepare, run ``warm_steps`` (None: as many as the technique needs) and one measured step on this rank, with every
     storage counted from the start.
 
-    The measured step runs in ``watched_by``. For real ranks, the process group is set up; nobody else may hold the
-    module that ``make_work`` makes.
+    The measured step runs in ``watched_by``. For real ranks, the process group is set up, nobody else may hold the
+    module that ``make_work`` makes, and ``let_threads_rest`` waits for the threads that run collectives.
     """
     warm_steps = warm_steps_of(technique, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
     was_enabled = gc.isenabled()
     try:
-        with collector_spared(), LiveStorage(replays=replays) as ledger:
+        with collector_spared(), LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger:
             gc.disable()
             step = technique.prepare(make_work(), world)
             _name_gradients(step, ledger)

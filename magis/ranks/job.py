@@ -48,7 +48,8 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
     torch.manual_seed(job.seed)
-    tensors = rank_peak(told, partial(_workload, job, where), world)
+    rest = None if world.device == "cuda" else _let_threads_rest
+    tensors = rank_peak(told, partial(_workload, job, where), world, let_threads_rest=rest)
     told.release()
     peak, reserved, times, losses = _peak_and_times(job, told, where)
     told.release()
@@ -265,8 +266,9 @@ def _window(log: profile, mark: str) -> tuple[int, int]:
 def _let_threads_rest() -> None:
     """Wait until no other thread of the process runs.
 
-    Gloo's threads log what they free when a collective has ended, and torch's profiler does not expect anybody to log
-    while it stops: seen to crash in one of twenty jobs (torch 2.13).
+    Gloo's threads free what they still hold when a collective has ended. A tensor seems alive until then, and torch's
+    profiler, which logs what they free, does not expect that while it stops: seen to crash in one of twenty jobs (torch
+    2.13).
     """
     own, calm = str(threading.get_native_id()), 0
     until = time.monotonic() + _REST_SECONDS

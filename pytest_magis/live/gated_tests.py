@@ -78,3 +78,8 @@ def subject_of(item: pytest.Item) -> str | None:
     if planned is not None:
         return str(planned.model)
     return name_of(item) if is_live(item) else None
+
+
+def benchmarks_count(config: pytest.Config) -> bool:
+    """Whether options of pytest-benchmark tell benchmarks, as which what the gate runs counts, from other tests."""
+    return any(bool(config.getoption(name, default=False)) for name in ("benchmark_only", "benchmark_skip"))

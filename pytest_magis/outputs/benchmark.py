@@ -115,19 +115,16 @@ class BenchmarkRows:
 def benchmark_rows(config: pytest.Config, json: Path | None) -> BenchmarkRows | None:
     """Where rows of cases go; None where nobody asks for them. `json` is a file for them, as by `--benchmark-json`.
 
-    Raises UsageError where the plugin is switched off.
+    Raises UsageError where the plugin is switched off, or has a file of its own to write.
     """
     if config.getoption(_COMPARING, default=None) is None:  # an empty list where it is there and not given
         if json is not None:
             raise UsageError("--magis-benchmark-json: pytest-benchmark is not loaded", hint="leave out -p no:benchmark")
         return None
+    if json is not None and config.getoption("benchmark_json"):
+        raise UsageError("--magis-benchmark-json and --benchmark-json are one option", hint="give one of them")
     asked = json is not None or any(map(config.getoption, (*_ASKING, _COMPARING)))
     return BenchmarkRows(config, json) if asked else None
-
-
-def is_left_out(config: pytest.Config) -> bool:
-    """Whether the options of pytest-benchmark single out benchmarks, as which the gate's cases count."""
-    return any(bool(config.getoption(name, default=False)) for name in ("benchmark_only", "benchmark_skip"))
 
 
 def _row(outcome: Outcome, result: CaseResult, times_ms: Sequence[float]) -> Any:

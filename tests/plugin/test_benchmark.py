@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_magis.outcome import Outcome
+from pytest_magis.outputs.benchmark import BenchmarkRows
+from pytest_magis.verdict import Verdict
+from tests.plugin.verdicts import result as made
 
 THEIRS = ("-p", "pytest_benchmark.plugin")
 RUN = (*THEIRS, "--magis-models=bert")
@@ -73,3 +79,38 @@ def test_a_place_that_cannot_be_written_is_refused(gate):
 
 def test_a_file_without_the_plugin_is_refused(gate):
     assert "pytest-benchmark is not loaded" in gate.refuses("--magis-models=bert", "--magis-benchmark-json=x.json")
+
+
+def test_two_files_for_one_thing_are_refused(gate):
+    options = (*RUN, "--magis-benchmark-json=a.json", "--benchmark-json=b.json")
+    assert "are one option; give one of them" in gate.refuses(*options)
+
+
+def test_marked_tests_count_as_benchmarks(gate, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    gate.pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.magis
+        def test_net(): ...
+
+        def test_other(): ...
+        """
+    )
+    counts = {"--benchmark-only": "test_net", "--benchmark-skip": "test_other"}
+    for option, name in counts.items():
+        result = gate(*THEIRS, option, "--setup-plan", "-v", "-rs")
+        skipped = [line for line in result.outlines if "SKIPPED" in line and "::" in line]
+        assert skipped
+        assert not [line for line in skipped if name in line.partition(" ")[0]]
+
+
+def test_a_case_that_ran_again_is_one_row():
+    result = made(strategy="eager")
+    outcome = Outcome("bert", "eager", result.case, Verdict(passed=True, label="pass"), result)
+    session = SimpleNamespace(json=None, benchmarks=[])
+    rows = BenchmarkRows(SimpleNamespace(_benchmarksession=session), None)
+    for _ in range(2):
+        rows.put(outcome)
+    assert [row.fullname for row in session.benchmarks] == ["magis::bert[eager]"]

@@ -86,6 +86,21 @@ def test_bytes_at_the_peak_are_told_apart_by_kind() -> None:
     del other, grad, last, after
 
 
+def test_what_a_backends_thread_has_not_let_go_of_yet_does_not_count() -> None:
+    held: list[torch.UntypedStorage] = []
+    with fake_world(2, 0), LiveStorage(let_threads_rest=held.clear) as ledger:
+        ledger.open_window()
+        sent = torch.zeros(100)
+        dist.all_reduce(sent)
+        held.append(sent.untyped_storage())
+        del sent
+        ours = torch.zeros(10)
+        following = torch.zeros(100)
+        ledger.close_window()
+    assert ledger.peak_bytes == 440
+    del ours, following
+
+
 def test_storages_are_resized_as_before_once_nobody_watches() -> None:
     plain = torch.UntypedStorage.resize_
     with LiveStorage() as ledger:
