@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from magis.capture.with_optimizer import before_update, without_state
+from magis.cases.shared_tensors import SharedTensors, shared_tensors
 from magis.graph import Graph
 from magis.ops.generators import generator_of
 from magis.planner.subject import Subject
@@ -42,6 +43,7 @@ from magis.runtime.timing import (
 )
 
 S = TypeVar("S", bound=Step)
+NOTHING_SHARED = SharedTensors({})
 
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
@@ -53,17 +55,18 @@ def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: St
     """What ``compare_rounding`` says of a step with loops (``graph``), and ``compare`` of any other one."""
     if graph is not None and any(op.body is not None for op in graph.ops):
         return compare_rounding(subject, graph, seed)
-    return compare(eager, step, seed)
+    return compare(eager, step, seed, shared_tensors(subject))
 
 
-def compare(eager: Step, step: Step, seed: int) -> str:
-    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>"."""
+def compare(eager: Step, step: Step, seed: int, shared: SharedTensors = NOTHING_SHARED) -> str:
+    """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>".
+
+    Steps have a module each; ``shared`` are other tensors that they write to.
+    """
     for index in range(STEPS_COMPARED):
         returned, drawn = [], []
         for each in (eager, step):
-            _seed(each, seed + index)
-            each.prepare()
-            each.run()
+            _ran(each, seed + index, shared)
             returned.append(each.results())
             drawn.append(_states(each))
         if len(returned[0]) != len(returned[1]):
@@ -82,6 +85,10 @@ def compare(eager: Step, step: Step, seed: int) -> str:
     for name, tensor in eager.state().items():
         if not same(kept[name], tensor):
             return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
+    left = shared.left_by(step)
+    for name, tensor in shared.left_by(eager).items():
+        if not same(left[name], tensor):
+            return f"differs: {name} after {STEPS_COMPARED} steps"
     return SAME
 
 
@@ -104,15 +111,16 @@ def _moved(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator
     yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
 
 
-def compare_losses(eager: Step, step: Step, seed: int) -> float:
+def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors = NOTHING_SHARED) -> float:
     """By which share of eager's loss the step's is off at most, in three steps from the same weights and generator."""
     worst = 0.0
     for index in range(STEPS_COMPARED):
         losses = []
         for each in (eager, step):
             _seed(each, seed + index)
-            each.prepare()
-            losses.append(float(each.run()))
+            with shared.within(each):
+                each.prepare()
+                losses.append(float(each.run()))
         worst = max(worst, off_by(losses[1], losses[0]))
     return worst
 
@@ -128,16 +136,17 @@ def compare_rounding(subject: Subject, graph: Graph, seed: int) -> str:
 
 def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
     before, names = with_gradients(graph)
-    alone = _ran(subject.stopped(before_update(before)), seed)
+    shared = shared_tensors(subject)
+    alone = _ran(subject.stopped(before_update(before)), seed, shared)
     ours, left = alone.results(), _states(alone)
     eager = subject.eager(stops=True)
-    _ran(eager, seed)
+    _ran(eager, seed, shared)
     drawn = _states(eager)
     gradients = eager.gradients()
-    yield from _captured_otherwise(subject, eager, seed)
+    yield from _captured_otherwise(subject, eager, seed, shared)
     yield from _far(subject, names, ours, (*eager.results(), *(gradients[name] for name in names)), seed)
     full = subject.generated(graph)
-    _ran(full, seed)
+    _ran(full, seed, shared)
     behind = subject.captured.behind is not None  # its step may draw, and write over gradients
     yield from (f"differs: {said} 1" for said in _moved(drawn, left if behind else _states(full)))
     for position, (our, shipped) in enumerate(zip(ours, full.results()[: 1 if behind else None], strict=False)):
@@ -145,9 +154,10 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
             yield f"differs: {f'result {position}' if position else 'loss'}, once the step updates its weights"
     updated = subject.captured.graded if behind else names
     found = dict(zip(updated, ours[len(ours) - len(updated) :], strict=True))
-    yield from _otherwise_updated(subject, found, full, seed, drawn["the generator"])
-    buffers = dict(eager.module.named_buffers())
-    for name, tensor in full.module.named_buffers():
+    with shared.within(None):
+        yield from _otherwise_updated(subject, found, full, seed, drawn["the generator"])
+    buffers = {**dict(eager.module.named_buffers()), **shared.left_by(eager)}
+    for name, tensor in {**dict(full.module.named_buffers()), **shared.left_by(full)}.items():
         if same(tensor, buffers[name]):
             continue
         error = furthest(tensor, buffers[name])
@@ -155,20 +165,21 @@ def _differences(subject: Subject, graph: Graph, seed: int) -> Iterator[str]:
             yield f"differs: buffer {name}, by up to {error:.3g}"
 
 
-def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int) -> Iterator[str]:
+def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int, shared: SharedTensors) -> Iterator[str]:
     """What the captured step, run as it is, computes unlike eager, whose numbers would be no measure then."""
     graph, names = with_gradients(subject.captured.graph)
-    ours = _ran(subject.stopped(before_update(graph)), seed).results()
+    ours = _ran(subject.stopped(before_update(graph)), seed, shared).results()
     theirs = (*eager.results(), *(eager.gradients()[name] for name in names))
     yield from (
         "differs: the captured step" for our, their in zip(ours, theirs, strict=True) if not torch.equal(our, their)
     )
 
 
-def _ran(step: S, seed: int) -> S:
+def _ran(step: S, seed: int, shared: SharedTensors) -> S:
     _seed(step, seed)
-    step.prepare()
-    step.run()
+    with shared.within(step):
+        step.prepare()
+        step.run()
     return step
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from magis.cases.case_rows import Replayed
 from magis.cases.comparison import compare_by_kind, compare_losses
+from magis.cases.shared_tensors import shared_tensors
 from magis.dtypes import autocast_type
 from magis.errors import UsageError, nearest
 from magis.graph import Graph
@@ -124,7 +125,7 @@ def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eage
     technique = candidate.technique
     if technique is None or technique.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)
-    off = compare_losses(eager, step, seed)
+    off = compare_losses(eager, step, seed, shared_tensors(subject))
     if technique.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
         return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
     why = " and ".join(

@@ -7,7 +7,7 @@ then: `held:module/.blocks/{0/.mask` or `held:loss/(weight`.
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -67,7 +67,10 @@ def _is_plain(step: str) -> bool:
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, by the step that leads there."""
-    if isinstance(item, dict):
+    if isinstance(item, OrderedDict) and all(isinstance(key, int) for key in item):
+        # Hooks: their keys count all hooks of the process, so that a second build of a module has others.
+        yield from ((f"#{index}", value) for index, value in enumerate(item.values()))
+    elif isinstance(item, dict):
         yield from ((f"{{{key}", value) for key, value in item.items() if isinstance(key, (str, int)))
     elif isinstance(item, (list, tuple, deque)):
         yield from ((f"[{index}", value) for index, value in enumerate(item))
@@ -118,6 +121,7 @@ def _at(item: Any, index: str) -> Any:
 _FOLLOW: dict[str, Callable[[Any, str], Any]] = {
     ".": getattr,
     "{": _key,
+    "#": lambda item, index: list(item.values())[int(index)],
     "[": _at,
     "(": _cell,
     "@": lambda item, name: item.__globals__[name],

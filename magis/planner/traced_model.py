@@ -183,6 +183,11 @@ class TracedModel:
     def torch_device(self) -> torch.device:
         return torch.device(self.kind)
 
+    @property
+    def holders(self) -> Mapping[str, object]:
+        """Where tensors are that Python holds, by the names that their paths begin with."""
+        return {"module": self._settled.module, "loss": self._settled.loss_fn}
+
     def fresh(self) -> Workload:
         """A workload of its own, with the same weights and batch, on the device."""
         device = self.torch_device
