@@ -3,7 +3,7 @@
 Eager's formulas of products divide by each factor where none is zero. Under a dispatch mode torch does not look for
 zeros, and takes a longer way that holds for them, too, and rounds otherwise. So while a step is watched, `prod` and
 `cumprod` have their formulas here, with the question as a truth value that Python reads: an expectation of the graph,
-as any branch on data.
+as any branch on data. `max_pool1d` of what needs no gradient is one kernel in eager, which keeps no indices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ _ATEN = torch.ops.aten
 
 @contextmanager
 def products_as_eager() -> Iterator[None]:
-    """While it lasts, gradients of products on the CPU are eager's, whoever watches."""
+    """While it lasts, gradients of products and pools on the CPU are eager's, whoever watches."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -36,6 +36,7 @@ def products_as_eager() -> Iterator[None]:
             library.impl("prod.dim_int", _along, "AutogradCPU")
             library.impl("cumprod", _running, "AutogradCPU")
             library.impl("cumprod_", _in_place, "AutogradCPU")
+            library.impl("max_pool1d", _pooled, "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -150,6 +151,13 @@ def _in_place(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tenso
             "cumprod_ is called on a tensor that has a gradient, and its formula looks for zeros", hint="use cumprod"
         )
     return _below(_ATEN.cumprod_.default, x, dim, dtype=dtype)
+
+
+def _pooled(x: Tensor, *window: Any) -> Tensor:
+    if _is_graded(x):
+        made: Tensor = _ATEN.max_pool1d_with_indices(x, *window)[0]
+        return made
+    return _below(_ATEN.max_pool1d.default, x, *window)
 
 
 def _is_graded(x: Tensor) -> bool:
@@ -274,6 +282,9 @@ _IN_PLACE: dict[Any, tuple[Any, int, tuple[str, ...]]] = {
 formulas call it on zeros of their own (empty: sums of gradients, by the engine). Other formulas, that of `index_put`
 itself say, call the same operator on a gradient that they go on reading."""
 
+_ADDING = ("VarMeanBackward", "StdMeanBackward")
+"""Formulas that add the gradient through the mean, a quotient, to the other one: to a new tensor, unlike the engine."""
+
 
 @dataclass(frozen=True)
 class Unwatched:
@@ -281,9 +292,12 @@ class Unwatched:
 
     alone: tuple[int, int]
     """References on a gradient and on its storage where autograd holds the only one."""
+    _before: list[Any] = field(default_factory=lambda: [None])
+    """The operator that was asked about before."""
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
+        before, self._before[0] = self._before[0], func
         form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
         node: Any = torch._C._current_autograd_node()
         if form is None or node is None or torch.is_grad_enabled():
@@ -294,6 +308,8 @@ class Unwatched:
         if func is torch.ops.aten.add.Tensor:
             plain = kwargs.get("alpha", 1) == 1 and len(others) == 1
             if not plain or (others[0].shape, others[0].dtype) != (first.shape, first.dtype):
+                return func
+            if before is _ATEN.div.Scalar and node.name().startswith(_ADDING):
                 return func
         tensor, storage = self.alone
         return form if _references(first) == (tensor + held, storage) and _dense(first) else func

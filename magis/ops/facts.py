@@ -153,7 +153,7 @@ CONTIGUOUS_RESULT = frozenset(
     for name in (
         "mse_loss_backward", "huber_loss_backward", "_log_softmax_backward_data", "log_sigmoid_forward",
         "smooth_l1_loss_backward", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward",
-        "rrelu_with_noise", "rrelu_with_noise_backward",
+        "rrelu_with_noise", "rrelu_with_noise_backward", "glu_backward",
     )
 )  # fmt: skip
 """Operators whose first result is laid out row by row (or channels last) whatever the layout of the input, which

@@ -44,6 +44,12 @@ def wide(loss: Callable[[Tensor, Tensor], Tensor]) -> Made:
     return nn.Linear(8, 400), (torch.randn(64, 8),), (torch.randint(0, 400, (64,)),), loss
 
 
+def pooled() -> Made:
+    """Of the batch itself, whose pools need no gradient and no indices; of what comes behind, whose pools do."""
+    net = Calling(lambda self, x: F.max_pool1d(self.a(F.max_pool1d(x, 2)), 2), a=nn.Conv1d(4, 2, 3))
+    return net, (torch.randn(32, 4, 64),), (), squares
+
+
 def transposed(loss: Callable[[Tensor, Tensor], Tensor]) -> Made:
     return nn.Linear(16, 5), (torch.randn(16, 16),), (torch.rand(5, 16),), lambda out, goal: loss(out.t(), goal)
 
@@ -135,6 +141,7 @@ NETS: dict[str, Callable[[], Made]] = {
     "elu of slices": lambda: between(F.elu),
     "log-sigmoid of slices": lambda: between(F.logsigmoid),
     "rrelu of slices": lambda: between(lambda x: F.rrelu(x, training=True)),
+    "pools of a batch": pooled,
     "lstm": lambda: recurrent(nn.LSTM(16, 16, num_layers=2, bidirectional=True, dropout=0.1), 32),
     "gru": lambda: recurrent(nn.GRU(16, 16, batch_first=True), 16),
     "ctc": lambda: spelled(lambda: ((12,) * 3, (5,) * 3)),
@@ -150,6 +157,10 @@ NETS: dict[str, Callable[[], Made]] = {
     "products of rows": lambda: wide(lambda out, _: out[:, :5].prod(1).mean()),
     "products of rows with zeros": lambda: wide(lambda out, _: out[:, :5].relu().prod(1).mean()),
     "running products": lambda: wide(lambda out, _: out.cumprod(1).square().mean()),
+    "variance and mean": lambda: wide(lambda out, _: sum(part.abs().sum() for part in torch.var_mean(out, 1))),
+    "deviation, mean and more": lambda: wide(
+        lambda out, _: sum(part.abs().sum() for part in (*torch.std_mean(out, 1), out.exp()))
+    ),
 }
 
 

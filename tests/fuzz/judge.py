@@ -212,7 +212,9 @@ def _replanned(
     state = torch.get_rng_state()
     rule = step._entries[-1].plan.rule
     cast = getattr(torch, script.autocast) if script.autocast else None
-    graph = subject_now(found["model"], found["loss_fn"], as_batch(batch), rule, "cpu", cast).captured.graph
+    subject = subject_now(found["model"], found["loss_fn"], as_batch(batch), rule, "cpu", cast)
+    assert subject.conformance
+    graph = subject.captured.graph
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.txt"
         step.save(path)
@@ -331,8 +333,13 @@ def _unlike(their: Any, our: Any, roughly: float) -> str:
     return next((f"{place} {found}" for place, found in parts if found), "")
 
 
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """Strides; those over a single element say nothing."""
+    return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+
+
 def _tensors(their: Tensor, our: Tensor, roughly: float) -> str:
-    looks = [(t.shape, t.dtype, t.stride(), t.requires_grad) for t in (their, our)]
+    looks = [(t.shape, t.dtype, _steps(t), t.requires_grad) for t in (their, our)]
     if looks[0] != looks[1]:
         return f"{looks[0]} became {looks[1]}"
     if their.numel() == 0:
