@@ -19,7 +19,7 @@ from magis.results import RatioInterval
 from magis.runtime.double_precision import (
     RELATIVE,
     closeness,
-    exact,
+    exact_and_terms,
     furthest,
     gradient_values,
     least_error,
@@ -195,11 +195,11 @@ def _far(
         return
     same = subject.stopped(captured)
     _seed(same, seed)
-    reference = exact(captured, same.tensors, wanted, same.generators, same.numbers())
+    reference, terms = exact_and_terms(captured, same.tensors, wanted, same.generators, same.numbers())
     relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
-    for name, our, their, right in zip([*results, *names], ours, theirs, reference, strict=True):
-        found = closeness(name, our, their, right, relative if our.numel() == 1 else RELATIVE)
+    for name, our, their, right, summed in zip([*results, *names], ours, theirs, reference, terms, strict=True):
+        found = closeness(name, our, their, right, relative if our.numel() == 1 else RELATIVE, summed)
         if found.share > 1.0:
             what = name if name in results else f"gradient of {name}"
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"

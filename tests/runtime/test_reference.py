@@ -13,7 +13,15 @@ from torch import nn
 
 from magis.graph import verify
 from magis.ops.optimizers import OptimizerSpec
-from magis.runtime.double_precision import RELATIVE, closeness, exact, gradient_values, least_error, with_gradients
+from magis.runtime.double_precision import (
+    RELATIVE,
+    closeness,
+    exact,
+    exact_and_terms,
+    gradient_values,
+    least_error,
+    with_gradients,
+)
 from tests import nets
 from tests.oracles import captured, eager_step, graph_step
 
@@ -182,3 +190,29 @@ def test_a_number_may_be_off_by_what_the_least_precise_type_rounds_away(dtype: t
     exact_loss, loss = torch.tensor(1.0).double(), torch.tensor(1.0)
     assert closeness("loss", loss + 0.9 * share, loss, exact_loss, share).share == pytest.approx(0.9, rel=0.1)
     assert closeness("loss", loss + 1.2 * share, loss, exact_loss, share).share > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_terms_that_cancel_leave_their_rounding(dtype: torch.dtype) -> None:
+    """The same number more in each row changes nothing behind a softmax over rows; a row that is left out does."""
+    rows = 400
+    net = nets.Net(
+        lambda: nn.Linear(6, 3).to(dtype),
+        lambda: (torch.randn(rows, 6).to(dtype),),
+        lambda: (torch.randn(rows, 3).to(dtype),),
+        lambda out, target: (out.softmax(0) * target).sum(),
+    ).build()
+    graph = captured(net).graph
+    gradients = gradient_values(graph)
+    (_, right), (_, terms) = exact_and_terms(
+        graph, graph_step(graph, net).tensors, [gradients["weight"], gradients["bias"]]
+    )
+    out = net.module(*net.inputs).double().detach().requires_grad_()
+    (out.softmax(0) * net.targets[0].double()).sum().backward()  # type: ignore[no-untyped-call]
+    assert out.grad is not None
+    assert terms == pytest.approx(float(out.grad.square().sum(0).max().sqrt()), rel=0.05)
+    eps = torch.finfo(dtype).eps
+    zero = torch.zeros_like(right)
+    assert closeness("bias", (zero + 1.8 * eps * terms).to(dtype), zero.to(dtype), zero, terms=terms).share <= 1.0
+    without = out.grad[out.grad.abs().sum(1).argmax()].to(dtype)
+    assert closeness("bias", without, zero.to(dtype), zero, terms=terms).share > 1.0
