@@ -241,6 +241,10 @@ def indexing(block: nn.Module, x: Tensor) -> Tensor:
     return order.sum(1) + order.topk(2)[0].cumsum(1)[:, 1] + torch.where(picked > 0, picked, picked * 0.1).amax(1)
 
 
+def doubled(x: Tensor) -> Tensor:
+    return x.add_(x)
+
+
 def fan_out(block: nn.Module, x: Tensor) -> Tensor:
     """Gradients of tensors with several readers: added in place, but for those that somebody else holds, too."""
     h = block.a(x)
@@ -369,6 +373,10 @@ NETS: dict[str, Net] = {
     ),
     "unfold": Net(
         lambda: Block(lambda m, x: F.unfold(m.a(x)[None, None], 2).sum(1), a=nn.Linear(6, 8)), rows(6, 6), rows(1, 35)
+    ),
+    "views-written-to": Net(  # what is written is seen in another shape than what was made
+        lambda: Block(lambda m, x: doubled(m.a(x).view(4, 3, 8)).sin().exp(), a=nn.Linear(6, 8)),
+        rows(12, 6), rows(4, 3, 8), rule=ADAMW,
     ),
     "noisy-activations": Net(
         lambda: nn.Sequential(nn.Linear(5, 40), nn.RReLU(), nn.AlphaDropout(0.1), nn.Linear(40, 2)),

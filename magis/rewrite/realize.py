@@ -69,6 +69,7 @@ class _Builder:
         self._copy: dict[int, tuple[int, int]] = {}
         self._open: dict[tuple[int, int], int] = {}
         self._host: dict[int, tuple[int, int]] = {}
+        self._loaded: dict[int, int] = {}  # copy that came from the host -> value that shows all of it
         self._main: dict[int, int] = {}  # storage -> source value that shows all of it
         self._direct: dict[int, list[int]] = {}  # storage -> source values that are no views of others
         for op in source.ops:
@@ -168,6 +169,7 @@ class _Builder:
         copy = self._new_storage(self._source.storages[storage].nbytes, "temporary")
         self._copy[storage] = (copy, -self._final.get(storage, 0))
         value = self._new_value(replace(self._source.values[self._main[storage]], storage=copy))
+        self._loaded[copy] = value
         main = self._source.values[self._main[storage]]
         for source in self._direct[storage]:  # one for every step in which the contents were made
             if replace(self._source.values[source], id=main.id, name=main.name) == main:
@@ -196,11 +198,23 @@ class _Builder:
                 return known
         op = self._maker[source]
         if not is_pure_view(self._source, op):
-            raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
+            return self._window(source, op)
         mapping = {value: self._value(value) for value in op.inputs()}
         outputs = tuple(None if value is None else self._made(value, {}) for value in op.outputs)
         self._emit(op, mapping, (), (), outputs)
         return outputs[op.outputs.index(source)] or 0
+
+    def _window(self, source: int, op: Op) -> int:
+        """A value that ``op`` writes in place, on a copy that came from the host with it in."""
+        value = self._source.values[source]
+        copy = self._copy.get(value.storage, (0, 0))[0]
+        whole = self._values.get(self._loaded.get(copy, -1))
+        if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
+            raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
+        new = self._made(source, {})
+        looks = (Ref(whole.id), value.shape, value.stride, value.offset)
+        self._emit_own("aten.as_strided.default", looks, (new,))
+        return new
 
     def _made(self, source: int, copies: dict[int, int]) -> int:
         """A value of the result for one that an operator of the source makes; ``copies`` are its fresh storages."""

@@ -107,3 +107,12 @@ def test_more_random_plans(name: str, seeds: range) -> None:
 def test_many_random_plans(name: str) -> None:
     for seed in range(12):
         case_of(name).check(*case_of(name).drawn_plan(seed))
+
+
+def test_what_was_written_as_a_view_comes_back_from_the_host() -> None:
+    found = case_of("views-written-to")
+    flags = np.full(found.compiled.problem.n_storages, SWAP, dtype=np.int8)
+    graph, _ = found.check(found.program_order(), flags)
+    loaded = {value for op in graph.ops if op.target == "magis.load" for value in op.made()}
+    windows = [op for op in graph.ops if op.target == "aten.as_strided.default" and loaded.issuperset(op.inputs())]
+    assert windows
