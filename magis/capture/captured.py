@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
-from magis.capture.eager_run import Heard, Listener
+from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, Made, hollow, hollow_like, on_storage
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_state import (
@@ -225,7 +225,7 @@ def record_eager(
     """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
 
     The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
-    of the result is what a capture cannot know; with ``expects``, the truth values that Python reads are in the graph.
+    of the result is what a capture cannot know; with ``expects``, the whole numbers that Python reads are in the graph.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     trained = _trained(module, rule)
@@ -245,6 +245,8 @@ def record_eager(
             stack.enter_context(states_recorded("cpu", own, made))
             stack.enter_context(averages_named(stand.module, sentinels))
             stack.enter_context(WritesUndone())
+            if expects:
+                stack.enter_context(readers_replaced(by_element))
             stack.enter_context(listener)
             found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
         return replace(found, heard=listener.heard())

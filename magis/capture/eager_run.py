@@ -8,7 +8,8 @@ capture then follows what was heard. What it branches on becomes an expectation 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,18 +20,21 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.schemas import READS
 
-_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of a result."""
+_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and data type of a result."""
+
+_MOST_READ = 1024
+"""Elements of a list that become expectations one by one."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """Layouts of every operator's results, call by call, and the truth values that Python read, in order."""
+    """Layouts of every operator's results, call by call, and the truth values and whole numbers that Python read."""
 
     layouts: Mapping[str, tuple[tuple[_Layout, ...], ...]]
-    truths: tuple[bool, ...]
+    read: tuple[int, ...]
     expects: bool
-    """Whether a capture takes the truth values as expectations."""
+    """Whether a capture takes what was read, and shapes that hang on data, as expectations."""
 
 
 class Listener(TorchDispatchMode):
@@ -40,14 +44,14 @@ class Listener(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._expects = expects
         self._layouts: dict[str, list[tuple[_Layout, ...]]] = {}
-        self._truths: list[bool] = []
+        self._read: list[int] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in READS:
-            self._truths += [out] if isinstance(out, bool) else []
+            self._read += [out] if isinstance(out, int) else []
         elif func.namespace == "aten" and not func._schema.is_mutable:
             made = tuple(_layout(item) for item in tree_iter(out) if isinstance(item, Tensor))
             self._layouts.setdefault(str(func), []).append(made)
@@ -56,7 +60,7 @@ class Listener(TorchDispatchMode):
     def heard(self) -> Heard:
         """Everything so far."""
         layouts = {name: tuple(calls) for name, calls in self._layouts.items()}
-        return Heard(layouts, tuple(self._truths), self._expects)
+        return Heard(layouts, tuple(self._read), self._expects)
 
 
 class Follower:
@@ -69,7 +73,7 @@ class Follower:
 
     @property
     def expects(self) -> bool:
-        """Whether truth values that Python reads are expectations."""
+        """Whether what hangs on data is expected to be as in eager's run."""
         return self.heard is not None and self.heard.expects
 
     def rewind(self) -> None:
@@ -77,12 +81,21 @@ class Follower:
         self._calls.clear()
         self._read = 0
 
-    def truth(self) -> bool | None:
-        """The next truth value that Python reads; None where no expectation can be made of it."""
+    def read(self) -> int | None:
+        """The next truth value or whole number that Python reads; None where no expectation can be made of it."""
         self._read += 1
-        if self.heard is None or not self.heard.expects or self._read > len(self.heard.truths):
+        if self.heard is None or not self.heard.expects or self._read > len(self.heard.read):
             return None
-        return self.heard.truths[self._read - 1]
+        return self.heard.read[self._read - 1]
+
+    def made(self, func: Any) -> tuple[Tensor, ...] | None:
+        """Results such as this call of the operator made in eager's run; None where none can be expected."""
+        if self.heard is None or not self.heard.expects:
+            return None
+        calls, position = self.heard.layouts.get(str(func), ()), self._calls[str(func)]
+        if position >= len(calls):
+            return None
+        return tuple(torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in calls[position])
 
     def laid_out(self, func: Any, out: Any) -> Any:
         """Fake results with eager's strides, where this call of the operator made such shapes."""
@@ -93,9 +106,9 @@ class Follower:
         position = self._calls[name]
         self._calls[name] += 1
         made = [item for item in tree_iter(out) if isinstance(item, Tensor)]
-        if position >= len(calls) or [tuple(item.shape) for item in made] != [shape for shape, _ in calls[position]]:
+        if position >= len(calls) or [tuple(item.shape) for item in made] != [shape for shape, *_ in calls[position]]:
             return out
-        strides = {id(item): stride for item, (_, stride) in zip(made, calls[position], strict=True)}
+        strides = {id(item): stride for item, (_, stride, _) in zip(made, calls[position], strict=True)}
 
         def as_heard(item: Tensor) -> Tensor:
             stride = strides[id(item)]
@@ -107,4 +120,39 @@ class Follower:
 
 
 def _layout(tensor: Tensor) -> _Layout:
-    return tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+    stride = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+    return tuple(tensor.shape), stride, tensor.dtype
+
+
+# Methods of tensors that hand Python their contents past the dispatcher, where no mode sees it.
+
+Reader: TypeAlias = Callable[..., Any]
+
+
+@contextmanager
+def readers_replaced(form: Callable[[str, Reader], Reader]) -> Iterator[None]:
+    """In the block such methods are what ``form`` makes of a name and the method."""
+    readers = {name: (name in vars(Tensor), getattr(Tensor, name)) for name in ("tolist", "numpy", "__array__")}
+    for name, (_, read) in readers.items():
+        setattr(Tensor, name, form(name, read))
+    try:
+        yield
+    finally:
+        for name, (own, read) in readers.items():
+            if own:
+                setattr(Tensor, name, read)
+            else:
+                delattr(Tensor, name)
+
+
+def by_element(name: str, read: Reader) -> Reader:
+    """`tolist` of whole numbers as one read for each of them, which modes hear; other methods as they are."""
+    if name != "tolist":
+        return read
+
+    def listed(self: Tensor) -> Any:
+        if self.is_floating_point() or self.is_complex() or self.numel() > _MOST_READ:
+            return read(self)
+        return [listed(part) for part in self.unbind()] if self.dim() else self.item()
+
+    return listed

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from magis.capture.eager_run import Follower, Heard
+from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, FREE_DRAWS, ITEM, OVERWRITING, READS, looks_of, written_by
 from magis.capture.workload import no_reports
 from magis.ops.call import as_mixed
@@ -52,7 +52,7 @@ TWIN = "twin"
 
 
 class UnknownTruth(DataDependentOutputException):
-    """Python reads a truth value off a tensor whose contents are not known."""
+    """Python reads a number off a tensor whose contents are not known, or a shape hangs on them, and eager tells."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -150,11 +150,11 @@ class Hollow(TorchDispatchMode):
             self.read |= contents.sources
 
     def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The number that Python reads; of unknown contents, if at all, the truth value that eager found."""
-        truth = func is not ITEM or given[0].dtype is torch.bool
-        found = self.follower.truth() if truth else None
+        """The number that Python reads; of unknown contents, if at all, what eager found instead."""
+        whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
+        found = self.follower.read() if whole else None
         unknown = [each for each in map(_contents, given) if not each.known]
-        if truth and unknown and not all(each.drawn for each in unknown):
+        if whole and unknown and not all(each.drawn for each in unknown):
             if found is None:
                 raise UnknownTruth(func)
             return found
@@ -251,6 +251,11 @@ class Hollow(TorchDispatchMode):
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         unknown = [tensor for tensor in given if not _contents(tensor).known]
         dynamic = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if isinstance(error, DynamicOutputShapeException) and unknown and not all(_contents(t).drawn for t in unknown):
+            heard = self.follower.made(func)
+            if heard is None:
+                raise UnknownTruth(func) from error
+            return heard if len(func._schema.returns) > 1 else heard[0]
         if dynamic and any(not (tensor.is_floating_point() or tensor.is_complex()) for tensor in unknown):
             raise error
         wanted = sum(tensor.numel() * tensor.element_size() for tensor in given)
@@ -399,22 +404,15 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
     """The mode, or a new one, in force. `tolist`, `numpy` and others that read past the dispatcher ask it first."""
     mode = mode or Hollow()
 
-    def asking(read: Callable[..., Any]) -> Callable[..., Any]:
+    def asking(name: str, read: Reader) -> Reader:
         def asked(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            contents, whole = _contents(self), not (self.is_floating_point() or self.is_complex())
+            if name == "tolist" and whole and not (contents.known or contents.drawn):
+                raise UnknownTruth(ITEM)
             mode.read_by(self)
             return read(self, *args, **kwargs)
 
-        return asked
+        return by_element(name, asked) if mode.follower.expects else asked
 
-    readers = {name: (name in vars(Tensor), getattr(Tensor, name)) for name in ("tolist", "numpy", "__array__")}
-    for name, (_, read) in readers.items():
-        setattr(Tensor, name, asking(read))
-    try:
-        with no_reports(), mode:
-            yield mode
-    finally:
-        for name, (own, read) in readers.items():
-            if own:
-                setattr(Tensor, name, read)
-            else:
-                delattr(Tensor, name)
+    with readers_replaced(asking), no_reports(), mode:
+        yield mode

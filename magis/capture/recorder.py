@@ -124,13 +124,13 @@ class Recorder(TorchDispatchMode):
         before = self._snapshot(args, kwargs)
         out = masked(func, args, func(*args, **kwargs))
         check_dense(out)
-        if self._expects and func in READS and isinstance(out, bool):
+        if self._expects and func in READS and isinstance(out, int):
             self._expect([before[id(item)] for item in args], expected=out)
         self._record(func, args, kwargs, out, before)
         return out
 
-    def _expect(self, known: list[int], *, expected: bool) -> None:
-        """Record that Python reads a truth value, and which one."""
+    def _expect(self, known: list[int], *, expected: int) -> None:
+        """Record that Python reads a truth value or a whole number, and which one."""
         order = self._generators.setdefault(EXPECT, len(self._storages))
         if order not in self._storages:
             self._storages[order], self._versions[order] = Storage(order, 0, "generator"), 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from magis.errors import MagisError
-from magis.graph.nodes import Arg, Const, Graph, Op, Ref, Scalar
+from magis.graph.nodes import Arg, Const, Graph, Op, Ref, Scalar, Value
 from magis.ops.generators import MADE, SEED_MADE
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -174,10 +174,11 @@ def call(
     return outputs(as_mixed(op.target, args, resolve(op.target)(*args, **kwargs)))
 
 
-# An operator of our own for branches on data: what Python read off a tensor as true or false, read and compared
-# again.
-# magis.expect(%x, True) the one element of %x is true, as it was when the step was captured magis.expect(%x, False,
+# An operator of our own for what hangs on data: what Python read off a tensor (true, false, a whole number), read and
+# compared again.
+# magis.expect(%x, True) the one element of %x is true, as it was when the step was captured; magis.expect(%x, False,
 # %y) the contents of %x and %y differ
+# Results whose shape hangs on data (`x[mask]`, `mask.nonzero()`) are expected to have the captured one.
 # In a graph such operators write a storage of their own, of no bytes, whose last version the backward reads:
 # gradients, and with them the weight update, come after all of them.
 
@@ -185,11 +186,11 @@ EXPECT = "magis.expect.default"
 
 
 class ExpectationError(MagisError):
-    """A branch on data went another way than in the captured step."""
+    """What hangs on data is not as in the captured step."""
 
 
-def _expect(value: Tensor, expected: bool, other: Tensor | None = None) -> None:
-    found = bool(value) if other is None else torch.equal(value, other)
+def _expect(value: Tensor, expected: float, other: Tensor | None = None) -> None:
+    found = value.item() if other is None else torch.equal(value, other)
     if found != expected:
         raise ExpectationError(
             f"a tensor that the step branches on is {found} for this batch, {expected} when it was captured",
@@ -197,23 +198,43 @@ def _expect(value: Tensor, expected: bool, other: Tensor | None = None) -> None:
         )
 
 
-def _nothing(value: Tensor, expected: bool, other: Tensor | None = None) -> None:
+def expect_shape(made: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ExpectationError for a result of another shape than the captured one."""
+    if made.shape != shape:
+        raise ExpectationError(
+            f"a shape that hangs on data is {list(made.shape)} for this batch, {list(shape)} when it was captured",
+            hint="use torch.where in place of choosing elements",
+        )
+
+
+def shaped_by_contents(op: Op, values: Mapping[int, Value]) -> bool:
+    """Whether the shapes of what a call makes hang on the contents of its tensors."""
+    if not op.target.startswith("aten.") or torch.Tag.dynamic_output_shape not in resolve(op.target).tags:
+        return False
+    return op.target != "aten.index.Tensor" or any(values[n].dtype in ("bool", "uint8") for n in op.inputs()[1:])
+
+
+def _nothing(value: Tensor, expected: float, other: Tensor | None = None) -> None:
     """Memory without contents is expected to hold nothing."""
 
 
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")
-_LIBRARY.define("expect(Tensor value, bool expected, Tensor? other=None) -> ()")
+_LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None) -> ()")
 _LIBRARY.impl("expect", _expect, "CPU")
 _LIBRARY.impl("expect", _expect, "CUDA")
 _LIBRARY.impl("expect", _nothing, "Meta")
 
 
 def undone(graph: Graph) -> Mapping[str, int] | None:
-    """What a step has written when its last expectation is read: names of inputs, and the bytes of their memory.
+    """What a step has written when its last expectation is checked: names of inputs, and the bytes of their memory.
 
     None where nothing is expected.
     """
-    last = max((position for position, op in enumerate(graph.ops) if op.target == EXPECT), default=None)
+    first: dict[int, int] = {}  # of each operator: what is made again has the shape that it had before
+    for position, op in enumerate(graph.ops):
+        if op.target == EXPECT or shaped_by_contents(op, graph.values):
+            first.setdefault(op.id if op.origin is None else op.origin, position)
+    last = max(first.values(), default=None)
     if last is None:
         return None
     written = {storage for op in graph.ops[:last] for storage, _ in op.writes}

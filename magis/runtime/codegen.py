@@ -16,7 +16,7 @@ from magis.graph import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
 from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
-from magis.ops.call import constant, resolve
+from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
 from magis.ops.fake_results import IN_TRAINING
 from magis.runtime.swap_streams import AnyHost, make_host
 
@@ -97,6 +97,8 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
             yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
         else:
             yield f"{indent}{_call(op, name)}"
+            for value in op.made() if shaped_by_contents(op, graph.values) else ():
+                yield f"{indent}expect_shape({name(value)}, {graph.values[value].shape})"
         if op.target == "magis.load":
             arriving.update((graph.values[value].storage, value) for value in op.made())
         if forget:
@@ -172,6 +174,7 @@ def compile_step(
     namespace: dict[str, Any] = {
         "host": host, "empty": torch.empty_strided, "device": torch.device(device), "maximum": torch.maximum,
         "minimum": torch.minimum, "take_rows": take_rows, "add_rows": add_rows,
+        "expect_shape": expect_shape,
     }  # fmt: skip
     trains = any(op.phase == "backward" for op in graph.ops)
     for op, values in every_op(graph):

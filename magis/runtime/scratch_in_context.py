@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from magis.cost.signature import signature
 from magis.graph import Graph
 from magis.graph.nodes import Op, Value
-from magis.ops.call import CallError, resolve
+from magis.ops.call import CallError, resolve, shaped_by_contents
 from magis.ops.facts import is_view
 from magis.runtime.codegen import compile_step
 from magis.runtime.measure import Allocation, allocations, memory_profile, replay
@@ -75,7 +75,7 @@ def needs(op: Op, values: Mapping[int, Value]) -> Needs:
     space, name = (*op.target.split("."), "")[:2]
     if space != "aten" or any(part in name for part in _PRIVATE):
         return Needs.ANYTHING if _is_first(name, op, values) else Needs.BYTES
-    if op.target in _BY_VALUES:
+    if op.target in _BY_VALUES or shaped_by_contents(op, values):
         return Needs.NUMBERS
     whole = {values[number].dtype for number in op.inputs() if _is_whole(values[number].dtype)}
     if not whole or op.target in _BY_SHAPES or is_view(op.target) or _is_pointwise(op.target):

@@ -95,7 +95,7 @@ DATA = "the step depends on the data of a tensor"
 INSIDE: dict[str, tuple[Callable[[Any, Tensor], object], str]] = {
     "branch": (branch, f"{DATA} (aten._local_scalar_dense.default) {{place:3}}; replace"),
     "item": (item, f"{DATA} (aten._local_scalar_dense.default) {{place:2}}; replace"),
-    "shape": (shape, f"{DATA} (aten.nonzero.default) {{place:2}}; replace"),
+    "shape": (shape, f"{DATA} (aten.index.Tensor) {{place:2}}; replace"),
     "sparse": (sparse, "the step handles a tensor that is sparse_coo; only dense, strided tensors can be captured"),
     "generator": (generator, "draws from a generator that was not there before the step"),
     "failing": (failing, "KeyError {place:2}: 'two\\nlines'; the step must run eagerly"),
