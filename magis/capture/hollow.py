@@ -87,7 +87,7 @@ class Hollow(TorchDispatchMode):
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode()
-        self._draws = draws
+        self._draws = self._drew = draws
         self._made: Made = WeakSet() if made is None else made
         self.drawn = False
         self.follower = Follower(heard)
@@ -154,9 +154,11 @@ class Hollow(TorchDispatchMode):
         whole = func is not ITEM or not (given[0].is_floating_point() or given[0].is_complex())
         found = self.follower.read() if whole else None
         unknown = [each for each in map(_contents, given) if not each.known]
-        if whole and unknown and not all(each.drawn for each in unknown):
+        lost = self._drew and not self._draws  # how far the generator is
+        if whole and unknown and (lost or not all(each.drawn for each in unknown)):
             if found is None:
                 raise UnknownTruth(func)
+            self.drawn |= any(each.drawn for each in unknown)
             return found
         self.read_by(*given)
         return func(*args, **kwargs)

@@ -347,9 +347,10 @@ class Subject(TracedModel):
     def runs_together(self) -> bool:
         """Whether the original and the optimized step can take turns: on a CPU with memory for both.
 
-        Not for inference: torch's fused layers step aside where anybody watches its functions.
+        Not for inference: torch's fused layers step aside where anybody watches its functions. Nor where draws decide
+        what a step does, and both would draw from one generator.
         """
-        if self.traced.optimizer.kind == "none":
+        if self.traced.optimizer.kind == "none" or (self.captured.expects and self._step_seed is not None):
             return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
+from torch import Tensor
 
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
@@ -216,6 +217,12 @@ class TracedModel:
         return self.traced.blocks
 
 
+def _ready(step: Callable[[], GraphStep]) -> tuple[Sequence[Tensor], Mapping[str, float]]:
+    made = step()
+    made.prepare()
+    return made.tensors, made.numbers()
+
+
 def redo_graph(graph: Graph) -> Graph:
     """A graph that holds every operator in the form in which it is recomputed; only good for asking for costs."""
     return replace(graph, ops=tuple(_redone(op, graph) for op in graph.ops))
@@ -250,8 +257,7 @@ class Scratches:
             if not op.target.startswith("magis.") and (key := signature(op, values)) not in self.known
         }
         if step is not None and any(needs(*call) is not Needs.ANYTHING for call in missing.values()):
-            ready = step()
-            found = record_workspaces(graph, ready.tensors, ready.numbers())
+            found = record_workspaces(graph, partial(_ready, step))
             of_numbers = [key for key, call in missing.items() if needs(*call) is not Needs.ANYTHING]
             self.known.update({key: found[key] for key in of_numbers if key in found})
         missing = {key: call for key, call in missing.items() if key not in self.known}

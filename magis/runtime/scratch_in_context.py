@@ -7,7 +7,7 @@ scatter to); and it can end the process where a tensor holds another kernel's by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -105,11 +105,14 @@ def _is_pointwise(target: str) -> bool:
 _MARK = "magis step "
 
 
-def record_workspaces(graph: Graph, tensors: Sequence[torch.Tensor], scalars: Mapping[str, float]) -> dict[str, int]:
+def record_workspaces(
+    graph: Graph, ready: Callable[[], tuple[Sequence[torch.Tensor], Mapping[str, float]]]
+) -> dict[str, int]:
     """Bytes that each operator of a whole step allocates on the step's own numbers, by signature; on the CPU.
 
-    `tensors` are those of `graph.inputs`; the step runs twice on them, as generated code does. Where calls of one
-    signature differ, the most that any takes. The global random-number generator is left as it was.
+    `ready` makes the tensors of `graph.inputs` and the named numbers anew: the step runs twice, as generated code does,
+    and what it branches on shall not have moved. Where calls of one signature differ, the most that any takes. The
+    global random-number generator is left as it was.
     """
     count = 0
 
@@ -120,11 +123,11 @@ def record_workspaces(graph: Graph, tensors: Sequence[torch.Tensor], scalars: Ma
 
     step = compile_step(graph, between=mark)
     with torch.random.fork_rng(devices=[]):
-        step(tensors, scalars)
-        count = 0
+        step(*ready())
+        given, count = ready(), 0
         with memory_profile() as log, record_function(_MARK):
-            kept = step(tensors, scalars)
-    del kept
+            kept = step(*given)
+    del kept, given
     found: dict[str, int] = {}
     calls, windows = [*_called(graph)], [*_between_marks(log)]
     if len(calls) != len(windows):

@@ -197,3 +197,25 @@ class Number(nn.Module):
 def test_numbers_are_still_refused() -> None:
     with pytest.raises(CaptureError, match=r"depends on the data of a tensor.*test_branches\.py"):
         optimize(Number(), loss_of, None, batch(), memory_ratio=1.0, budget=1)
+
+
+class LeftOut(nn.Module):
+    """Leaves a layer out by a draw behind one of which a capture does not know how many numbers it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(32, 32), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y + torch.normal(y.detach(), 1.0)
+        return self.body(y) if torch.rand(()) < 0.7 else y
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gate_repeats_what_a_late_draw_decides(seed: int) -> None:
+    make = from_function("late", lambda: (LeftOut(), batch(), loss_of))
+    case = Case("late", "magis", "cpu", "small", memory_ratio=0.95, budget=BUDGET, timing_rounds=1, seed=seed)
+    result = run_case(case, cache=Bench(), make=make, rough=True)
+    assert result.numbers == "bit-identical"
+    assert result.optimized.simulated == result.optimized.measured
