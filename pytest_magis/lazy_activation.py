@@ -66,9 +66,11 @@ class LazyActivation:
         gated = [item for item in items if isinstance(item, pytest.Function) and is_live(item)]
         for item in gated if benchmarks_count(self._config) else ():
             item.fixturenames.append("benchmark")
-        yield
-        for item in gated if benchmarks_count(self._config) else ():
-            item.fixturenames.remove("benchmark")
+        try:
+            yield
+        finally:
+            for item in gated if benchmarks_count(self._config) else ():
+                item.fixturenames.remove("benchmark")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out the networks of other shares of the run; tests that are not gated are in every share."""

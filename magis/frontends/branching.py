@@ -71,12 +71,16 @@ OTHER_WAY = "a batch takes another way at a branch on data than the planned step
 class Undo:
     """What a planned step changes before it knows that all branches go as expected."""
 
-    tensors: tuple[Tensor, ...]
+    step: GraphStep
+    positions: tuple[int, ...]
+    """Of the tensors among the step's: each batch brings others."""
     generators: tuple[torch.Generator, ...]
 
     def attempt(self, planned: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
         """The loss of the planned step; where a branch goes another way, that of eager's on everything as it was."""
-        kept = [(tensor.untyped_storage(), tensor.untyped_storage().clone()) for tensor in self.tensors]
+        tensors = self.step.tensors
+        memory = [tensors[position].untyped_storage() for position in self.positions]
+        kept = [(storage, storage.clone()) for storage in memory]
         states = [(generator, generator.get_state()) for generator in self.generators]
         try:
             return planned()
@@ -110,7 +114,5 @@ def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo | None:
     names = undone(graph)
     if names is None:
         return None
-    tensors = [
-        tensor for tensor, value in zip(step.tensors, graph.inputs, strict=True) if graph.values[value].name in names
-    ]
-    return Undo(tuple(tensors), (generator_of(device), *step.generators.values()))
+    positions = (at for at, value in enumerate(graph.inputs) if graph.values[value].name in names)
+    return Undo(step, tuple(positions), (generator_of(device), *step.generators.values()))

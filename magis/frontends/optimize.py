@@ -346,12 +346,16 @@ class _Bound:
     def _eagerly(self, batch: Batch) -> Tensor:
         """The step without a plan."""
         self.step.prepare()
-        if self.optimizer is None:
-            return self.eager(batch)
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
         loss = self.eager(batch)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for path in self.plan.results:  # as planned steps leave them, without eager's graph
+            holder, _, name = path.rpartition(".")
+            left = vars(self.module.get_submodule(holder)).get(name)
+            self._leave({path: left.detach() if isinstance(left, Tensor) else left})
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         return loss
 
     def _updated(self, state: OptimizerState) -> Tensor:

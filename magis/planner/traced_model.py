@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
@@ -22,6 +21,7 @@ from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
 from magis.errors import CaptureError
 from magis.graph import Graph, Op, Value, every_op, verify
+from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
 from magis.planner.conformance import MOST_BYTES
 from magis.planner.workload_source import Source, own_dtype, would_change
@@ -205,7 +205,13 @@ class TracedModel:
     @property
     def _step_seed(self) -> int | None:
         """What every step is seeded with, where another draw would make it another step."""
-        return self._asked.seed if self.captured.drawn and self._asked.seeded else None
+        graph = self.captured.graph
+        drawn = self.captured.drawn or (
+            self.captured.expects
+            and any(op.random for op in graph.ops)
+            and any(shaped_by_contents(op, graph.values) for op in graph.ops)
+        )
+        return self._asked.seed if drawn and self._asked.seeded else None
 
     def _around(self) -> AbstractContextManager[object]:
         """The context of eager's forward and loss."""
@@ -215,12 +221,6 @@ class TracedModel:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
-
-
-def _ready(step: Callable[[], GraphStep]) -> tuple[Sequence[Tensor], Mapping[str, float]]:
-    made = step()
-    made.prepare()
-    return made.tensors, made.numbers()
 
 
 def redo_graph(graph: Graph) -> Graph:
@@ -257,7 +257,7 @@ class Scratches:
             if not op.target.startswith("magis.") and (key := signature(op, values)) not in self.known
         }
         if step is not None and any(needs(*call) is not Needs.ANYTHING for call in missing.values()):
-            found = record_workspaces(graph, partial(_ready, step))
+            found = record_workspaces(graph, step)
             of_numbers = [key for key, call in missing.items() if needs(*call) is not Needs.ANYTHING]
             self.known.update({key: found[key] for key in of_numbers if key in found})
         missing = {key: call for key, call in missing.items() if key not in self.known}

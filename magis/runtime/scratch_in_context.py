@@ -7,7 +7,8 @@ scatter to); and it can end the process where a tensor holds another kernel's by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -19,8 +20,10 @@ from magis.graph import Graph
 from magis.graph.nodes import Op, Value
 from magis.ops.call import CallError, resolve, shaped_by_contents
 from magis.ops.facts import is_view
+from magis.ops.generators import own_kept
 from magis.runtime.codegen import compile_step
 from magis.runtime.measure import Allocation, allocations, memory_profile, replay
+from magis.runtime.steps import GraphStep
 
 
 class Needs(Enum):
@@ -105,14 +108,12 @@ def _is_pointwise(target: str) -> bool:
 _MARK = "magis step "
 
 
-def record_workspaces(
-    graph: Graph, ready: Callable[[], tuple[Sequence[torch.Tensor], Mapping[str, float]]]
-) -> dict[str, int]:
+def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str, int]:
     """Bytes that each operator of a whole step allocates on the step's own numbers, by signature; on the CPU.
 
-    `ready` makes the tensors of `graph.inputs` and the named numbers anew: the step runs twice, as generated code does,
-    and what it branches on shall not have moved. Where calls of one signature differ, the most that any takes. The
-    global random-number generator is left as it was.
+    The step runs twice, as generated code does, each time on the tensors of a new one that `ready` makes, and with the
+    generators as they are now: what it branches on shall not have moved. Where calls of one signature differ, the most
+    that any takes. All generators are left as they were.
     """
     count = 0
 
@@ -121,13 +122,20 @@ def record_workspaces(
         with record_function(f"{_MARK}{count}"):
             count += 1
 
-    step = compile_step(graph, between=mark)
-    with torch.random.fork_rng(devices=[]):
-        step(*ready())
-        given, count = ready(), 0
-        with memory_profile() as log, record_function(_MARK):
-            kept = step(*given)
-    del kept, given
+    def run(log: AbstractContextManager[Any]) -> Any:
+        nonlocal count
+        made = ready()
+        with torch.random.fork_rng(devices=[]), own_kept(made.generators):
+            made.prepare()
+            step, numbers = compile_step(graph, between=mark, generators=made.generators), made.numbers()
+            count = 0
+            with log as window, record_function(_MARK):
+                kept = step(made.tensors, numbers)
+        del kept
+        return window
+
+    run(nullcontext())
+    log = run(memory_profile())
     found: dict[str, int] = {}
     calls, windows = [*_called(graph)], [*_between_marks(log)]
     if len(calls) != len(windows):

@@ -216,3 +216,14 @@ def test_terms_that_cancel_leave_their_rounding(dtype: torch.dtype) -> None:
     assert closeness("bias", (zero + 1.8 * eps * terms).to(dtype), zero.to(dtype), zero, terms=terms).share <= 1.0
     without = out.grad[out.grad.abs().sum(1).argmax()].to(dtype)
     assert closeness("bias", without, zero.to(dtype), zero, terms=terms).share > 1.0
+
+
+def test_a_weight_may_be_chosen_by_a_mask() -> None:
+    """Whose gradient is made by an operator that takes truth values."""
+    net = nets.Net(
+        lambda: nets.Block(lambda m, x: torch.where(x > 0, m.w, 0.0) + x, w=nn.Parameter(torch.randn(6))),
+        nets.rows(4, 6), nets.rows(4, 6),
+    ).build()  # fmt: skip
+    graph = captured(net).graph
+    (_,), (terms,) = exact_and_terms(graph, graph_step(graph, net).tensors, [*gradient_values(graph).values()])
+    assert terms > 0

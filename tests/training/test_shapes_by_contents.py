@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from magis import MagisError, optimize, run_case
+from magis import run_case
 from magis.models import from_function
 from magis.planner.bench import Bench
 from magis.results import Case
@@ -110,7 +110,64 @@ def quiet(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def test_shapes_that_draws_decide_are_refused() -> None:
-    drawn: Function = lambda m, x: m.body(x[nn.functional.dropout(x, 0.5).sum(-1) > 0])  # type: ignore[operator]  # noqa: E731
-    with pytest.raises(MagisError, match=r"a shape that hangs on data is .* for this batch, .* when it was captured"):
-        optimize(Choosing(drawn), squares, None, batch(), memory_ratio=0.9, budget=1)
+def drawn(m: nn.Module, x: Tensor) -> Tensor:
+    """Every step has a shape of its own."""
+    return m.body(x[nn.functional.dropout(m.first(x), 0.5).sum(-1) > 0])  # type: ignore[operator, no-any-return]
+
+
+def branching(m: nn.Module, x: Tensor) -> Tensor:
+    """A draw decides, ahead of a shape."""
+    y = m.first(x)  # type: ignore[operator]
+    if torch.rand(()) < 0.5:
+        y = y * 2
+    return m.body(y[x[:, 0] > 0])  # type: ignore[operator, no-any-return]
+
+
+def doubling(m: nn.Module, x: Tensor) -> Tensor:
+    """The batch itself is another one afterwards."""
+    x.mul_(2)
+    return m.body(m.first(x)[x[:, 0] > 0])  # type: ignore[operator, no-any-return]
+
+
+@pytest.mark.parametrize("function", [drawn, branching, doubling])
+def test_what_eager_runs_begins_where_the_planned_step_began(function: Function) -> None:
+    loops = Loops(Choosing(function), partial(SGD, lr=0.01, momentum=0.9), squares, memory_ratio=0.98)
+    found = []
+    for step in (quiet(loops.step), loops.eager):
+        torch.manual_seed(3)
+        data = [batch(), batch(seed=5), batch(), batch(seed=6)]
+        found.append(([step(*each) for each in data], data, torch.get_rng_state()))
+    for theirs, ours in zip(*found, strict=True):
+        assert_same(theirs, ours)
+    loops.same()
+
+
+def test_what_eager_leaves_in_attributes_has_no_graph() -> None:
+    def keeping(m: nn.Module, x: Tensor) -> Tensor:
+        m.kept = m.first(x)[x.sum(-1) > 0]  # type: ignore[operator]
+        return m.body(m.kept)  # type: ignore[operator, no-any-return]
+
+    loops = Loops(Choosing(keeping), partial(SGD, lr=0.01), squares, memory_ratio=1.0)
+    for seed in (1, 5, 1):
+        quiet(loops.step)(*batch(seed=seed))
+        loops.eager(*batch(seed=seed))
+        assert not loops.module.kept.requires_grad
+        assert torch.equal(loops.module.kept, loops.twin.kept)
+
+
+def with_generator(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.first(x) * torch.rand(64, 1, generator=m.generator)  # type: ignore[operator, arg-type]
+    return m.body(y[x.sum(-1) > 0])  # type: ignore[operator, no-any-return]
+
+
+@pytest.mark.parametrize("function", [drawn, with_generator])
+def test_the_gate_draws_as_eager_does(function: Function) -> None:
+    def make() -> tuple[object, ...]:
+        module = Choosing(function)
+        module.generator = torch.Generator().manual_seed(3)
+        return module, batch(), squares
+
+    case = Case("drawn", "magis", "cpu", "small", memory_ratio=0.95, budget=BUDGET, timing_rounds=1)
+    found = run_case(case, cache=Bench(), make=from_function("drawn", make), rough=True)
+    assert found.numbers == "bit-identical"
+    assert found.optimized.simulated == found.optimized.measured
