@@ -207,7 +207,11 @@ def _compare(
     """The first difference between the parts put together and the whole; "" where there is none."""
     small = part(op, split, n)
     shared = _copies(drawn)
-    cut = [_pieces(tensor, how, n, lay) for tensor, how in zip(shared, split.inputs, strict=True)]
+    once: dict[tuple[int, Cut], list[Tensor]] = {}  # what is given twice is written twice
+    cut = [
+        once.setdefault((id(tensor), how), _pieces(tensor, how, n, lay))
+        for tensor, how in zip(shared, split.inputs, strict=True)
+    ]
     results = [run(small, [pieces[index] for pieces in cut]) for index in range(n)]
     unspecified = name_of(op) in UNSPECIFIED
     for index, (how, expected) in enumerate(zip(split.outputs, whole, strict=True)):
