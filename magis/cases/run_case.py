@@ -58,7 +58,7 @@ def run_case(
 
     ``planning_workspaces`` (operator signature -> bytes) and ``expected_graph`` (digest) are what a baseline stored:
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
-    as long as one of ``latency_bounds`` lies in the latency ratio's interval (see ``Patience``), for two looks at steps
+    as long as one of ``latency_bounds`` lies in the latency ratio's interval (`StoppingRule`), for two looks at steps
     made anew; it ends soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it.
     ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call. Raises
     MagisError for what cannot be captured or run.

@@ -120,11 +120,6 @@ def _numbers(lengths: Any, read: Read) -> Sequence[int]:
         return lengths.tolist()
 
 
-# Norms of half-precision inputs with float32 weights, as under autocast: what their kernels return.
-# Torch's functions for fake tensors give the statistics the type of the input, and the input's gradient of a group
-# norm that of the weight; the kernels do it the other way round.
-
-
 # Kernels of recurrent layers: they pack bytes for their own backward, as many as only they know.
 
 IN_TRAINING = frozenset({"aten.mkldnn_rnn_layer.default"})

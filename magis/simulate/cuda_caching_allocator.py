@@ -145,7 +145,7 @@ def _joined(first: _Block, second: _Block) -> _Block:
 
 
 # What a GPU's caching allocator reserves for a step: fragmentation and rounding included, predicted without a GPU.
-# The schedule is replayed as allocations and releases through the allocator's rules (``caching``), twice: a second
+# The schedule is replayed as allocations and releases through the rules of `CachingAllocator`, twice: a second
 # step finds the segments of the first, and usually needs no further ones.
 
 STEPS = 2
