@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_iter
 from magis.capture.hollow import Hollow, Made, contents_of, hollow, is_hollow
 from magis.capture.schemas import written_by
 from magis.capture.workload import Workload
+from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
 
 CACHED = "cached:"
@@ -287,7 +288,7 @@ def settle(work: Workload) -> None:
     Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
     if any(map(is_hollow, (*work.module.parameters(), *work.module.buffers()))):
-        with caches_kept() as left:
+        with caches_kept() as left, averages_named(work.module, {}):  # which read numbers that hollow tensors have not
             _settle(work, hollow(Hollow(made=left.made)))
     else:
         _settle(work, WritesUndone())

@@ -13,12 +13,14 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
-from magis.capture import OptimizerSpec, capture
+from magis.capture import OptimizerSpec, Workload, capture
 from magis.cases.check import check_case
 from magis.cases.run_case import run_case
 from magis.errors import CaptureError
 from magis.models import from_function
 from magis.planner.bench import Bench
+from magis.planner.subject import Subject
+from magis.planner.workload_source import Source
 from magis.results import Case
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 
@@ -68,8 +70,28 @@ def gate(made: tuple[object, ...], ratio: float = 0.95) -> None:
         )
 
 
+class AveragedAndCounted(Averaged):
+    """Its first call leaves something behind, so that the gate calls it once before it captures it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
 def test_the_gate_runs_them() -> None:
     gate((Averaged(), batch(), loss_of))
+
+
+def test_a_first_call_ahead_of_the_capture_averages_too() -> None:
+    def make(_seed: int) -> Workload:
+        inputs, targets = batch()
+        return Workload("counted", AveragedAndCounted(), (inputs,), (targets,), loss_of, OptimizerSpec("sgd"))
+
+    assert Subject(Source("counted", make, "float32", "cpu", 0)).conformance == "whole step"
 
 
 class WithGaps(nn.Module):
