@@ -63,13 +63,14 @@ class LazyActivation:
     @pytest.hookimpl(wrapper=True, specname="pytest_collection_modifyitems")
     def pytest_gated_tests_are_benchmarks(self, items: list[pytest.Item]) -> Generator[None]:
         """Say so where pytest-benchmark tells benchmarks from other tests: it goes by the names of their fixtures."""
-        gated = [item for item in items if isinstance(item, pytest.Function) and is_live(item)]
-        for item in gated if benchmarks_count(self._config) else ():
+        counted = items if benchmarks_count(self._config) else []
+        gated = [item for item in counted if isinstance(item, pytest.Function) and is_live(item)]
+        for item in gated:
             item.fixturenames.append("benchmark")
         try:
             yield
         finally:
-            for item in gated if benchmarks_count(self._config) else ():
+            for item in gated:
                 item.fixturenames.remove("benchmark")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ from magis.results import RatioInterval
 from magis.runtime.double_precision import (
     RELATIVE,
     closeness,
-    exact_and_terms,
+    exact,
     furthest,
     gradient_values,
     least_error,
@@ -43,7 +43,6 @@ from magis.runtime.timing import (
 )
 
 S = TypeVar("S", bound=Step)
-NOTHING_SHARED = SharedTensors({})
 
 STEPS_COMPARED = 3
 SAME, CLOSE = "bit-identical", "within tolerance"
@@ -58,15 +57,16 @@ def compare_by_kind(subject: Subject, graph: Graph | None, eager: Step, step: St
     return compare(eager, step, seed, shared_tensors(subject))
 
 
-def compare(eager: Step, step: Step, seed: int, shared: SharedTensors = NOTHING_SHARED) -> str:
+def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> str:
     """Three steps of both from the same weights and random numbers: "bit-identical" or "differs: <what>".
 
     Steps have a module each; ``shared`` are other tensors that they write to.
     """
+    shared = SharedTensors({}) if shared is None else shared
     for index in range(STEPS_COMPARED):
         returned, drawn = [], []
         for each in (eager, step):
-            _ran(each, seed + index, shared)
+            _loss(each, seed + index, shared)
             returned.append(each.results())
             drawn.append(_states(each))
         if len(returned[0]) != len(returned[1]):
@@ -111,17 +111,13 @@ def _moved(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> Iterator
     yield from (f"the state of {name} after step" for name in theirs if not torch.equal(theirs[name], ours[name]))
 
 
-def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors = NOTHING_SHARED) -> float:
+def compare_losses(eager: Step, step: Step, seed: int, shared: SharedTensors | None = None) -> float:
     """By which share of eager's loss the step's is off at most, in three steps from the same weights and generator."""
+    shared = SharedTensors({}) if shared is None else shared
     worst = 0.0
     for index in range(STEPS_COMPARED):
-        losses = []
-        for each in (eager, step):
-            _seed(each, seed + index)
-            with shared.within(each):
-                each.prepare()
-                losses.append(float(each.run()))
-        worst = max(worst, off_by(losses[1], losses[0]))
+        theirs, ours = (float(_loss(each, seed + index, shared)) for each in (eager, step))
+        worst = max(worst, off_by(ours, theirs))
     return worst
 
 
@@ -175,11 +171,16 @@ def _captured_otherwise(subject: Subject, eager: EagerStep, seed: int, shared: S
     )
 
 
-def _ran(step: S, seed: int, shared: SharedTensors) -> S:
+def _loss(step: Step, seed: int, shared: SharedTensors) -> Tensor:
+    """Of one step with these random numbers, on what it left in ``shared``."""
     _seed(step, seed)
     with shared.within(step):
         step.prepare()
-        step.run()
+        return step.run()
+
+
+def _ran(step: S, seed: int, shared: SharedTensors) -> S:
+    _loss(step, seed, shared)
     return step
 
 
@@ -195,7 +196,7 @@ def _far(
         return
     same = subject.stopped(captured)
     _seed(same, seed)
-    reference, terms = exact_and_terms(captured, same.tensors, wanted, same.generators, same.numbers())
+    reference, terms = exact(captured, same.tensors, wanted, same.generators, same.numbers())
     relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
     for name, our, their, right, summed in zip([*results, *names], ours, theirs, reference, terms, strict=True):

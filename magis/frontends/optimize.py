@@ -340,8 +340,12 @@ class _Bound:
     def _leave(self, results: Mapping[str, Tensor | None]) -> None:
         """Tensors where the forward leaves them: in attributes of modules."""
         for path, tensor in results.items():
-            holder, _, name = path.rpartition(".")
-            vars(self.module.get_submodule(holder))[name] = tensor
+            attributes, name = self._place(path)
+            attributes[name] = tensor
+
+    def _place(self, path: str) -> tuple[dict[str, Any], str]:
+        holder, _, name = path.rpartition(".")
+        return vars(self.module.get_submodule(holder)), name
 
     def _eagerly(self, batch: Batch) -> Tensor:
         """The step without a plan."""
@@ -350,9 +354,9 @@ class _Bound:
             self.optimizer.zero_grad(set_to_none=True)
         loss = self.eager(batch)
         for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            holder, _, name = path.rpartition(".")
-            left = vars(self.module.get_submodule(holder)).get(name)
-            self._leave({path: left.detach() if isinstance(left, Tensor) else left})
+            attributes, name = self._place(path)
+            left = attributes.get(name)
+            attributes[name] = left.detach() if isinstance(left, Tensor) else left
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

@@ -286,18 +286,18 @@ _ADDING = ("VarMeanBackward", "StdMeanBackward")
 """Formulas that add the gradient through the mean, a quotient, to the other one: to a new tensor, unlike the engine."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unwatched:
     """Tells from within a dispatch mode what eager would do without it. Make one with ``unwatched`` beforehand."""
 
     alone: tuple[int, int]
     """References on a gradient and on its storage where autograd holds the only one."""
-    _before: list[Any] = field(default_factory=lambda: [None])
+    _before: Any = field(default=None, init=False)
     """The operator that was asked about before."""
 
     def form(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The operator that autograd would have called in place of ``func``; mostly ``func`` itself."""
-        before, self._before[0] = self._before[0], func
+        before, self._before = self._before, func
         form, held, formulas = _IN_PLACE.get(func, (None, 0, ()))
         node: Any = torch._C._current_autograd_node()
         if form is None or node is None or torch.is_grad_enabled():

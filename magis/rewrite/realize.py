@@ -71,11 +71,6 @@ class _Builder:
         self._host: dict[int, tuple[int, int]] = {}
         self._loaded: dict[int, int] = {}  # copy that came from the host -> value that shows all of it
         self._main: dict[int, int] = {}  # storage -> source value that shows all of it
-        self._direct: dict[int, list[int]] = {}  # storage -> source values that are no views of others
-        for op in source.ops:
-            if not is_pure_view(source, op):
-                for value in op.made():
-                    self._direct.setdefault(source.values[value].storage, []).append(value)
         self._final = {storage: version for op in source.ops for storage, version in op.writes}
         # node -> values of the states before its first run, of each generator that it draws from
         self._saved: dict[int, tuple[int, ...]] = {}
@@ -170,10 +165,6 @@ class _Builder:
         self._copy[storage] = (copy, -self._final.get(storage, 0))
         value = self._new_value(replace(self._source.values[self._main[storage]], storage=copy))
         self._loaded[copy] = value
-        main = self._source.values[self._main[storage]]
-        for source in self._direct[storage]:  # one for every step in which the contents were made
-            if replace(self._source.values[source], id=main.id, name=main.name) == main:
-                self._open[source, copy] = value
         self._emit_own("magis.load", (Ref(host),), (value,))
 
     def graph(self) -> Graph:
@@ -198,22 +189,25 @@ class _Builder:
                 return known
         op = self._maker[source]
         if not is_pure_view(self._source, op):
-            return self._window(source, op)
+            return self._loaded_as(source, op)
         mapping = {value: self._value(value) for value in op.inputs()}
         outputs = tuple(None if value is None else self._made(value, {}) for value in op.outputs)
         self._emit(op, mapping, (), (), outputs)
         return outputs[op.outputs.index(source)] or 0
 
-    def _window(self, source: int, op: Op) -> int:
-        """A value that ``op`` writes in place, on a copy that came from the host with it in."""
+    def _loaded_as(self, source: int, op: Op) -> int:
+        """What ``op`` made, in place or not, on a copy that came from the host with it in."""
         value = self._source.values[source]
-        copy = self._copy.get(value.storage, (0, 0))[0]
+        copy, _ = self._copy.get(value.storage, (value.storage, 0))
         whole = self._values.get(self._loaded.get(copy, -1))
         if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
             raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
+        looks = (value.shape, value.stride, value.offset)
+        if looks == (whole.shape, whole.stride, whole.offset):
+            self._open[source, copy] = whole.id
+            return whole.id
         new = self._made(source, {})
-        looks = (Ref(whole.id), value.shape, value.stride, value.offset)
-        self._emit_own("aten.as_strided.default", looks, (new,))
+        self._emit_own("aten.as_strided.default", (Ref(whole.id), *looks), (new,))
         return new
 
     def _made(self, source: int, copies: dict[int, int]) -> int:

@@ -132,17 +132,6 @@ def exact(
     outputs: Sequence[int],
     generators: Mapping[str, torch.Generator] | None = None,
     numbers: Mapping[str, float] | None = None,
-) -> list[Tensor]:
-    """The values of `exact_and_terms` alone."""
-    return exact_and_terms(graph, tensors, outputs, generators, numbers)[0]
-
-
-def exact_and_terms(
-    graph: Graph,
-    tensors: Sequence[Tensor],
-    outputs: Sequence[int],
-    generators: Mapping[str, torch.Generator] | None = None,
-    numbers: Mapping[str, float] | None = None,
 ) -> tuple[list[Tensor], list[float]]:
     """Values of the step before its update, in float64; ``tensors`` are those of ``graph.inputs``, left unchanged, and
     ``numbers`` those of its named scalars.

@@ -17,7 +17,6 @@ from magis.runtime.double_precision import (
     RELATIVE,
     closeness,
     exact,
-    exact_and_terms,
     gradient_values,
     least_error,
     with_gradients,
@@ -39,7 +38,7 @@ def test_loss_and_gradients_are_those_of_a_double_module(rule: OptimizerSpec) ->
     gradients = gradient_values(graph)
     assert sorted(gradients) == sorted(name for name, _ in net.module.named_parameters())
     before = {name: tensor.clone() for name, tensor in net.module.state_dict().items()}
-    found = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
+    found, _ = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.module.state_dict().items())
 
     twin = copy.deepcopy(net.module).double()
@@ -68,7 +67,7 @@ class Grouped(nn.Module):
 def test_what_has_no_kernel_for_doubles_runs_in_the_steps_own_type() -> None:
     net = nets.Net(Grouped, nets.rows(8, 16), nets.labels(8, 16), F.cross_entropy).build()
     graph = captured(net).graph
-    found = exact(graph, graph_step(graph, net).tensors, graph.outputs)
+    found, _ = exact(graph, graph_step(graph, net).tensors, graph.outputs)
     assert found[0].dtype == torch.float64
     torch.testing.assert_close(
         found[0].float(), F.cross_entropy(net.module(*net.inputs), *net.targets), rtol=1e-5, atol=0
@@ -92,7 +91,7 @@ def test_inputs_that_share_memory_do_so_in_double_precision(first: int, size: in
     rows = x.flatten()[first : first + size].view(-1, 8)
     net = nets.Net(Rows, lambda: (x, rows), nets.labels(len(rows), 3), F.cross_entropy).build()
     graph = captured(net).graph
-    found = exact(graph, graph_step(graph, net).tensors, graph.outputs)
+    found, _ = exact(graph, graph_step(graph, net).tensors, graph.outputs)
     twin = copy.deepcopy(net.module).double()
     loss = F.cross_entropy(twin(x.double(), rows.double()), net.targets[0])
     torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
@@ -104,7 +103,7 @@ def test_named_numbers_are_those_of_the_step() -> None:
     net = nets.Net(make, nets.rows(4, 6), nets.labels(4, 3), F.cross_entropy).build()
     graph, twin = captured(net).graph, copy.deepcopy(net.module).double()
     step = graph_step(graph, net)
-    found = exact(graph, step.tensors, graph.outputs, numbers=step.numbers())
+    found, _ = exact(graph, step.tensors, graph.outputs, numbers=step.numbers())
     loss = F.cross_entropy(twin(net.inputs[0].double()), net.targets[0])
     torch.testing.assert_close(found[0], loss.detach(), rtol=1e-12, atol=0)
 
@@ -115,7 +114,7 @@ def test_random_numbers_are_those_of_the_step() -> None:
     graph = captured(net).graph
     gradients = gradient_values(graph)
     torch.manual_seed(5)
-    found = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
+    found, _ = exact(graph, graph_step(graph, net).tensors, [*graph.outputs, *gradients.values()])
     eager = eager_step(net)
     torch.manual_seed(5)
     eager.prepare()
@@ -204,9 +203,7 @@ def test_terms_that_cancel_leave_their_rounding(dtype: torch.dtype) -> None:
     ).build()
     graph = captured(net).graph
     gradients = gradient_values(graph)
-    (_, right), (_, terms) = exact_and_terms(
-        graph, graph_step(graph, net).tensors, [gradients["weight"], gradients["bias"]]
-    )
+    (_, right), (_, terms) = exact(graph, graph_step(graph, net).tensors, [gradients["weight"], gradients["bias"]])
     out = net.module(*net.inputs).double().detach().requires_grad_()
     (out.softmax(0) * net.targets[0].double()).sum().backward()  # type: ignore[no-untyped-call]
     assert out.grad is not None
@@ -225,5 +222,5 @@ def test_a_weight_may_be_chosen_by_a_mask() -> None:
         nets.rows(4, 6), nets.rows(4, 6),
     ).build()  # fmt: skip
     graph = captured(net).graph
-    (_,), (terms,) = exact_and_terms(graph, graph_step(graph, net).tensors, [*gradient_values(graph).values()])
+    (_,), (terms,) = exact(graph, graph_step(graph, net).tensors, [*gradient_values(graph).values()])
     assert terms > 0
