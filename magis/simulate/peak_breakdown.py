@@ -60,17 +60,37 @@ def owners(graph: Graph, at: int) -> dict[int, Owner]:
 
     Persistent tensors belong to the module that they are named after.
     """
+    return _walked(graph, at)[0]
+
+
+def _walked(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
+    """Storage -> owner during operator ``at``; of a loop's body also: value of a whole -> owner of the parts that are
+    put into it. Every body is walked once, however deep loops lie in each other."""
     found: dict[int, Owner] = {}
+    wholes: dict[int, Owner] = {}
     for value in graph.inputs:
         storage = graph.storages[graph.values[value].storage]
         if storage.persistent and storage.id not in found:
             found[storage.id] = _named(storage.kind, graph.values[value].name)
     for op in graph.ops[: at + 1]:
-        for value, owner in _made(graph, op, found):
+        merged: dict[int, Owner] = {}
+        if op.body is not None:
+            inner = op.body.graph
+            of_body = _walked(inner, len(inner.ops))[1]
+            pairs = zip((*op.inputs(), *op.made()), inner.inputs, strict=True)
+            merged = {value: of_body[within] for value, within in pairs if within in of_body}
+        for value, owner in _made(graph, op, found, merged):
             storage = graph.storages[graph.values[value].storage]
             if not storage.persistent:
                 found[storage.id] = owner
-    return found
+        for value, owner in merged.items():
+            wholes.setdefault(value, owner)
+        match op.target, op.args:
+            case "magis.join" | "magis.reduce", (Ref(into), Ref(part), *_):
+                owner_of_part = found.get(graph.values[part].storage)
+                if owner_of_part is not None:
+                    wholes.setdefault(into, owner_of_part)
+    return found, wholes
 
 
 def _named(kind: str, name: str) -> Owner:
@@ -79,34 +99,17 @@ def _named(kind: str, name: str) -> Owner:
     return Owner(kind, path.rpartition(".")[0])
 
 
-def _made(graph: Graph, op: Op, known: Mapping[int, Owner]) -> Iterator[tuple[int, Owner]]:
-    """The values whose contents an operator makes, with their owner."""
+def _made(graph: Graph, op: Op, known: Mapping[int, Owner], merged: Mapping[int, Owner]) -> Iterator[tuple[int, Owner]]:
+    """The values whose contents an operator makes, with their owner; ``merged`` has those that a loop puts together."""
     if op.body is not None:
-        inner = op.body.graph
-        of_body = dict(zip((*op.inputs(), *op.made()), inner.inputs, strict=True))
         for value in op.made():
-            yield value, _merged(inner, of_body[value]) or _own(graph, op)
+            yield value, merged.get(value) or _own(graph, op)
     elif op.target in ("magis.store", "magis.load"):  # on either side it is the same tensor
         (taken,) = op.inputs()
         owner = known.get(graph.values[taken].storage, _own(graph, op))
         yield from ((value, owner) for value in op.made())
     elif not is_pure_view(graph, op):
         yield from ((value, _own(graph, op)) for value in op.made())
-
-
-def _merged(body: Graph, whole: int) -> Owner | None:
-    """The owner of the parts that a loop puts into one of its results; None where nothing goes into it."""
-    for op in body.ops:
-        if op.body is not None:
-            inner = dict(zip((*op.inputs(), *op.made()), op.body.graph.inputs, strict=True))
-            found = _merged(op.body.graph, inner[whole]) if whole in inner else None
-            if found is not None:
-                return found
-        match op.target, op.args:
-            case "magis.join" | "magis.reduce", (Ref(into), Ref(part), *_) if into == whole:
-                at = next((place for place, each in enumerate(body.ops) if each is op), -1)
-                return owners(body, at).get(body.values[part].storage)
-    return None
 
 
 def _own(graph: Graph, op: Op) -> Owner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from magis.graph import Graph, Op, Value, digest
 from magis.results import ModuleBytes, collapsed, is_below
+from magis.simulate import peak_breakdown
 from magis.simulate.peak_breakdown import changes, live, peak_of, table
 from magis.simulate.simulator import replay
 from tests.graph.loop_graphs import sound
@@ -154,3 +155,19 @@ def test_no_byte_is_lost_and_none_told_twice(rows: list[ModuleBytes], most: int)
             members = [each for each in rows if each.kind == row.kind and is_below(each.module, path)]
             assert (row.nbytes, row.count) == (sum(m.nbytes for m in members), sum(m.count for m in members))
             assert len(members) > 1
+
+
+def test_each_body_is_walked_once_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk of a body for each of its results would make as many as depth to the power of results."""
+    walked: list[int] = []
+    walk = peak_breakdown._walked
+    monkeypatch.setattr(peak_breakdown, "_walked", lambda graph, at: (walked.append(id(graph)), walk(graph, at))[1])
+    peak_breakdown.owners(sound(), len(sound().ops))
+    assert len(walked) == 1 + sum(1 for _ in _bodies(sound()))
+
+
+def _bodies(graph: Graph) -> Iterator[Graph]:
+    for op in graph.ops:
+        if op.body is not None:
+            yield op.body.graph
+            yield from _bodies(op.body.graph)
