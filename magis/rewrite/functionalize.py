@@ -9,6 +9,7 @@ random numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
@@ -18,7 +19,8 @@ from magis.ops.facts import FUNCTIONAL_FORM, may_change_place
 
 def functionalize(graph: Graph) -> Graph:
     """The same step without in-place writes to temporary storages, where these can be told apart."""
-    targets = {storage for storage in _written(graph) if _can_split(graph, storage)}
+    touching = _touching(graph, _written(graph))
+    targets = {storage for storage, ops in touching.items() if _can_split(graph, storage, ops)}
     if not targets:
         return graph
     storages = dict(graph.storages)
@@ -55,10 +57,22 @@ def _written(graph: Graph) -> list[int]:
     return sorted(s for s in found if graph.storages[s].kind == "temporary")
 
 
-def _can_split(graph: Graph, storage: int) -> bool:
-    """Whether every write to the storage is a functionalizable one that covers it, read only through its result."""
-    seen: set[int] = set()  # values that show the newest contents
+def _touching(graph: Graph, storages: Iterable[int]) -> dict[int, list[Op]]:
+    """The operators that read, make or write each of the storages, in order: long steps have hundreds of these."""
+    found: dict[int, list[Op]] = {storage: [] for storage in storages}
     for op in graph.ops:
+        touched = {graph.values[value].storage for value in (*op.inputs(), *op.made())}
+        touched.update(storage for storage, _ in op.writes)
+        for storage in touched & found.keys():
+            found[storage].append(op)
+    return found
+
+
+def _can_split(graph: Graph, storage: int, ops: Iterable[Op]) -> bool:
+    """Whether every write to the storage is a functionalizable one that covers it, read only through its result; the
+    operators are those that touch it."""
+    seen: set[int] = set()  # values that show the newest contents
+    for op in ops:
         touched = [value for value in op.inputs() if graph.values[value].storage == storage]
         if any(value not in seen for value in touched):
             return False
