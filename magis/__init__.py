@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.api import Bench, OptimizerSpec, Workload, fit, pareto, run_case
+    from magis.api import Bench, OptimizerSpec, Workload, estimate, fit, pareto, peak, run_case
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
@@ -33,9 +33,11 @@ __all__ = [
     "Workload",
     "__version__",
     "checkpoint_policy",
+    "estimate",
     "fit",
     "optimize",
     "pareto",
+    "peak",
     "read_results",
     "run_case",
 ]
@@ -53,9 +55,11 @@ _EXPORTS = {
     "VerifyError": "magis.errors",
     "Workload": "magis.api",
     "checkpoint_policy": "magis.frontends.checkpointing.choose",
+    "estimate": "magis.api",
     "fit": "magis.api",
     "optimize": "magis.frontends.optimize",
     "pareto": "magis.api",
+    "peak": "magis.api",
     "read_results": "magis.report",
     "run_case": "magis.api",
 }

@@ -3,6 +3,8 @@
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.cases.check import check_case
 from magis.cases.run_case import run_case
+from magis.frontends.block_peak import BlockPeak, peak
+from magis.frontends.estimating import Estimate, Remedy, estimate
 from magis.frontends.fitting import Fit, FitPoint, fit
 from magis.frontends.profiling import record_profile
 from magis.planner.bench import Bench, available_devices, check_device, check_profile, default_device
@@ -13,11 +15,14 @@ from magis.planner.fronts import pareto
 __all__ = [
     "PROFILES",
     "Bench",
+    "BlockPeak",
     "Captured",
+    "Estimate",
     "Fit",
     "FitPoint",
     "OptimizerSpec",
     "Profiles",
+    "Remedy",
     "Workload",
     "available_devices",
     "capture",
@@ -25,8 +30,10 @@ __all__ = [
     "check_device",
     "check_profile",
     "default_device",
+    "estimate",
     "fit",
     "pareto",
+    "peak",
     "profile_file",
     "record_profile",
     "run_case",

@@ -5,10 +5,10 @@ Bytes are whole numbers, times are milliseconds, every ratio is optimized / orig
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from magis.module_bytes import ModuleBytes, Peak, StepGrowth, collapsed, is_below
 from magis.units import median_and_spread
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "SearchStats",
     "Span",
     "StepFigures",
+    "StepGrowth",
     "Term",
     "Timelines",
     "collapsed",
@@ -39,7 +40,7 @@ class Case:
     model: str
     """A registered model's name or "package.module:factory"."""
     strategy: str
-    """ "eager", "magis", or what it is compared with (docs/strategies.md): "amp+checkpoint", "ddp", "ort"."""
+    """ "eager", "magis", or what it is compared with (docs/strategies.md): "ddp", "ort"; "peak" for a block of code."""
     device: str
     """ "cpu", "cuda" or "sim:<name>"."""
     preset: str
@@ -64,6 +65,11 @@ class Case:
     """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
 
     @property
+    def has_one_step(self) -> bool:
+        """Whether it shows a step, or code, as it is, with nothing optimized beside it."""
+        return self.strategy in ("eager", "peak")
+
+    @property
     def shown(self) -> str:
         """The strategy, and whose search plans where that is not ours."""
         return self.strategy if self.search == "magis" else f"{self.strategy} ({self.search})"
@@ -83,76 +89,6 @@ class Memory:
     @property
     def workspace_bytes(self) -> int:
         return self.peak_bytes - self.tensor_bytes
-
-
-@dataclass(frozen=True)
-class ModuleBytes:
-    """Bytes of one kind that belong to one module."""
-
-    kind: str
-    """Of what is held: "parameter", "buffer", "state" (the optimizer's), "batch", "constant", "activation" (made by the
-    forward pass), "gradient" (by the backward pass) or "update". Of what a plan does: "recomputed", "swapped", "in 8
-    parts"."""
-    module: str
-    """Path of the module; empty: outside of all sub-modules, as the loss is. "layers.3.*": all modules below "layers.3"
-    together; "*": all sub-modules."""
-    nbytes: int
-    count: int
-    """Tensors, or calls of what a plan does."""
-    line: str = ""
-    """Where in the user's code the largest of them is made ("net.py:31"); empty where that is not known."""
-
-
-def collapsed(rows: Iterable[ModuleBytes], most: int) -> tuple[ModuleBytes, ...]:
-    """The rows, most bytes first; at most ``most`` of them where that is possible (a kind may need two).
-
-    Where there are more, all modules below one become one row ("layers.3.*"), those with the fewest bytes first. So a
-    row tells all that it stands for: what is below "layers.3" is in no other row of that kind.
-    """
-    found = {(row.kind, row.module): row for row in rows}
-    below: dict[tuple[str, str], int] = {}
-    for (kind, module), row in found.items():
-        path = module
-        while path:
-            path = path.rpartition(".")[0]
-            below[kind, path] = below.get((kind, path), 0) + row.nbytes
-    for kind, path in sorted(below, key=lambda key: (below[key], -len(key[1]), key)):
-        if len(found) <= most:
-            break
-        members = [key for key in found if key[0] == kind and is_below(key[1], path)]
-        if len(members) > 1:
-            taken = [found.pop(key) for key in members]
-            name = f"{path}.*" if path else "*"
-            nbytes, count = sum(row.nbytes for row in taken), sum(row.count for row in taken)
-            found[kind, name] = ModuleBytes(kind, name, nbytes, count)
-    return tuple(sorted(found.values(), key=lambda row: (-row.nbytes, row.kind, row.module)))
-
-
-def is_below(module: str, path: str) -> bool:
-    """Whether a module's path is strictly below another one; every path but the empty one is below that."""
-    return module.startswith(f"{path}.") if path else bool(module)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """What makes the peak of a step's tensors, and the scratch at the peak of all bytes."""
-
-    op: str
-    """The operator during which the tensors peak; empty where no operator runs."""
-    module: str
-    phase: str
-    """ "forward", "backward" or "update"."""
-    line: str
-    held: tuple[ModuleBytes, ...]
-    """By module and kind, most bytes first; they sum to the peak of tensor bytes."""
-    scratch_bytes: int = 0
-    """Of the operator during which tensors + scratch peak."""
-    scratch_op: str = ""
-    scratch_module: str = ""
-
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(row.nbytes for row in self.held)
 
 
 @dataclass(frozen=True)
@@ -334,6 +270,8 @@ class CaseResult:
     """Whether the optimized step's simulated latency is its own; else eager's stands in, and no throughput is told."""
     portable: bool = True
     """Whether the optimized step's tensor bytes are the same on every machine."""
+    growth: StepGrowth | None = None
+    """Of eager's step, where its memory grows from step to step."""
 
     @property
     def is_predicted(self) -> bool:

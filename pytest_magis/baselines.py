@@ -55,6 +55,8 @@ class CaseBaseline:
     """Name of the table of what the original holds at its peak; None in files that are older than those tables."""
     optimized_held: str | None = None
     """The same of the optimized step; None for the eager strategy."""
+    growth_bytes: int | None = None
+    """By which the memory of the first steps grows where that was accepted; None: it does not."""
     measured: Mapping[str, Measured] = field(default_factory=dict)
     """By identity, as `identity_key` writes it."""
 
@@ -170,7 +172,7 @@ def _held(result: CaseResult) -> tuple[Table | None, Table | None]:
     original, optimized = result.original.at_peak, result.optimized.at_peak
     return (
         None if original is None else as_table(original),
-        None if optimized is None or result.case.strategy == "eager" else as_table(optimized),
+        None if optimized is None or result.case.has_one_step else as_table(optimized),
     )
 
 
@@ -202,6 +204,7 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
         optimized_tensor_bytes=optimized.tensor_bytes,
         original_tensor_bytes=original.tensor_bytes,
         states_evaluated=result.search.states,
+        growth_bytes=None if result.growth is None else result.growth.nbytes,
         measured={**others, identity_key(result): _measured(result)},
     )
 
@@ -245,7 +248,7 @@ def latency(result: CaseResult) -> tuple[float | None, float | None, float | Non
     Measured rows that were not timed have none, nor those whose ratio is in doubt, nor the eager step, which would be
     compared with itself. A simulated ratio is exact: its interval is a point.
     """
-    if result.case.strategy == "eager":
+    if result.case.has_one_step:
         return None, None, None
     if result.ratio is not None:
         return (None, None, None) if result.ratio.doubt else (result.ratio.ratio, result.ratio.low, result.ratio.high)

@@ -83,6 +83,7 @@ def run_with_magis(
         rough=rough,
         progress=progress,
         timelines=timelines,
+        growing=True,
     )
 
 

@@ -58,16 +58,11 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
-        held = held_before(baseline, planned.label, planned.case)
-        settings = gate.settings
-        if settings.against:
-            verdict = judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
-        else:
-            verdict = judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
+        verdict = verdict_on(gate, planned, result, tolerances)
         if not verdict.passed:
             measure_again(config, planned.case)
         # written from here: whole time lines are too much to hand from process to process
-        trace = _traced(settings.trace, planned, result)
+        trace = _traced(gate.settings.trace, planned, result)
     except MagisError as error:
         if planned.optional and isinstance(error, UsageError):
             pytest.skip(str(error))
@@ -78,6 +73,17 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
         yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+
+
+def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances: Tolerances) -> Verdict:
+    """The verdict on a result of a planned case, by what it is compared with. Raises BaselineError."""
+    baseline = gate.baseline(planned)
+    stored = stored_case(baseline, planned.label, planned.case)
+    held = held_before(baseline, planned.label, planned.case)
+    settings = gate.settings
+    if settings.against:
+        return judge_against(settings.against, result, stored, tolerances=tolerances, held=held)
+    return judge(result, stored, tolerances=tolerances, permissions=settings.updates, held=held)
 
 
 def _is_beside(case: Case) -> bool:

@@ -67,7 +67,7 @@ def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tol
         way_out = "; --magis-update=new adds one" if lacks_latencies(result, measured) else ""
         yield f"latency is not gated: {where} has no latency ratio{way_out}"
     elif lacks_latencies(result, measured):
-        what = "latency is not gated" if result.case.strategy == "eager" else "of latency only the ratio is gated"
+        what = "latency is not gated" if result.case.has_one_step else "of latency only the ratio is gated"
         yield f"{what}: the baseline has no simulated latencies; --magis-update=new adds them"
     judged = (
         None
@@ -100,7 +100,7 @@ def _steps(result: CaseResult, measured: Measured, tolerance: float, *, stopped:
         return
     original, optimized = found
     yield from _step("original", original, measured.original_latency_ns, tolerance)
-    if not stopped and result.case.strategy != "eager":  # whose optimized step is the original
+    if not stopped and not result.case.has_one_step:  # whose optimized step is the original
         yield from _step("optimized", optimized, measured.optimized_latency_ns, tolerance)
 
 

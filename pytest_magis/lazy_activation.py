@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from magis.current_gate import BLOCK_GATE
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
@@ -106,6 +107,15 @@ class LazyActivation:
         if isinstance(item, pytest.Function) and is_marked(item) and not label_of(item):
             pytest.fail(f"{item.nodeid}: {NO_CASES}", pytrace=False)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
+        """What `magis.peak` measures in a test can be gated there."""
+        token = BLOCK_GATE.set(_BlocksOf(item))
+        try:
+            yield
+        finally:
+            BLOCK_GATE.reset(token)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         """A marked test is not only called: what it returns is gated."""
@@ -135,3 +145,19 @@ class LazyActivation:
             start(self._config)
         session: Any = self._config.pluginmanager.get_plugin(GATE)
         return session.gate
+
+
+class _BlocksOf:
+    """Gates the blocks of one run of a test; loaded with the first of them."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self._gate: Any = None
+
+    def __call__(self, peak: Any, name: str, tolerance: float) -> None:
+        __tracebackhide__ = True
+        if self._gate is None:
+            from pytest_magis.live.peak_gate import PeakGate
+
+            self._gate = PeakGate(self._item)
+        self._gate(peak, name, tolerance)

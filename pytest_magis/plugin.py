@@ -6,6 +6,7 @@ Every pytest session of an environment pays for this import, hence no torch, and
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +15,7 @@ from pytest_magis import flags, hookspecs
 from pytest_magis.lazy_activation import LazyActivation
 
 if TYPE_CHECKING:
+    from magis.api import BlockPeak
     from pytest_magis.live.fixture import MagisFixture
 
 
@@ -76,3 +78,11 @@ def magis(request: pytest.FixtureRequest) -> MagisFixture:
     from pytest_magis.live.fixture import MagisFixture
 
     return MagisFixture(request.node)
+
+
+@pytest.fixture
+def magis_peak() -> Callable[..., BlockPeak]:
+    """Measures and gates the memory of any code: `with magis_peak() as p: ...`, then `p.gate()`."""
+    from magis import peak
+
+    return peak

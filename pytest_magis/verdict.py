@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from magis.results import CaseResult, StepFigures
-from magis.strategies.strategy_names import ORIGINAL, PLANS
+from magis.strategies.strategy_names import BLOCK, ORIGINAL, PLANS
 from magis.units import format_bytes
 from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, latency
 from pytest_magis.explain import Table, why_more
@@ -179,6 +179,8 @@ def _compared(
     stopped: bool,
 ) -> Iterator[Finding]:
     """At most one finding of each kind about memory, and one about latency: a wider layer is two lines, not five."""
+    if result.growth is not None and result.growth.nbytes > ((stored and stored.growth_bytes) or 0):
+        yield Finding(WORSE, str(result.growth))
     if stored is None:
         if not stopped:
             yield Finding(NEW, "no baseline")
@@ -191,7 +193,7 @@ def _compared(
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
     """A finding of more memory, with what grew: in the original, where that grew."""
     before_original, before_optimized = held
-    if finding.text.startswith("original"):
+    if result.case.has_one_step or finding.text.startswith("original"):
         return replace(finding, why=why_more("original", result.original.at_peak, before_original))
     return replace(finding, why=why_more("optimized", result.optimized.at_peak, before_optimized))
 
@@ -200,14 +202,14 @@ def _memory_parts(
     result: CaseResult, stored: CaseBaseline, measured: Measured | None, tolerance: float, *, stopped: bool
 ) -> Iterator[Part]:
     yield from _memory(
-        "original",
+        "block" if result.case.strategy == BLOCK else "original",
         (result.original_memory.tensor_bytes, stored.original_tensor_bytes),
         (result.original_memory.peak_bytes, measured.original_peak_bytes) if measured else None,
         tolerance,
     )
     if stopped:
         return
-    if result.case.strategy != "eager":  # whose optimized step is the original
+    if not result.case.has_one_step:  # whose optimized step is the original
         yield from _memory(
             "optimized",
             (result.memory.tensor_bytes, stored.optimized_tensor_bytes) if result.portable or measured else None,

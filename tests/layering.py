@@ -39,14 +39,24 @@ LAYERS = (
     ("magis.ops",),
     ("magis.graph",),
     ("magis.results",),
-    ("magis.dtypes", "magis.plain_records", "magis.quiet", "magis.units"),
+    ("magis.module_bytes",),
+    ("magis.current_gate", "magis.dtypes", "magis.plain_records", "magis.quiet", "magis.units"),
     ("magis.errors",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
 PACKAGES = ("magis", "pytest_magis")
 # What the plugin may use: these modules, and of each only the names in its `__all__`.
 PUBLIC = frozenset(
-    {"magis", "magis.api", "magis.dtypes", "magis.errors", "magis.models", "magis.models.registry", "magis.quiet"}
+    {
+        "magis",
+        "magis.api",
+        "magis.current_gate",
+        "magis.dtypes",
+        "magis.errors",
+        "magis.models",
+        "magis.models.registry",
+        "magis.quiet",
+    }
     | {"magis.plain_records", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names"}
     | {"magis.units"}
 )

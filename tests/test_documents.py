@@ -50,11 +50,13 @@ EXECUTED = {
     "docs/checkpoint-policy.md": "tests/compile/test_docs.py",
     "docs/ci.md": "tests/plugin/test_docs_ci.py",
     "docs/compile.md": "tests/compile/test_docs.py",
+    "docs/estimate.md": "tests/api/test_estimate.py",
     "docs/extending.md": "tests/test_documents.py",
     "docs/fit.md": "tests/cli/test_fit.py",
     "docs/gate-my-model.md": "tests/plugin/test_guide.py",
     "docs/optimize.md": "tests/training/test_docs.py",
     "docs/paper.md": "tests/test_documents.py",
+    "docs/peak.md": "tests/plugin/test_peak.py",
     "docs/report.md": "tests/plugin/test_docs_report.py",
 }
 """Documents with Python examples -> the test that runs them."""

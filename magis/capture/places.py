@@ -16,9 +16,9 @@ from torch import nn
 # Where in the user's code an operator is called: file and line of the innermost frame that is theirs.
 
 HERE = Path(__file__).parent
-START = str(HERE / "captured.py")
-"""Calls the module and the loss: frames around it are not theirs."""
-NOT_THEIRS = (Path(torch.__file__).parent, HERE, HERE.parent / "ops")
+START = frozenset((str(HERE / "captured.py"), str(HERE.parent / "runtime" / "steps.py")))
+"""Call the module, the loss and the optimizer: frames around them are not theirs."""
+OURS, NETWORKS = HERE.parent, HERE.parent / "models"
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -31,7 +31,7 @@ class UserLines:
     def here(self) -> str:
         """ "net.py:31"; empty where torch was called without any code of theirs in between, as a loss often is."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != START:
+        while frame is not None and frame.f_code.co_filename not in START:
             name = frame.f_code.co_filename
             if name not in self._theirs:
                 self._theirs[name] = _shown(name)
@@ -44,7 +44,9 @@ class UserLines:
 def _shown(name: str) -> str:
     """A user's file in short: from the current directory on, else with its folder; empty for other files."""
     path = Path(name)
-    if name.startswith("<") or any(path.is_relative_to(folder) for folder in NOT_THEIRS):
+    if name.startswith("<") or path.is_relative_to(Path(torch.__file__).parent):
+        return ""
+    if path.is_relative_to(OURS) and not path.is_relative_to(NETWORKS):
         return ""
     if path.is_relative_to(LIBRARY) and "site-packages" not in path.parts:
         return ""

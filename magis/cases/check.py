@@ -13,6 +13,7 @@ import torch
 
 from magis.cases.case_rows import attempt
 from magis.cases.contenders import technique_of
+from magis.cases.growth import growth
 from magis.errors import CaptureError, UsageError
 from magis.planner.bench import Bench, Make
 from magis.planner.subject import Subject
@@ -50,7 +51,8 @@ def _check_eager(subject: Subject) -> None:
     except UsageError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}{_place(error)} in eager mode: {error}"
+        grown = growth(subject) if subject.source.of_user else None  # graphs that are kept cannot be copied, say
+        text = f"{f'{grown}; ' if grown else ''}{type(error).__name__}{_place(error)} in eager mode: {error}"
         raise CaptureError(text, hint=EAGER_FIRST) from error
 
 

@@ -17,7 +17,7 @@ from magis.graph import Graph
 from magis.planner.subject import Subject
 from magis.results import Case, Memory, SearchStats
 from magis.runtime.steps import Step
-from magis.strategies.single_device import Local, local, window_of_compiled
+from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
 from magis.strategies.strategy_names import LISTED, family
 
 SCALER = 0.001
@@ -116,7 +116,7 @@ def _step(subject: Subject, technique: Local | None, stack: ExitStack) -> Step:
     if technique is None:
         return subject.eager()
     work = subject.fresh()
-    stack.enter_context(technique.wrapped(work.module, work.blocks))
+    stack.enter_context(technique.wrapped(work.module, blocks_of(work)))
     return technique.step(work)
 
 

@@ -21,6 +21,7 @@ from magis.cases.case_rows import (
 )
 from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
 from magis.cases.contenders import Candidate, check_precision, numbers_of, of_technique, technique_of
+from magis.cases.growth import growth
 from magis.cases.kept_results import KeptResults
 from magis.cases.ort_cases import ort_result
 from magis.cases.rank_cases import ranked_result
@@ -53,6 +54,7 @@ def run_case(
     rough: bool = False,
     progress: Progress | None = None,
     timelines: bool = False,
+    growing: bool = False,
 ) -> CaseResult:
     """Run one case. ``make`` builds the workload from the seed, where the model's name is not what builds it.
 
@@ -60,8 +62,9 @@ def run_case(
     where the graph is still the same, planning uses them, and comes to the same plan on every machine. Timing goes on
     as long as one of ``latency_bounds`` lies in the latency ratio's interval (`StoppingRule`), for two looks at steps
     made anew; it ends soon if that may be ``rough``, since nothing is decided by the ratio and nobody stores it.
-    ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call. Raises
-    MagisError for what cannot be captured or run.
+    ``progress`` is told what is going on. ``timelines``: the result has those of both steps, call by call.
+    ``growing``: look whether the memory of a user's network grows from step to step. Raises MagisError for what cannot
+    be captured or run.
     """
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
@@ -72,7 +75,7 @@ def run_case(
             return ort_result(case, subject, progress or (lambda _text: None), latency_bounds, rough=rough)
         if kind == "distributed":
             return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
-        run = CaseRun(case, subject, progress, latency_bounds, rough=rough, timelines=timelines)
+        run = CaseRun(case, subject, progress, latency_bounds, rough=rough, timelines=timelines, growing=growing)
         keeps = bench.kept if bench.keeps_results and not timelines else None
         with collector_spared():
             if keeps is None:
@@ -108,6 +111,7 @@ class CaseRun:
         *,
         rough: bool = False,
         timelines: bool = False,
+        growing: bool = False,
     ) -> None:
         check_amounts(case)
         self._technique = technique_of(case, subject)
@@ -118,6 +122,7 @@ class CaseRun:
         self._bounds = tuple(latency_bounds)
         self._rough = rough
         self._timelines = timelines
+        self._growing = growing and case.strategy == "eager" and subject.source.of_user
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         with products_of(self._subject.source.dtype):
@@ -343,6 +348,7 @@ class CaseRun:
             off_by=candidate.off_by,
             priced=candidate.priced,
             portable=not self._is_compiled,
+            growth=growth(subject) if self._growing else None,
             timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
         )
 

@@ -1,4 +1,4 @@
-"""The command `magis`: `fit`, `profile` and `merge`; a user's mistake gets one line and exit code 4."""
+"""The command `magis`: `fit`, `estimate`, `profile` and `merge`; a user's mistake gets one line and exit code 4."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from magis.cli.estimate import add_estimate
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
@@ -234,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_profile(commands)
     add_merge(commands)
     add_fit(commands)
+    add_estimate(commands)
     try:
         asked = parser.parse_args(arguments)
         before_torch()

@@ -131,7 +131,7 @@ def trace_text(result: CaseResult) -> str:
     """
     lines = result.timelines or Timelines((), ())
     steps = [("original", lines.original)]
-    if result.case.strategy != "eager":  # whose optimized step is the original
+    if not result.case.has_one_step:  # whose optimized step is the original
         steps.append(("optimized", lines.optimized))
     events = [event for pid, (name, spans) in enumerate(steps, 1) for event in _process(pid, name, spans)]
     about = {"model": result.case.model, "strategy": result.case.strategy, "device": result.case.device}

@@ -114,6 +114,26 @@ class Moved:
         return found
 
 
+def blocks_of(work: Workload) -> tuple[str, ...]:
+    """Paths of the blocks to checkpoint: those that the workload names, else the children of one class, two at least
+    and made of modules themselves, of the `ModuleList` or `Sequential` whose such children have the most parameters;
+    empty where there are none."""
+    best: tuple[int, tuple[str, ...]] = (0, ())
+    lists = () if work.blocks else work.module.named_modules()
+    for path, parent in lists:
+        if not isinstance(parent, (nn.ModuleList, nn.Sequential)):
+            continue
+        by_class: dict[type[nn.Module], list[tuple[str, nn.Module]]] = {}
+        for name, child in parent.named_children():
+            if any(child.children()):
+                by_class.setdefault(type(child), []).append((f"{path}.{name}" if path else name, child))
+        for alike in by_class.values():
+            size = sum(parameter.numel() for _, child in alike for parameter in child.parameters())
+            if len(alike) > 1 and size > best[0]:
+                best = (size, tuple(place for place, _ in alike))
+    return work.blocks or best[1]
+
+
 @dataclass(frozen=True)
 class Local:
     """A way to run a step on one rank, by its parts; empty ones change nothing."""
@@ -152,7 +172,7 @@ class Local:
 
     def check(self, work: Workload) -> None:
         """Raise UsageError for a network that it is not for."""
-        if self.blocks and not work.blocks:
+        if self.blocks and not blocks_of(work):
             raise UsageError(f"model {work.name!r} names no blocks to checkpoint", hint="list them in Workload.blocks")
 
     @contextmanager
@@ -161,7 +181,7 @@ class Local:
         self.check(work)
         moved = Moved()
         with ExitStack() as stack:
-            stack.enter_context(self.wrapped(work.module, work.blocks))
+            stack.enter_context(self.wrapped(work.module, blocks_of(work)))
             if self.offloads and device != "cpu":  # where the host is the device, nothing moves
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(moved.away, moved.back))
             yield moved

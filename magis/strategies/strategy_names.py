@@ -12,6 +12,7 @@ from magis.errors import UsageError
 from magis.strategies.distributed_names import DISTRIBUTED, group_of, is_distributed
 
 __all__ = [
+    "BLOCK",
     "KINDS",
     "LISTED",
     "ORIGINAL",
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 ORIGINAL = "eager"
+BLOCK = "peak"
+"""Code that `magis.peak` measured: no step of a network, hence in no list."""
 PLANS = ("magis", "magis+amp")
 SEARCHES = ("magis", "paper")
 """Whose search plans, ours first."""

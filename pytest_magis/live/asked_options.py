@@ -83,7 +83,8 @@ def _word(shown: str, value: Any) -> str:
     return value
 
 
-def _name(shown: str, value: Any) -> str:
+def check_name(shown: str, value: Any) -> str:
+    """A word that can name baselines. Raises UsageError."""
     if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", value):
         raise UsageError(f"{shown}: {value!r} cannot be a name", hint="use letters, digits, '_', '-' and '.' only")
     if value in (*all_names(), "all", "seed"):
@@ -99,7 +100,7 @@ def _dtype(shown: str, value: Any) -> str:
 
 
 _READERS: Mapping[str, Callable[[str, Any], Any]] = {
-    "name": _name,
+    "name": check_name,
     "memory_ratios": lambda shown, value: memory_ratios_of(shown, _texts(value)),
     "latency_ratios": lambda shown, value: latency_ratios_of(shown, _texts(value)),
     "strategies": lambda shown, value: items(shown, _texts(value)),

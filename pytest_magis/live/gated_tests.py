@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 MARK = "magis"
-FIXTURE = "magis"
+FIXTURES = ("magis", "magis_peak")
 OURS = "pytest_magis.plugin"
 PARAM = "magis case"
 """The parameter that tells the cases of a marked test apart; no argument of a function can be called so."""
@@ -24,8 +24,8 @@ def is_live(item: pytest.Item) -> bool:
 
 def _takes_fixture(item: pytest.Item) -> bool:
     """Whether a test uses our fixture, and not one of that name of its own project."""
-    known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {}).get(FIXTURE, ())
-    return bool(known) and known[-1].func.__module__ == OURS
+    known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
+    return any(known.get(name) and known[name][-1].func.__module__ == OURS for name in FIXTURES)
 
 
 def label_of(item: pytest.Function) -> str:

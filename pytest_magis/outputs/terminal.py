@@ -15,7 +15,7 @@ from pytest_magis.findings import NEW, PERMISSIONS, accept_all
 from pytest_magis.outcome import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
-USUAL = ("eager", "magis")
+USUAL = ("eager", "magis", "peak")
 """A run of nothing else is compared well enough in the table of its cases."""
 
 
@@ -143,7 +143,7 @@ def _limit(outcome: Outcome) -> str:
 
 def _latency(outcome: Outcome) -> str:
     result = outcome.result
-    if result is None or outcome.case.strategy == "eager":
+    if result is None or outcome.case.has_one_step:
         return "-"
     if result.ratio is not None:
         return f"{result.ratio.ratio:.2f} [{result.ratio.low:.2f}, {result.ratio.high:.2f}]"

@@ -11,7 +11,7 @@ import torch
 from magis.capture.workload import Workload, fake_tensors
 from magis.errors import UsageError
 from magis.runtime.steps import EagerStep
-from magis.strategies.single_device import Local, local, window_of_compiled
+from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
 from magis.strategies.strategy_names import LISTED, family, is_local, ort_name
 from tests.api.nets import blocks
 
@@ -156,11 +156,16 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
 
 
 def test_a_network_that_names_no_blocks_is_refused() -> None:
-    work = replace(small(), blocks=())
+    work = replace(small(), module=torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), blocks=())
     for name in ("checkpoint", "amp+selective-checkpoint"):
         with pytest.raises(UsageError, match=r"names no blocks to checkpoint; list them in Workload\.blocks"):
             local(name, "cpu").check(work)
     local("amp+compile", "cpu").check(work)
+
+
+def test_blocks_that_nobody_names_are_those_of_the_longest_list() -> None:
+    assert blocks_of(replace(small(), blocks=())) == small().blocks
+    assert blocks_of(replace(small(), blocks=("layers.0",))) == ("layers.0",)
 
 
 def test_what_is_kept_on_the_host_is_counted_where_it_is_another_memory() -> None:

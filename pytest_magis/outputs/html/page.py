@@ -40,7 +40,7 @@ ROWS = 20
 def lines_of(outcome: Outcome, original: Sequence[Span], optimized: Sequence[Span]) -> list[Line]:
     """The lines of a case's curve: of the eager strategy one, since both steps are the same."""
     both = [("original", original), ("optimized", optimized)]
-    return both[:1] if outcome.case.strategy == "eager" else both
+    return both[:1] if outcome.case.has_one_step else both
 
 
 def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> str:
@@ -67,7 +67,7 @@ def _parts(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -
         yield f'<figure>{picture}<figcaption>{keys}<output class="hover"></output></figcaption></figure>'
     yield '<div class="peaks">'
     yield _peak("original", result.original.at_peak)
-    if outcome.case.strategy != "eager":
+    if not outcome.case.has_one_step:
         yield _peak("optimized", result.optimized.at_peak)
     yield "</div>"
     yield from _plan(outcome, result)

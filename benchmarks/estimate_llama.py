@@ -1,0 +1,66 @@
+"""What `magis.estimate` says of Llama 3 8B, in how many seconds and bytes: `python benchmarks/estimate_llama.py`.
+
+Full training by AdamW in bfloat16 on one sequence of 2048 tokens, on a simulated H100, and what would make it fit.
+Needs transformers, and PEFT for the row of adapters. Then each remedy of the gate's own is run as a case, whose bytes
+must be those of the estimate.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from typing import Any
+
+from magis.quiet import before_torch
+
+before_torch()
+
+import torch
+
+import magis
+from magis.results import Case
+
+DEVICE = "sim:h100"
+
+
+def make() -> tuple[Any, ...]:
+    """Llama 3 8B with a batch of one sequence, and AdamW."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        net = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+            )
+        )  # fmt: skip
+    finally:
+        torch.set_default_dtype(before)
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
+    return net, {"input_ids": tokens, "labels": tokens}, torch.optim.AdamW(net.parameters())
+
+
+def main() -> None:
+    """Print the estimate, its remedies, what it took, and the gate's own figures."""
+    started = time.perf_counter()
+    step = magis.estimate(make, device=DEVICE)
+    estimated = time.perf_counter() - started
+    print(step)
+    for remedy in step.remedies:
+        print(remedy)
+    whole = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"seconds: {estimated:.1f} the estimate, {whole:.1f} with remedies; {peak:.2f} GiB resident at most")
+    name = f"{__name__}:make"
+    for remedy in step.remedies:
+        ratio = float(remedy.how.rpartition("=")[2]) if remedy.name == "magis" else None
+        if remedy.name != "lora":
+            case = Case(name, remedy.name, DEVICE, "paper", memory_ratio=ratio, budget=3000 if ratio else None)
+            found = magis.run_case(case).optimized.reserved_bytes
+            print(f"the gate's case {remedy.name}: {found} bytes reserved, the estimate's {remedy.needed_bytes}")
+
+
+if __name__ == "__main__":
+    main()

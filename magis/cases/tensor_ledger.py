@@ -1,0 +1,212 @@
+"""Where the tensors of a block of code are made, and what is alive at their peak: by module and line, while it runs."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magis.capture.places import UserLines
+from magis.capture.schemas import tensors_in
+from magis.ops.eager_only import unwatched
+from magis.results import ModuleBytes, Peak, collapsed
+from magis.runtime.measure import storages_of
+
+ROWS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class MadeStorage:
+    """A storage made in the block, and where."""
+
+    reference: StorageWeakRef
+    nbytes: int
+    kind: str
+    module: str
+    line: str
+
+    @property
+    def looks(self) -> tuple[int, str, str, str]:
+        """What it has in common with the storage that a later step makes in its place."""
+        return self.nbytes, self.kind, self.module, self.line
+
+
+class RunningModules:
+    """The path of the module whose forward is running: "UNet.mid.0", by the class of the outermost one."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[weakref.ref[nn.Module], str]] = []
+        self._names: dict[int, tuple[weakref.ref[nn.Module], dict[int, str]]] = {}
+
+    @property
+    def path(self) -> str:
+        """Empty outside of all modules."""
+        return self._running[-1][1] if self._running else ""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow every forward, of whatever module."""
+        handles = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        path = type(module).__name__
+        if self._running:
+            outer, outer_path = self._running[-1]
+            name = self._name(outer(), module)
+            path = f"{outer_path}.{name}" if name else f"{outer_path}.{path}"
+        self._running.append((weakref.ref(module), path))
+
+    def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        while self._running and self._running.pop()[0]() is not module:
+            pass  # a module below it that was left by an error ahead of its own hook
+
+    def _name(self, outer: nn.Module | None, module: nn.Module) -> str:
+        """Of a module within the one that calls it; empty where it is no part of that."""
+        if outer is None:
+            return ""
+        known = self._names.get(id(outer))
+        if known is None or known[0]() is not outer or id(module) not in known[1]:
+            known = (weakref.ref(outer), {id(child): name for name, child in outer.named_modules()})
+            self._names[id(outer)] = known
+        return known[1].get(id(module), "")
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and none in the block."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
+    """Storages as a table, most bytes first; the line is that of the largest one."""
+    rows: dict[tuple[str, str], list[MadeStorage]] = {}
+    for each in made:
+        rows.setdefault((each.kind, each.module), []).append(each)
+    held = (
+        ModuleBytes(
+            kind, module, sum(each.nbytes for each in group), len(group), max(group, key=lambda each: each.nbytes).line
+        )
+        for (kind, module), group in rows.items()
+    )
+    return collapsed(held, ROWS)
+
+
+class TensorLedger(TorchDispatchMode):
+    """Notes every storage that is made under it, and what was alive when they took most.
+
+    The sum is an upper bound until it exceeds the peak; only then are those that are gone looked for, so that long
+    loops cost little.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.modules = RunningModules()
+        self.peak_bytes = 0
+        self._device = device
+        self._unwatched = unwatched()
+        self._lines = UserLines()
+        self._places: dict[int, tuple[str, str]] = {}
+        self._older: dict[int, StorageWeakRef] = {}
+        self._made: dict[int, MadeStorage] = {}
+        self._most = 0
+        self._at_peak: tuple[MadeStorage, ...] = ()
+        self._where = ("", "", "", "")
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether code is compiled under it as it is without it."""
+        return True
+
+    @property
+    def alive_bytes(self) -> int:
+        """What is alive now."""
+        self._purge()
+        return self._most
+
+    def peak(self) -> Peak:
+        """Where the peak was, and what was held there."""
+        op, module, phase, line = self._where
+        return Peak(op, module, phase, line, by_module(self._at_peak))
+
+    def alive(self) -> tuple[MadeStorage, ...]:
+        """What was made under it and is still there."""
+        self._purge()
+        return tuple(self._made.values())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if torch.is_inference_mode_enabled():  # otherwise autograd has taken composite operators apart by now
+            with self:
+                parts = func.decompose(*args, **given)
+            if parts is not NotImplemented:
+                return parts
+        func = self._unwatched.form(func, args, given)
+        # torch.tensor(...) makes its storage out of sight and announces it by this operator
+        if func is not torch.ops.aten.lift_fresh.default:
+            for reference, _ in self._storages((args, tuple(given.values()))):
+                if reference.cdata not in self._made:
+                    self._older[reference.cdata] = reference
+        result = func(*args, **given)
+        self._count(func, self._storages((args, tuple(given.values()), result)))
+        return result
+
+    def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
+        return storages_of([tensor for tensor in tensors_in(tree) if tensor.device.type == self._device])
+
+    def _count(self, func: Any, storages: list[tuple[StorageWeakRef, int]]) -> None:
+        place = None
+        for reference, nbytes in storages:
+            known = self._made.get(reference.cdata)
+            if reference.cdata in self._older or (known is not None and known.nbytes == nbytes):
+                continue
+            place = place or self._place()
+            self._most += nbytes - (known.nbytes if known is not None else 0)
+            self._made[reference.cdata] = MadeStorage(reference, nbytes, *place)
+        if place is not None and self._most > self.peak_bytes:
+            self._purge()
+            if self._most > self.peak_bytes:
+                kind, module, line = place
+                phase = "backward" if kind == "gradient" else "forward"
+                self.peak_bytes, self._where = self._most, (str(func), module, phase, line)
+                self._at_peak = tuple(self._made.values())
+
+    def _place(self) -> tuple[str, str, str]:
+        """Kind, module and line of what runs; an operator of a backward has those of the forward that it belongs to."""
+        node: Any = torch._C._current_autograd_node()  # noqa: SLF001
+        if node is not None:
+            return "gradient", *self._places.get(node._sequence_nr(), ("", ""))  # noqa: SLF001
+        module, line = self.modules.path, self._lines.here()
+        if torch.is_grad_enabled():
+            self._places.setdefault(_get_sequence_nr() - 1, (module, line))
+        return "tensor", module, line
+
+    def _purge(self) -> None:
+        for key in [key for key, held in self._made.items() if held.reference.expired()]:
+            self._most -= self._made.pop(key).nbytes

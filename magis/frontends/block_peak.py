@@ -1,0 +1,185 @@
+"""Peak memory of any code: `with magis.peak() as p:` counts tensors and the allocator's bytes, by module and line.
+
+Nothing is captured or planned: a generation loop, a pipeline, several training steps count as they run. All bytes are
+those above the start of the block, so a model that is built ahead of it does not count, and what is freed in it
+although it is older does not either.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch._C._autograd import _profiler_enabled
+
+from magis.cases.tensor_ledger import TensorLedger, no_collection
+from magis.current_gate import BLOCK_GATE
+from magis.errors import UsageError
+from magis.ops.eager_only import products_as_eager
+from magis.results import Case, CaseResult, Memory, Peak, StepFigures
+from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, replay
+from magis.strategies.strategy_names import BLOCK
+from magis.units import format_bytes
+
+ROWS = 40
+SHOWN = 8
+DEVICES = ("cpu", "cuda")
+
+
+class BlockPeak:
+    """The peak memory of a block of code; the figures are there once the block has ended.
+
+    The garbage collector runs ahead of the block and not inside it: when cycles die would depend on what ran earlier,
+    and the peak must not. Bytes of tensors are the same on every machine. Raises UsageError for an unknown device.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device not in DEVICES:
+            raise UsageError(f"magis.peak: device {self.device!r} is unknown", hint=f"one of {', '.join(DEVICES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("magis.peak: device 'cuda' needs a GPU and none was found", hint="use 'cpu'")
+        self._ledger = TensorLedger(self.device)
+        self._stack = ExitStack()
+        self._figures: _Figures | None = None
+        self._why = "its block has not begun"
+
+    def __enter__(self) -> Self:
+        if self._why != "its block has not begun":
+            raise UsageError("magis.peak: one object measures one block", hint="call magis.peak() again")
+        self._why = "its block is still running"
+        self._log = None
+        stack = self._stack
+        stack.enter_context(no_collection())
+        if self.device == "cpu" and not _profiler_enabled():
+            self._log = stack.enter_context(memory_profile())
+        elif self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what earlier code left would count as reserved by this block
+            torch.cuda.reset_peak_memory_stats()
+            self._start = torch.cuda.memory_allocated()
+        stack.enter_context(products_as_eager() if self.device == "cpu" else nullcontext())
+        stack.enter_context(self._ledger.modules.watched())
+        stack.enter_context(self._ledger)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        allocated = reserved = None
+        if self.device == "cuda" and error is None:
+            torch.cuda.synchronize()
+            allocated = torch.cuda.max_memory_allocated() - self._start
+            reserved = torch.cuda.max_memory_reserved() - self._start
+        self._stack.close()
+        if error is not None:
+            self._why = f"its block raised {type(error).__name__}"
+            return
+        if self._log is not None:
+            allocated = replay(allocations(self._log)).peak_bytes
+        ledger = self._ledger
+        self._figures = _Figures(ledger.peak(), ledger.peak_bytes, ledger.alive_bytes, allocated, reserved)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The most that tensors made in the block took at one time; storages count once."""
+        return self._found.tensor_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What tensors made in the block still take at its end."""
+        return self._found.kept_bytes
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Peak of what the device's allocator gave out, scratch of operators included; None within a profiler."""
+        return self._found.allocated_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that a GPU's caching allocator held; None on a CPU."""
+        return self._found.reserved_bytes
+
+    @property
+    def at_peak(self) -> Peak:
+        """Where the tensors peak, and what holds them there, by module and line."""
+        return self._found.at_peak
+
+    def gate(self, name: str = "", *, tolerance: float = 0.0) -> None:
+        """Compare the peak with its stored baseline, and fail the pytest test that runs if it is worse.
+
+        ``name`` tells several blocks of a test apart; ``tolerance`` is the share by which bytes may grow (0.01: one
+        percent). Raises UsageError outside of a test.
+        """
+        __tracebackhide__ = True
+        self._found  # noqa: B018 (raises where there is nothing to compare)
+        gate = BLOCK_GATE.get()
+        if gate is None:
+            raise UsageError("magis.peak: gate() works in a pytest test only", hint="elsewhere, read tensor_bytes")
+        gate(self, name, tolerance)
+
+    def result(self, name: str, seed: int = 0) -> CaseResult:
+        """The figures as a row of the gate: a case of strategy "peak" of the test or program ``name``."""
+        found = self._found
+        if not found.tensor_bytes:
+            raise UsageError(f"magis.peak: the block made no tensor on {self.device}: there is nothing to gate")
+        allocated = found.tensor_bytes if found.allocated_bytes is None else found.allocated_bytes
+        memory = Memory(found.tensor_bytes, max(allocated, found.tensor_bytes), found.reserved_bytes)
+        figures = StepFigures(memory, 0.0, memory, at_peak=found.at_peak)
+        return CaseResult(
+            case=Case(name, BLOCK, self.device, "small", seed=seed),
+            dtype=str(torch.get_default_dtype()).removeprefix("torch."),
+            identity=device_identity(self.device),
+            original=figures,
+            optimized=figures,
+            ratio=None,
+            weight_bytes=0,
+            persistent_bytes=0,
+            memory_limit_bytes=None,
+            latency_limit_ms=None,
+            device_memory_bytes=device_memory(self.device),
+            lower_bound_bytes=0,
+            priced=False,
+        )
+
+    def __str__(self) -> str:
+        """The figures, and what holds most at the peak."""
+        found, peak = self._found, self._found.at_peak
+        besides = [f"{format_bytes(found.kept_bytes)} kept"]
+        if found.allocated_bytes is not None:
+            besides.insert(0, f"{format_bytes(found.allocated_bytes)} allocated")
+        if found.reserved_bytes is not None:
+            besides.insert(1, f"{format_bytes(found.reserved_bytes)} reserved")
+        where = f", at {peak.op} of {peak.module or 'no module'} ({peak.line})" if peak.op else ""
+        lines = [f"peak of tensors {format_bytes(found.tensor_bytes)} ({', '.join(besides)}){where}"]
+        for row in peak.held[:SHOWN]:
+            place = f" at {row.line}" if row.line else ""
+            lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {row.kind}s{place}")
+        return "\n".join(lines)
+
+    @property
+    def _found(self) -> _Figures:
+        if self._figures is None:
+            raise UsageError(f"magis.peak: there are no figures: {self._why}")
+        return self._figures
+
+
+def peak(device: str | None = None) -> BlockPeak:
+    """Measure the peak memory of a block of code: ``with magis.peak() as p: ...``, then ``p.tensor_bytes``.
+
+    ``device``: "cpu" or "cuda"; "cuda" where there is a GPU unless it is given. In a test, ``p.gate()`` compares it
+    with a stored baseline.
+    """
+    return BlockPeak(device)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    at_peak: Peak
+    tensor_bytes: int
+    kept_bytes: int
+    allocated_bytes: int | None
+    reserved_bytes: int | None

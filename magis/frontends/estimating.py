@@ -1,0 +1,251 @@
+"""What a training step will need on a device, ahead of the first run: by kind and module, and what would make it fit.
+
+Nothing of the model's size is allocated where a function makes it: the step is captured on fake tensors. Every figure
+is that of a case of the gate ("eager", "checkpoint", "magis" at a memory limit), which reproduces it byte for byte.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from magis.capture import OptimizerSpec, Workload
+from magis.cases.run_case import run_case
+from magis.errors import MagisError, UsageError
+from magis.frontends.fitting import MOST, largest, resized
+from magis.models.registry import from_function, is_factory
+from magis.planner.bench import Bench, Make, default_device
+from magis.results import Case, CaseResult, Peak
+from magis.units import format_bytes, format_milliseconds, parse_bytes
+
+QUICK = 3_000
+"""Plans evaluated, as `--magis-budget=quick`: a limit close to the peak is met by the first ones."""
+ROOM = (1.0, 0.97, 0.94, 0.9)
+"""Shares of the limit that plans are asked for, until what the caching allocator reserves fits, too."""
+ADAPTER_RANK = 8
+SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A way to run the step with less memory, and what it then needs."""
+
+    name: str
+    """ "checkpoint", "magis" or "lora"."""
+    needed_bytes: int
+    """Reserved by the caching allocator on a GPU, allocated on a CPU."""
+    latency_ratio: float
+    """Predicted, against the step as it is."""
+    fits: bool
+    how: str
+
+
+class Estimate:
+    """The predicted memory of one training step on a device."""
+
+    def __init__(self, result: CaseResult, bench: Bench, make: Make | None, limit: int) -> None:
+        self.result = result
+        """The case of the gate that it is: "eager" on the device."""
+        self.limit_bytes = limit
+        """What must suffice: the device's memory, unless a limit was given."""
+        self._bench = bench
+        self._make = make
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of what is allocated: tensors, persistent ones included, and scratch inside operators."""
+        return self.result.original_memory.peak_bytes
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """What the caching allocator of a GPU will hold for it, fragmentation included; None for a CPU."""
+        return self.result.original.reserved_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """What runs out: reserved bytes on a GPU, else the peak."""
+        return self.reserved_bytes or self.peak_bytes
+
+    @property
+    def latency_ms(self) -> float:
+        """Predicted time of a step."""
+        return self.result.original.simulated_ms
+
+    @property
+    def at_peak(self) -> Peak:
+        """The operator at the peak, and what is held there by kind and module."""
+        found = self.result.original.at_peak
+        if found is None:  # the simulator of another plugin
+            raise MagisError(f"{self.result.case.model}: nothing is known of what is held at the peak")
+        return found
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes at the peak by kind ("parameter", "state", "gradient", "activation", ...), most first."""
+        found: Counter[str] = Counter()
+        for row in self.at_peak.held:
+            found[row.kind] += row.nbytes
+        return dict(found.most_common())
+
+    def fits(self, limit: str | int | None = None) -> bool:
+        """Whether the step fits the device, or a limit (bytes, or a text: "24 GiB")."""
+        return self.missing_bytes(limit) <= 0
+
+    def missing_bytes(self, limit: str | int | None = None) -> int:
+        """By how much the step exceeds the device, or a limit; negative: what is left."""
+        return self.needed_bytes - (self.limit_bytes if limit is None else _bytes(limit))
+
+    def against(self, other: Estimate) -> dict[str, int]:
+        """Bytes at the peak by kind, less those of another step: why one needs more than the other; most first."""
+        mine, theirs = self.by_kind, other.by_kind
+        changed = {kind: mine.get(kind, 0) - theirs.get(kind, 0) for kind in {*mine, *theirs}}
+        return dict(sorted(((kind, n) for kind, n in changed.items() if n), key=lambda item: -abs(item[1])))
+
+    @cached_property
+    def remedies(self) -> tuple[Remedy, ...]:
+        """What would make it need less: checkpointed blocks, a plan for the limit, adapters in place of full training.
+
+        Those that do not apply are left out: no repeated blocks, no PEFT installed, an optimizer that runs by itself.
+        """
+        return tuple(self._remedies())
+
+    def _remedies(self) -> Iterator[Remedy]:
+        case, make = self.result.case, self._make
+        checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
+        if checkpointed is not None:
+            yield self._remedy("checkpoint", checkpointed, "checkpoint each block: --magis-strategies=checkpoint")
+        for room in ROOM:
+            ratio = min(1.0, round(room * self.limit_bytes / self.needed_bytes, 3))
+            planned = self._tried(replace(case, strategy="magis", memory_ratio=ratio, budget=QUICK), make)
+            if planned is None:
+                break
+            found = self._remedy(
+                "magis", planned, f"plan the step: --magis-budget=quick --magis-memory-ratios={ratio:g}"
+            )
+            if found.fits or room == ROOM[-1]:
+                yield found
+                break
+        if importlib.util.find_spec("peft") is not None:
+            adapted = self._tried(case, partial(_with_adapters, make or self._named))
+            if adapted is not None:
+                how = f"train adapters (LoRA of rank {ADAPTER_RANK} in all linear layers) instead of the weights"
+                yield self._remedy("lora", adapted, how)
+
+    def _named(self, seed: int) -> Workload:
+        return self._bench.subject(replace(self.result.case, seed=seed)).source.make(seed)
+
+    def _tried(self, case: Case, make: Make | None) -> CaseResult | None:
+        try:
+            return run_case(case, cache=self._bench, make=make)
+        except MagisError:
+            return None
+
+    def _remedy(self, name: str, result: CaseResult, how: str) -> Remedy:
+        needed = result.optimized.reserved_bytes or result.memory.peak_bytes
+        ratio = result.optimized.simulated_ms / self.latency_ms
+        return Remedy(name, needed, ratio, needed <= self.limit_bytes, how)
+
+    def largest_batch(self, limit: str | int | None = None, *, dim: int = 0, most: int = MOST) -> int | None:
+        """The largest extent of dimension ``dim`` of the batch whose step fits; None where not even 1 does.
+
+        Every size that is tried is captured, so this takes a few times as long as the estimate did.
+        """
+        allowed = self.limit_bytes if limit is None else _bytes(limit)
+        make, case = self._make or self._named, self.result.case
+
+        def fits(size: int) -> bool:
+            found = self._tried(case, lambda seed: resized(make(seed), dim, size))
+            return found is not None and (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
+
+        return largest(fits, make(case.seed).inputs[0].shape[dim], most)
+
+    def __str__(self) -> str:
+        """The estimate as a person reads it."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        result = self.result
+        reserved = f", {format_bytes(self.reserved_bytes)} reserved" if self.reserved_bytes else ""
+        yield (
+            f"{result.case.model} on {result.case.device}, {result.dtype}: peak {format_bytes(self.peak_bytes)}"
+            f"{reserved}; a step takes {format_milliseconds(self.latency_ms)}"
+        )
+        missing = self.missing_bytes()
+        verdict = f"does not fit: {format_bytes(missing)} too much" if missing > 0 else "fits"
+        yield f"{verdict} for {format_bytes(self.limit_bytes)}"
+        yield "at the peak: " + ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind.items())
+        for row in self.at_peak.held[:SHOWN]:
+            place = f" at {row.line}" if row.line else ""
+            yield f"{format_bytes(row.nbytes):>12}  {row.kind} of {row.module or 'no sub-module'}{place}"
+
+
+def estimate(
+    model: nn.Module | Workload | Callable[[], object] | str,
+    optimizer: Optimizer | OptimizerSpec | str | None = None,
+    batch: Any = None,
+    loss: Callable[..., Any] | None = None,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    preset: str | None = None,
+    memory_limit: str | int | None = None,
+    seed: int = 0,
+) -> Estimate:
+    """Predict what a training step of a model needs on a device: bytes by kind and module, reserved bytes, time.
+
+    ``model``: a module (then ``batch`` is `(inputs, targets)` or a dictionary of its keywords, and ``loss`` takes its
+    output and the targets, unless the module returns its loss); a function without arguments that returns such a tuple,
+    which is called on fake tensors, so that nothing of its size is allocated; or a name ("bert",
+    "package.module:factory"). ``optimizer``: a torch optimizer of the module's parameters, or "adamw", "adam", "sgd",
+    "momentum", "none". ``memory_limit`` (bytes, or "24 GiB") stands in for the device's memory. Raises MagisError for
+    what cannot be captured or asked for.
+    """
+    device = default_device() if device is None else device
+    name, make = _named_make(model, optimizer, batch, loss)
+    case = Case(name, "eager", device, preset or ("small" if device == "cpu" else "paper"), dtype, seed=seed)
+    bench = Bench()
+    result = run_case(case, cache=bench, make=make)
+    limit = result.device_memory_bytes if memory_limit is None else _bytes(memory_limit)
+    return Estimate(result, bench, make, limit)
+
+
+def _named_make(model: Any, optimizer: Any, batch: Any, loss: Any) -> tuple[str, Make | None]:
+    if isinstance(model, str):
+        if batch is not None or loss is not None:
+            raise UsageError("estimate: a model by name brings its own batch and loss")
+        if optimizer is not None and not is_factory(model):
+            raise UsageError("estimate: a model by name brings its own optimizer")
+        return model, None
+    if isinstance(model, nn.Module):
+        if batch is None:
+            raise UsageError("estimate: a module needs a batch", hint="pass (inputs, targets), or its keywords")
+        made = (model, batch) if loss is None else (model, batch, loss)
+        return type(model).__name__, from_function(type(model).__name__, lambda: made, optimizer)
+    if batch is not None or loss is not None:
+        raise UsageError(f"estimate: a {type(model).__name__} is no module that takes a batch and a loss")
+    if not isinstance(model, Workload) and not callable(model):
+        raise UsageError(f"estimate: a {type(model).__name__} is no model", hint="pass a module, or a function")
+    name = model.name if isinstance(model, Workload) else getattr(model, "__name__", "model")
+    return name, from_function(name, model if callable(model) else lambda: model, optimizer)
+
+
+def _bytes(limit: str | int) -> int:
+    return parse_bytes(limit) if isinstance(limit, str) else limit
+
+
+def _with_adapters(make: Make, seed: int) -> Workload:
+    """The workload with adapters in its linear layers, which alone are trained."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    work = make(seed)
+    if work.optimizer.own is not None:
+        raise UsageError(f"{work.name}: its optimizer runs by itself")
+    module = inject_adapter_in_model(LoraConfig(r=ADAPTER_RANK, target_modules="all-linear"), work.module)
+    return replace(work, module=module)

@@ -1,0 +1,160 @@
+"""`magis.peak()`: bytes of any code, against counts made in another way, and where they are made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import magis
+from magis.runtime.measure import window_peak
+
+
+class Cell(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def network():
+    return nn.Sequential(Cell(64), nn.Sequential(Cell(96), nn.Dropout(0.1)))
+
+
+def train(net, x):
+    net(x).square().sum().backward()
+    for parameter in net.parameters():
+        parameter.grad = None
+
+
+def generate(net, x):
+    for _ in range(5):
+        x = net(x)
+    return x
+
+
+def inferred(net, x):
+    with torch.inference_mode():
+        return generate(net, x)
+
+
+def unrecorded(net, x):
+    with torch.no_grad():
+        return generate(net, x)
+
+
+@pytest.mark.parametrize("code", [train, generate, inferred, unrecorded])
+def test_tensors_and_allocator_as_counted_by_the_allocators_own_log(code):
+    net, x = network(), torch.randn(32, 16)
+    code(net, x)
+    kept = None
+    with magis.peak("cpu") as p:
+        kept = code(net, x)
+    assert p.allocated_bytes == window_peak(lambda: code(net, x)).peak_bytes
+    assert p.tensor_bytes == p.at_peak.tensor_bytes
+    scratch = 32 * 16  # of dropout's mask: bytes of bool tensors are rounded by nobody
+    assert abs(p.allocated_bytes - p.tensor_bytes) <= scratch
+    expected = 0 if kept is None else kept.untyped_storage().nbytes()
+    assert p.kept_bytes == expected if not (isinstance(kept, torch.Tensor) and kept.requires_grad) else p.kept_bytes > 0
+
+
+def test_a_sum_that_a_reader_can_check():
+    a = torch.ones(1000)
+    with magis.peak("cpu") as p:
+        b = a + 1
+        c = b + 1
+        view = c[:10]
+        del b
+        d = view * 2
+    assert (p.tensor_bytes, p.kept_bytes) == (8000, 4040)
+    assert p.tensor_bytes <= p.allocated_bytes < p.tensor_bytes + 64  # numbers in Python become tensors of their own
+    assert (p.at_peak.op, p.at_peak.module, p.reserved_bytes) == ("aten.add.Tensor", "", None)
+    assert d.numel() == 10
+
+
+def test_what_is_older_or_on_another_device_does_not_count():
+    old = torch.empty(0)
+    with magis.peak("cpu") as p:
+        old.resize_(500)
+        meta = torch.empty(10**6, device="meta") + 1
+        small = torch.ones(7)
+    assert (p.tensor_bytes, meta.shape, small.shape) == (28, (10**6,), (7,))
+
+
+def test_rows_name_modules_and_lines():
+    net, x = network(), torch.randn(32, 16)
+    with magis.peak("cpu") as p:
+        train(net, x)
+    places = {(row.kind, row.module): row.line for row in p.at_peak.held}
+    assert {"Sequential.0", "Sequential.1.0", "Sequential.1.1"} <= {module for _, module in places}
+    lines = {line.rpartition(":")[0] for line in places.values() if line}
+    assert lines == {"tests/api/test_block_peak.py"}
+    assert "Sequential.1.0" in str(p)
+    assert "peak of tensors" in str(p)
+
+
+def test_a_module_called_outside_of_its_parents_is_called_by_its_class():
+    other = Cell(8)
+
+    class Outer(nn.Module):
+        def forward(self, x):
+            return other(x)
+
+    with magis.peak("cpu") as p:
+        kept = Outer()(torch.ones(4, 16))
+    assert {row.module for row in p.at_peak.held} >= {"Outer.Cell", "Outer.Cell.down"}
+    assert kept.shape == (4, 16)
+
+
+def test_blocks_within_blocks_and_after_errors():
+    with magis.peak("cpu") as outer:
+        with magis.peak("cpu") as inner:
+            a = torch.ones(100)
+        b = torch.ones(100)
+    assert (inner.tensor_bytes, outer.tensor_bytes, inner.allocated_bytes) == (400, 800, None)
+    with pytest.raises(ZeroDivisionError), magis.peak("cpu") as p:
+        1 / 0  # noqa: B018
+    with pytest.raises(magis.UsageError, match="no figures: its block raised ZeroDivisionError"):
+        p.tensor_bytes  # noqa: B018
+    with magis.peak("cpu") as p:
+        c = a + b
+    assert p.tensor_bytes == 400
+    assert c.numel() == 100
+
+
+def test_numbers_and_gradients_are_those_without_it():
+    torch.manual_seed(0)
+    net, x = network(), torch.randn(32, 16)
+
+    def gradients():
+        torch.manual_seed(1)
+        net.zero_grad()
+        net(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters()]
+
+    expected = gradients()
+    with magis.peak("cpu"):
+        found = gradients()
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: magis.peak("tpu"), "device 'tpu' is unknown"),
+        (lambda: magis.peak().tensor_bytes, "its block has not begun"),
+        (lambda: magis.peak("cpu").gate(), "its block has not begun"),
+    ],
+)
+def test_bad_use_is_one_line(wrong, said):
+    with pytest.raises(magis.UsageError, match=said):
+        wrong()
+
+
+def test_within_its_block_and_a_second_time():
+    with magis.peak("cpu") as p, pytest.raises(magis.UsageError, match="still running"):
+        p.kept_bytes  # noqa: B018
+    with pytest.raises(magis.UsageError, match="measures one block"):
+        p.__enter__()

@@ -1,0 +1,169 @@
+"""`magis.estimate`: the gate's own figures, by kind, with what would make the step fit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import magis
+from magis.cli.main import main
+from magis.results import Case
+
+DEVICE = "sim:h100"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def blocks() -> tuple[object, ...]:
+    net = nn.Sequential(*(Block() for _ in range(4)))
+    return (
+        net,
+        (torch.randn(256, 16), torch.randn(256, 16)),
+        nn.functional.mse_loss,
+        torch.optim.AdamW(net.parameters()),
+    )
+
+
+NAME = f"{__name__}:blocks"
+
+
+@pytest.fixture(scope="module")
+def step() -> magis.api.Estimate:
+    return magis.estimate(NAME, device=DEVICE, memory_limit=2 * 1024 * 1024)
+
+
+def test_it_is_the_eager_case_of_the_gate(step: magis.api.Estimate) -> None:
+    case = magis.run_case(Case(NAME, "eager", DEVICE, "paper"))
+    assert (step.peak_bytes, step.reserved_bytes) == (case.memory.peak_bytes, case.original.reserved_bytes)
+    assert step.needed_bytes == step.reserved_bytes > step.peak_bytes
+    assert sum(step.by_kind.values()) == step.peak_bytes == step.at_peak.tensor_bytes
+    assert step.latency_ms == case.original.simulated_ms > 0
+
+
+def test_a_module_and_a_function_are_estimated_alike(step: magis.api.Estimate) -> None:
+    net, batch, loss, optimizer = blocks()
+    assert isinstance(net, nn.Module)
+    assert callable(loss)
+    as_module = magis.estimate(net, optimizer, batch, loss, device=DEVICE)
+    as_function = magis.estimate(blocks, device=DEVICE)
+    by_word = magis.estimate(net, "adamw", batch, loss, device=DEVICE)
+    assert {each.peak_bytes for each in (as_module, as_function, by_word, step)} == {step.peak_bytes}
+    assert as_function.limit_bytes == 80 * 2**30
+    assert as_function.fits()
+    assert not as_function.fits("1 MiB")
+    assert as_function.missing_bytes(as_function.needed_bytes - 1) == 1
+
+
+def test_remedies_are_cases_of_the_gate(step: magis.api.Estimate) -> None:
+    found = {remedy.name: remedy for remedy in step.remedies}
+    assert {"checkpoint", "magis"} <= set(found)
+    checkpointed = magis.run_case(Case(NAME, "checkpoint", DEVICE, "paper"))
+    assert found["checkpoint"].needed_bytes == checkpointed.optimized.reserved_bytes
+    ratio = float(found["magis"].how.rpartition("=")[2])
+    planned = magis.run_case(Case(NAME, "magis", DEVICE, "paper", memory_ratio=ratio, budget=3000))
+    assert found["magis"].needed_bytes == planned.optimized.reserved_bytes
+    for remedy in found.values():
+        assert remedy.fits == (remedy.needed_bytes <= step.limit_bytes)
+        assert remedy.latency_ratio > 0
+
+
+def test_why_one_step_needs_more_than_another(step: magis.api.Estimate) -> None:
+    lean = magis.estimate(blocks, device=DEVICE)
+    frozen, batch, loss, _ = blocks()
+    assert isinstance(frozen, nn.Sequential)
+    assert callable(loss)
+    for block in frozen[:-1]:
+        block.requires_grad_(requires_grad=False)
+    partly = magis.estimate(frozen, "adamw", batch, loss, device=DEVICE)
+    assert step.against(lean) == {}
+    why = step.against(partly)
+    assert why["state"] > 0
+    assert sum(why.values()) == step.peak_bytes - partly.peak_bytes
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    found = magis.estimate(blocks, device="cpu", memory_limit="1 MiB")
+    size = found.largest_batch()
+    assert size is not None
+
+    def peak(rows: int) -> int:
+        def make() -> tuple[object, ...]:
+            net, _, loss, optimizer = blocks()
+            return net, (torch.randn(rows, 16), torch.randn(rows, 16)), loss, optimizer
+
+        return magis.estimate(make, device="cpu").needed_bytes
+
+    assert peak(size) <= 2**20 < peak(size + 1)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", NAME, "--device", DEVICE]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(f"{NAME} on {DEVICE}, float32: peak ")
+    assert out[1] == "fits for 80.00 GiB"
+    assert main(["estimate", NAME, "--device", "cpu", "--memory-limit", "64 KiB", "--largest-batch"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out[1].startswith("does not fit: ")
+    assert any(
+        re.fullmatch(r"checkpoint: .*does not fit, \d\.\d\d times the time \(checkpoint each.*", line) for line in out
+    )
+    assert out[-1] == "largest batch that fits: none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([NAME, "--device", "sim:h1000"], "unknown device 'sim:h1000'"),
+        ([NAME, "--memory-limit", "much"], "'much'"),
+        (["bertt"], "bertt"),
+        (["no_such_package:make"], "no_such_package"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", *arguments]) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ERROR: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((nn.Linear(2, 2),), "a module needs a batch"),
+        ((3,), "a int is no model"),
+        (("bert", "adamw"), "brings its own optimizer"),
+        ((blocks, None, torch.ones(2)), "is no module that takes a batch"),
+    ],
+)
+def test_bad_arguments_are_one_line(given: tuple[object, ...], said: str) -> None:
+    with pytest.raises(magis.UsageError, match=said):
+        magis.estimate(*given)  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_page_runs(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/estimate.md", "exec"), {"__name__": "page"})
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "rows would fit" in out
+
+
+def test_every_option_is_in_the_page(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["estimate", "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
+    rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
+    assert {each for each in options if not each.startswith("--magis-")} <= set(re.findall(r"--[a-z-]+", rows))
