@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from magis.current_gate import BLOCK_GATE
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
@@ -110,6 +109,8 @@ class LazyActivation:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
         """What `magis.peak` measures in a test can be gated there."""
+        from magis.current_gate import BLOCK_GATE
+
         token = BLOCK_GATE.set(_BlocksOf(item))
         try:
             yield
