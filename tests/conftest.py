@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 
 from tests.brisk import short_looks, spared_collector
-from tests.sampled import is_left_to_soak
+from tests.sampled import left_to_soak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -42,8 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if getattr(getattr(item, "function", None), "is_hypothesis_test", False):
                 item.add_marker(pytest.mark.soak)
+    left = left_to_soak(item.nodeid for item in items)
     for item in items:
-        if is_left_to_soak(item.nodeid):
+        if item.nodeid in left:
             item.add_marker(pytest.mark.soak)
     if "soak" not in config.option.markexpr:
         soak = [item for item in items if item.get_closest_marker("soak")]

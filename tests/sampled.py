@@ -1,13 +1,49 @@
 """Tests that the default run leaves to `make soak`: each has siblings that stay, which test the same on less.
 
-Patterns of node ids, as `fnmatch` reads them but for brackets, which are literal. Picked by time (`--durations=60`).
+`LEFT_TO_SOAK` has patterns of node ids, as `fnmatch` reads them but for brackets, which are literal. `SAMPLED` says of
+how many of its cases a property is tested by default: always the same ones, spread by a hash. Picked by time
+(`--durations=60`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable, Mapping
 
-__all__ = ["LEFT_TO_SOAK", "is_left_to_soak"]
+__all__ = ["LEFT_TO_SOAK", "SAMPLED", "left_to_soak"]
+
+SAMPLED: Mapping[str, int] = {
+    "tests/api/test_budgets.py::test_any_budget_and_any_cap_give_a_sound_plan": 6,
+    "tests/api/test_bytes.py::test_simulated_bytes_are_the_measured_ones": 9,
+    "tests/api/test_kept_plans.py::test_an_entry_that_is_no_plan_of_the_step_is_one_warning": 10,
+    "tests/api/test_own_optimizers.py::test_numbers_are_eagers_and_bytes_are_exact": 5,
+    "tests/capture/test_autocast.py::test_each_operator_gives_the_type_that_it_gives_on_a_gpu": 60,
+    "tests/capture/test_networks.py::test_simulated_bytes_are_the_measured_ones": 20,
+    "tests/fission/test_proof.py::test_changed_loops_are_refused_or_the_same": 5,
+    "tests/fuzz/test_random.py::test_a_loop": 5,
+    "tests/fuzz/test_random.py::test_a_program": 12,
+    "tests/models/test_networks.py::test_blocks_are_disjoint_and_hold_most_of_the_network": 12,
+    "tests/models/test_networks.py::test_every_small_network_has_a_loss_and_reaches_every_parameter": 8,
+    "tests/models/test_networks.py::test_other_data_types": 3,
+    "tests/models/test_networks.py::test_paper_sizes_allocate_nothing_and_run_under_fake_tensors": 6,
+    "tests/models/test_presets.py::test_small_sizes_keep_the_bars": 5,
+    "tests/models/test_presets.py::test_the_other_networks_learn_as_well": 2,
+    "tests/paper/test_ftree.py::test_enabled_trees_compute_the_same": 3,
+    "tests/paper/test_ftree.py::test_every_node_of_a_network_is_legal": 4,
+    "tests/planners/test_peers.py::test_plans_cost_what_they_say_and_meet_the_goal_they_are_given_for": 2,
+    "tests/randomness/test_states.py::test_every_random_operator_draws_as_in_eager_mode": 12,
+    "tests/rewrite/test_plans.py::test_a_random_plan": 20,
+    "tests/rewrite/test_rules.py::test_numbers": 30,
+    "tests/rewrite/test_rules_networks.py::test_one_match_of_every_rule": 3,
+    "tests/runtime/test_loops.py::test_simulated_bytes_are_measured_bytes": 8,
+    "tests/search/test_interrupted.py::test_a_front_of_loops_that_ends_early_has_sound_points": 3,
+    "tests/search/test_search.py::test_small_steps_get_the_optimum_of_all_plans": 4,
+    "tests/training/test_apart.py::test_numbers_and_bytes_are_those_of_a_plain_loop": 8,
+    "tests/training/test_changes.py::test_an_optimizer_that_changes_updates_as_it_would": 5,
+    "tests/training/test_drawn.py::test_every_step_draws_what_eager_draws": 3,
+}
+"""Function -> cases."""
 
 LEFT_TO_SOAK = (
     "tests/api/test_budgets.py::test_any_budget_and_any_cap_give_a_sound_plan[0.6-1-None-mlp-sim:rtx3090]",
@@ -91,6 +127,7 @@ LEFT_TO_SOAK = (
     "tests/rewrite/test_rules_walks.py::test_walks[0-2-tiny-bert]",
     "tests/search/test_front.py::test_every_point_of_a_divided_front_is_a_sound_step_of_that_size[blocks]",
     "tests/search/test_places.py::test_a_picture_in_parts_needs_less[convnext]",
+    "tests/search/test_places.py::test_it_is_the_halo_that_does_it[convnext]",
     "tests/search/test_search.py::test_odd_steps_are_searched_too",
     "tests/seed/test_seed_api.py::test_a_latency_limit_instead",
     "tests/seed/test_seed_api.py::test_gradients_alone_are_kept_to_the_end",
@@ -106,6 +143,16 @@ LEFT_TO_SOAK = (
 _PATTERN = re.compile("|".join(re.escape(each).replace(r"\*", ".*") for each in LEFT_TO_SOAK))
 
 
-def is_left_to_soak(node_id: str) -> bool:
-    """Whether the default run leaves a test out; `node_id` is relative to the repository."""
-    return _PATTERN.fullmatch(node_id.partition("@")[0]) is not None
+def left_to_soak(node_ids: Iterable[str]) -> frozenset[str]:
+    """Those that the default run leaves out; node ids are relative to the repository."""
+    found, cases = set(), dict[str, list[str]]()
+    for node_id in node_ids:
+        plain = node_id.partition("@")[0]
+        if _PATTERN.fullmatch(plain) is not None:
+            found.add(node_id)
+        elif plain.partition("[")[0] in SAMPLED:
+            cases.setdefault(plain.partition("[")[0], []).append(node_id)
+    for function, each in cases.items():
+        each.sort(key=lambda node_id: hashlib.sha1(node_id.partition("@")[0].encode()).digest())
+        found.update(each[SAMPLED[function] :])
+    return frozenset(found)

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 import magis
 from tests.layering import LAYERS
-from tests.sampled import LEFT_TO_SOAK, is_left_to_soak
+from tests.sampled import LEFT_TO_SOAK, SAMPLED, left_to_soak
 
 OPTION = re.compile(r"--magis-[a-z-]+")
 
@@ -257,12 +257,16 @@ def test_what_runs_leave_behind_is_ignored_and_baselines_are_not(repository: Pat
 
 def test_what_is_left_to_soak_exists(repository: Path) -> None:
     """A test that was renamed would be back in the default run, unnoticed."""
-    for pattern in LEFT_TO_SOAK:
+    for pattern in (*LEFT_TO_SOAK, *SAMPLED):
         file, _, name = pattern.partition("::")
         function = name.partition("[")[0]
         assert re.search(rf"^def {function}\(", (repository / file).read_text(encoding="utf-8"), re.MULTILINE), pattern
-    assert is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[unet-0-0]@group")
-    assert not is_left_to_soak("tests/rewrite/test_networks.py::test_random_plans[bert-0-0]")
+    networks = "tests/rewrite/test_networks.py::test_random_plans"
+    assert left_to_soak((f"{networks}[unet-0-0]@group", f"{networks}[bert-0-0]")) == {f"{networks}[unet-0-0]@group"}
+    programs = [f"tests/fuzz/test_random.py::test_a_program[{seed}]" for seed in range(40)]
+    left = left_to_soak(programs)
+    assert len(left) == 28
+    assert left_to_soak(reversed(programs)) == left
 
 
 def test_no_document_is_referred_to_that_is_not_here(repository: Path) -> None:

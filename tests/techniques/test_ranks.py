@@ -21,7 +21,7 @@ def table(repository: Path, *options: str, seconds: float) -> dict[tuple[str, st
 
 
 def test_two_ranks_hold_what_was_predicted_and_train_as_one_does(repository: Path) -> None:
-    techniques = ("ddp", "fsdp", "tp", "pp", "magis+ddp")
+    techniques = ("ddp", "tp", "magis+ddp")  # the others, and larger networks: the soak
     found = table(repository, "--models=tiny-bert", "--sizes=2", f"--techniques={','.join(techniques)}", seconds=240)
     assert [name for _, name, _ in found] == list(techniques)
     for (_, name, _), (predicted, measured, loss) in found.items():
