@@ -43,7 +43,7 @@ _PLANS = (
     "tests/rewrite/test_plans.py",
 )
 TESTS: dict[str, tuple[str, ...]] = {
-    "magis/simulate/simulator.py": ("tests/simulate/test_replay.py",),
+    "magis/simulate/simulator.py": ("tests/simulate/test_replay.py", "tests/simulate/test_timeline.py"),
     "magis/simulate/compiled_problem.py": _PLANS,
     "magis/simulate/problem.py": _EVALUATOR,
     "magis/simulate/arrays.py": _EVALUATOR,
