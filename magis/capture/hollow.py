@@ -31,12 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
-from magis.capture.schemas import COMPARISONS, FREE_DRAWS, ITEM, OVERWRITING, READS, looks_of, written_by
+from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.workload import no_reports
 from magis.ops.call import as_mixed
-from magis.ops.facts import CONTIGUOUS_RESULT
-from magis.ops.fake_results import as_packed, element_wise, known_results, masked, row_by_row, unfaked
+from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
 from magis.ops.generators import GET_STATE
+from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
@@ -173,7 +173,7 @@ class Hollow(TorchDispatchMode):
             return False
         if any(_contents(tensor).owner not in (self, TWIN) for tensor in written):
             return False
-        overwrites = func._schema.name in OVERWRITING
+        overwrites = op_info(str(func)).overwrites
         return all(_contents(t).known or (overwrites and _covers(t)) for t in written)
 
     def _computed(
@@ -197,7 +197,8 @@ class Hollow(TorchDispatchMode):
         out: Any,
     ) -> Any:
         """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
-        free = func._schema.name.removeprefix("aten::") in FREE_DRAWS
+        info = op_info(str(func))
+        free = info.free_draws and info.overwrites == func._schema.name.endswith("_")
         if not (self._draws and free):
             self._draws = False  # how far the generator would be after this is not known
             for tensor in written:
@@ -241,9 +242,7 @@ class Hollow(TorchDispatchMode):
                 out = func(*fake_args, **fake_kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 return self._by_kernel(func, args, kwargs, error)
-            if str(func) in CONTIGUOUS_RESULT:
-                out = row_by_row(str(func), out)
-            out = element_wise(str(func), fake_args, out)
+            out = laid_out(str(func), fake_args, out)
             out = as_mixed(str(func), fake_args, masked(func, fake_args, out))
             return as_packed(str(func), fake_args, out)
 

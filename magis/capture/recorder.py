@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from magis.capture.number_lifetimes import Numbers
 from magis.capture.places import Places
-from magis.capture.schemas import READS, Own, check_dense, draws, tensors_in, window
+from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tensors_in, window
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
 from magis.ops.eager_only import kinds, takes_number, unwatched
-from magis.ops.facts import VIEW_FORM, least_bytes, spared, undeclared_writes
 from magis.ops.fake_results import bits_of, masked
 from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
+from magis.ops.operators import op_info
 
 _ADDED_UP = ("aten.add.Tensor", "aten.add_.Tensor")
 _LIST_BYTES = 4096
@@ -195,7 +195,8 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, before: dict[int, int]) -> None:
-        target = VIEW_FORM.get(str(func), str(func))
+        renewed = op_info(str(func)).functional_form(str(func)) if looks_of(func).renews else None
+        target = renewed or str(func)
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
         sets = target in (SET_STATE, SEED, SEED_MADE)
@@ -205,7 +206,7 @@ class Recorder(TorchDispatchMode):
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
         random = draws(func, args, kwargs)
         source = self._drawn_from((*args, *kwargs.values()))
-        written = set() if str(func) in VIEW_FORM else self._written(func, target, args, kwargs, graph_args, before)
+        written = set() if renewed else self._written(func, target, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
             (storage, self._versions[storage])
@@ -273,13 +274,13 @@ class Recorder(TorchDispatchMode):
         before: dict[int, int],
     ) -> set[int]:
         tensors: list[Tensor] = []
-        kept = spared(target, kwargs)
+        kept = op_info(target).spared(kwargs)
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write or position == kept:
                 continue
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             tensors.extend(tensors_in(given))
-        for position in undeclared_writes(target, graph_args):
+        for position in op_info(target).undeclared_writes(graph_args):
             tensors.extend(tensors_in(args[position]))
         return {self._values[before[id(tensor)]].storage for tensor in tensors}
 
@@ -416,4 +417,4 @@ class Recorder(TorchDispatchMode):
 
 
 def _least(target: str, position: int, item: Any, largest: int) -> int:
-    return least_bytes(target, position, item.numel(), item.element_size(), largest) if isinstance(item, Tensor) else 0
+    return op_info(target).least_bytes(position, item, largest) if isinstance(item, Tensor) else 0

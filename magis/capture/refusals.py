@@ -19,14 +19,10 @@ from magis.capture.stand_ins import StandIns
 from magis.errors import CaptureError, MagisError
 from magis.graph import Graph
 from magis.ops.call import CallError
+from magis.ops.operators import op_info
 
 INFERENCE = "use optimizer kind 'none' for inference"
 EAGER_FIRST = "the step must run eagerly before it can be captured"
-PRODUCTS = frozenset(
-    f"aten.{name}.default"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward")
-)
-"""Operators whose kernels, on every device, refuse operands of different data types."""
 
 
 def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -87,7 +83,7 @@ def check_batch(stand: StandIns) -> None:
 def check_products(graph: Graph) -> None:
     """Raise for operands of different data types, which kernels refuse and torch's functions for fakes do not."""
     for op in graph.ops:
-        if op.target not in PRODUCTS:
+        if not op_info(op.target).one_dtype or op.target.endswith(".dtype"):
             continue
         dtypes = sorted({graph.values[value].dtype for value in op.inputs()})
         if len(dtypes) > 1:

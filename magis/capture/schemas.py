@@ -19,14 +19,6 @@ COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le
 ITEM = torch.ops.aten._local_scalar_dense.default
 READS = frozenset({ITEM, torch.ops.aten.equal.default})
 """Operators that hand Python a number."""
-OVERWRITING = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
-FREE_DRAWS = frozenset(
-    {
-        "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "bernoulli_", "uniform_",
-        "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "native_dropout",
-    }
-)  # fmt: skip
-"""Random operators that draw as many numbers whatever their arguments hold."""
 
 
 @dataclass(frozen=True, slots=True)

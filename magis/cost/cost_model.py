@@ -9,12 +9,12 @@ from math import prod
 from typing import Protocol
 
 from magis.cost.devices import DeviceModel, find_device
-from magis.cost.families import family, name_of
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
 from magis.cost.profile_store import Profile
 from magis.cost.signature import signature
 from magis.graph.nodes import Graph, Op, Ref, Value
 from magis.ops.generators import STATE_BYTES
+from magis.ops.operators import name_of, op_info
 
 # Workspace of operators where it cannot be measured: documented estimates, bytes beyond the fresh outputs.
 #
@@ -47,13 +47,12 @@ def estimated_workspace(op: Op, values: Mapping[int, Value], *, gpu: bool) -> in
     """Estimated workspace of one call in bytes; 0 for operators that the module's head does not name."""
     if op.target in ("magis.rng_save", "magis.rng_enter"):  # torch hands the state out as a tensor of the host
         return 0 if gpu else STATE_BYTES["cpu"]
-    known = family(op.target)
     inputs = [values[number] for number in op.inputs()]
-    if known is None or not inputs:
+    if not inputs:
         return 0
-    name = name_of(op.target)
+    kind, name = op_info(op.target).kind, name_of(op.target)
     outputs = [values[number] for number in op.made()]
-    return _on_gpu(op, name, known.kind, inputs) if gpu else _on_cpu(op, name, known.kind, inputs, outputs)
+    return _on_gpu(op, name, kind, inputs) if gpu else _on_cpu(op, name, kind, inputs, outputs)
 
 
 def _on_gpu(op: Op, name: str, kind: str, inputs: list[Value]) -> int:

@@ -60,7 +60,7 @@ class DeviceModel:
     launch_ns: int
     view_ns: int
     rates: Mapping[str, Rates]
-    """By kind of operator (`magis.cost.families`); "unknown" is the default."""
+    """By kind of operator (`OpInfo.kind`); "unknown" is the default."""
     rounding: int
     link_bytes_per_s: float
     """Host link, one direction; 0: nothing is swapped on this device."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from magis.cost.families import Family, family, name_of
 from magis.graph.nodes import ITEM_SIZE, Arg, Op, Ref, Value
-from magis.ops.facts import is_view
+from magis.ops.op_info import OpInfo
+from magis.ops.operators import name_of, op_info
 
 # Operators on lists of tensors (``_foreach_*``, ``_fused_*``): how many kernels a GPU runs for one call.
 # A kernel gets the addresses of as many tensors as fit into its arguments, in pieces of 65,536 elements with a
@@ -66,33 +66,19 @@ def _kernels(sizes: list[int], most: int) -> int:
     return max(1, kernels + bool(blocks))
 
 
-_UNREAD = frozenset({"copy_", "fill_", "zero_", "uniform_", "normal_", "bernoulli_", "random_", "exponential_"})
-"""In-place operators that overwrite their first argument without reading it."""
-
 _DESTINATIONS = frozenset({"out", "grad_input"})
 """Keywords of the tensor that an operator's `out` form writes to."""
 
 _EASY_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 """Exponents that kernels work out by products and roots."""
 
-_CAUSAL = {  # position of the `is_causal` argument
-    "_scaled_dot_product_flash_attention_for_cpu": 4,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 7,
-    "_scaled_dot_product_flash_attention": 4,
-    "_scaled_dot_product_flash_attention_backward": 11,
-    "_scaled_dot_product_efficient_attention": 6,
-    "_scaled_dot_product_efficient_attention_backward": 11,
-    "_scaled_dot_product_cudnn_attention": 6,
-    "_scaled_dot_product_cudnn_attention_backward": 14,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorWork:
     """What one call does.
 
-    `kind` is a family's kind, "view", "strided_copy" (a copy that changes the innermost dimension) or
-    "unknown" (no family: bytes of inputs and outputs). `dtype` is the type that the arithmetic runs in.
+    `kind` is that of the operator's row, "view" or "strided_copy" (a copy that changes the innermost dimension);
+    `dtype` the type that the arithmetic runs in.
     """
 
     kind: str
@@ -126,17 +112,17 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
     outputs = [values[number] for number in op.made()]
     given = {values[number].storage for number in op.inputs()}
     dtype = _arithmetic(inputs or outputs)
-    if is_view(op.target) and all(output.storage in given for output in outputs):
+    known = op_info(op.target)
+    if known.view and all(output.storage in given for output in outputs):
         return OperatorWork("view", name_of(op.target), dtype)
     read = sum(_distinct_bytes(value) for value in inputs)
     # operators that update lists in place return nothing
     written = sum(_distinct_bytes(value) for value in outputs) if outputs else _updated_bytes(op, values)
-    known = family(op.target)
     elements = _elements(op, known, inputs, outputs)
     tensors, launches = counts(op, values)
-    matrix = known is not None and known.kind in ("matmul", "conv", "conv_backward")
+    matrix = known.kind in ("matmul", "conv", "conv_backward")
     done = OperatorWork(
-        kind=known.kind if known is not None else "unknown",
+        kind=known.kind,
         name=name_of(op.target).removeprefix("_foreach_"),
         dtype=dtype,
         read_bytes=read,
@@ -147,11 +133,11 @@ def work(op: Op, values: Mapping[int, Value]) -> OperatorWork:
         tensors=tensors,
         launches=launches,
     )
-    return done if known is None else _refined(done, known, op, values, outputs)
+    return _refined(done, known, op, values, outputs)
 
 
 def _refined(
-    done: OperatorWork, known: Family, op: Op, values: Mapping[int, Value], outputs: list[Value]
+    done: OperatorWork, known: OpInfo, op: Op, values: Mapping[int, Value], outputs: list[Value]
 ) -> OperatorWork:
     """`done` with the arithmetic of its kind, and the bytes that its algorithm skips or passes over again."""
     name = name_of(op.target)
@@ -174,14 +160,14 @@ def _refined(
     return replace(done, flops=known.per_element * done.elements, read_bytes=read, written_bytes=written)
 
 
-def _elements(op: Op, known: Family | None, inputs: list[Value], outputs: list[Value]) -> int:
+def _elements(op: Op, known: OpInfo, inputs: list[Value], outputs: list[Value]) -> int:
     """What an operator goes through one by one; for a pooling forward, its outputs times the window."""
     elements = max((value.numel for value in (*outputs, *inputs)), default=0)
     if is_on_lists(op.target):
         return sum(value.numel for value in (outputs or inputs))
     if not outputs:
         return sum(value.numel for value in inputs)
-    if known is not None and known.kind == "pool" and len(op.args) > 1 and isinstance(op.args[1], tuple):
+    if known.kind == "pool" and len(op.args) > 1 and isinstance(op.args[1], tuple):
         window = prod(size for size in op.args[1] if isinstance(size, int))
         return max(elements, outputs[0].numel * window)
     return elements
@@ -214,7 +200,7 @@ def _same_order(first: Value, second: Value) -> bool:
 
 def _read(op: Op) -> tuple[int, ...]:
     """Value ids whose elements the call reads, the destination of `out=` and what it overwrites left out."""
-    overwrites = op.target.split(".")[1] in _UNREAD
+    overwrites = op_info(op.target).overwrites and op.target.split(".")[1].endswith("_")
     kwargs = tuple((name, arg) for name, arg in op.kwargs if name not in _DESTINATIONS)
     return replace(op, args=op.args[1:] if overwrites else op.args, kwargs=kwargs).inputs()
 
@@ -248,14 +234,14 @@ def _tensor(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
 
 def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
     """2 m n k, batches included: every element of the output is a sum of `k` products."""
-    name = name_of(op.target)
-    left = _tensor(op, values, 1 if name.startswith(("add", "baddbmm", "_addmm")) else 0)
+    info = op_info(op.target)
+    left = _tensor(op, values, int(info.adds))
     if left is None or not outputs:
         return done
-    if name in ("ger", "addr"):
+    if info.product and "k" not in info.product[0]:
         return replace(done, flops=2 * outputs[0].numel, smallest_dimension=1)
     inner = left.shape[-1] if left.shape else 1
-    batch = left.shape[0] if name == "addbmm" else 1
+    batch = left.shape[0] if "b" in info.product[:1] else 1
     rows = left.shape[-2] if len(left.shape) > 1 else 1
     columns = outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
     return replace(done, flops=2 * batch * inner * outputs[0].numel, smallest_dimension=min(rows, columns, inner))
@@ -293,13 +279,14 @@ def _attention(done: OperatorWork, op: Op, values: Mapping[int, Value]) -> Opera
     flops = 2 * scores * (query.shape[-1] + value.shape[-1])
     if first:
         flops = flops * 5 // 2
-    position = _CAUSAL.get(name_of(op.target), len(op.args))
+    kernel = op_info(op.target).attention
+    position = len(op.args) if kernel is None else kernel.causal
     causal = dict(op.kwargs).get("is_causal", op.args[position] if position < len(op.args) else False)
     half = 2 if causal is True else 1
     return replace(done, flops=flops // half, elements=scores // half, results=query.numel)
 
 
-def _passes(op: Op, values: Mapping[int, Value], known: Family, done: OperatorWork) -> tuple[int, int]:
+def _passes(op: Op, values: Mapping[int, Value], known: OpInfo, done: OperatorWork) -> tuple[int, int]:
     """Bytes read and written, corrected for what the algorithm skips or passes over again."""
     read, written = done.read_bytes, done.written_bytes
     outputs = sum(values[number].nbytes for number in op.made())

@@ -37,6 +37,7 @@ from typing import Any
 
 from magis.errors import UsageError
 from magis.graph.nodes import Arg, Const, Op, Ref, Value
+from magis.ops.operators import op_info
 
 SCHEMA = 2
 _MOST = 2**44
@@ -239,7 +240,6 @@ LEAST = 3
 REACH = 4
 """Beyond the measured sizes, in times of the roofline."""
 SMALL = 8
-_WEIGHT = {"convolution": 1, "convolution_backward": 2}
 FARTHEST = 2.0
 """An error above this says that the kin have nothing in common."""
 
@@ -337,7 +337,7 @@ def _tensor(value: Value) -> str:
 
 def _window(op: Op, values: Mapping[int, Value]) -> str:
     """The sizes that a convolution's weight has in space; nothing of other operators."""
-    at = _WEIGHT.get(op.target.split(".")[1] if "." in op.target else "")
+    at = {"conv": 1, "conv_backward": 2}.get(op_info(op.target).kind)
     if at is None or at >= len(op.args):
         return ""
     weight = op.args[at]

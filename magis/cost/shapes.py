@@ -16,8 +16,8 @@ from magis.cost.signature import parse, signature
 from magis.errors import VerifyError
 from magis.graph import ITEM_SIZE, Op, Value
 from magis.ops.call import call
-from magis.ops.facts import least_bytes
 from magis.ops.fake_results import as_made, bits_of, with_bits
+from magis.ops.operators import op_info
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int
     if tensor is None:
         return None
     storage = tensor.untyped_storage()
-    least = least_bytes(op.target, at, tensor.numel(), tensor.element_size(), largest)
+    least = op_info(op.target).least_bytes(at, tensor, largest)
     dtype = str(tensor.dtype).removeprefix("torch.")
     base = owners.get(storage._cdata)
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())

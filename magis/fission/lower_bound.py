@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from magis.graph import Graph, Op, Value
 from magis.graph.hazards import is_pure_view, lifetimes
-from magis.ops.facts import IN_PLACE_FORM, OUT_FORM
+from magis.ops.operators import op_info
 from magis.ops.splits import splits
 from magis.simulate.simulator import Workspace, replay, rounded
 from magis.units import format_bytes
@@ -167,7 +167,8 @@ def _needed(graph: Graph, op: Op, workspace: Workspace, rounding: int) -> tuple[
         return 0, {}
     ways = splits(op, graph.values)
     whole = dict.fromkeys(op.inputs())
-    if not ways and op.target not in (*IN_PLACE_FORM, *OUT_FORM):
+    info = op_info(op.target)
+    if not ways and info.in_place_form(op.target) is None and info.out_form(op.target) is None:
         whole.update(dict.fromkeys(op.made()))
     for way in ways:
         for taken, dim in zip(op.inputs(), way.inputs, strict=True):

@@ -13,23 +13,16 @@ from torch._ops import OpOverload
 from magis.errors import MagisError
 from magis.graph.nodes import Arg, Const, Graph, Op, Ref, Scalar, Value
 from magis.ops.generators import MADE, SEED_MADE
+from magis.ops.operators import op_info
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-_PARAMETERS = {
-    "aten.native_batch_norm.default": (1, 2, 3, 4),
-    "aten.native_layer_norm.default": (2, 3),
-    "aten.native_group_norm.default": (1, 2),
-}
-"""Positions of weight, bias and running statistics, behind the input."""
 
 
 def as_mixed(target: str, args: Sequence[Any], out: Any) -> Any:
     """What the operator ``target`` returned for ``args``, its fake results in the types that kernels give them."""
     if target == "aten.native_group_norm_backward.default":
         return (_typed(out[0], args[1].dtype), *out[1:])
-    parameters = [args[at] for at in _PARAMETERS.get(target, ()) if at < len(args)]
+    parameters = [args[at] for at in op_info(target).parameters if at < len(args)]
     wide = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in parameters)
     if not wide or args[0].dtype not in _HALF:
         return out

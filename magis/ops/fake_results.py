@@ -13,17 +13,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph.nodes import Op
 from magis.ops.call import resolve
-from magis.ops.facts import CONTIGUOUS_RESULT, ELEMENT_WISE, ROW_BY_ROW
+from magis.ops.operators import op_info
 
 _CHANNELS_LAST = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def as_made(op: Op, results: tuple[Tensor | None, ...], tensors: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
     """The fake results of ``op`` on ``tensors`` (by value) as its kernel would make them."""
-    if op.target in ELEMENT_WISE:
-        results = (element_wise(op.target, [tensors[value] for value in op.inputs()], results[0]),)
-    if op.target in CONTIGUOUS_RESULT:
-        results = row_by_row(op.target, results)
+    results = laid_out(op.target, [tensors[value] for value in op.inputs()], results)
     return tuple(masked(resolve(op.target), op.args, results))
 
 
@@ -37,29 +34,27 @@ def masked(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     return out
 
 
-def element_wise(target: str, args: Sequence[Any], out: Any) -> Any:
-    """What an element-wise operator returned, laid out as its kernel does: by all its operands at once.
+def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
+    """What an operator returned, in the layout that its kernel gives it (`OpInfo.layout`).
 
     Torch's functions for fake tensors often are chains of operators, and follow the operands one after another.
     """
-    if target not in ELEMENT_WISE:
+    wanted = op_info(target).layout
+    if not wanted:
         return out
-    strides = compute_elementwise_output_strides(*(arg for arg in args if isinstance(arg, Tensor)))
-    return out if out.stride() == strides else torch.empty_strided(out.shape, strides, dtype=out.dtype)
-
-
-def row_by_row(target: str, out: Any) -> Any:
-    """What an operator returned, with the first result in the layout that the kernel gives it."""
-    if target in ROW_BY_ROW:
-        return tuple(item.contiguous() for item in out)
-    first = out[0] if isinstance(out, tuple) else out
-    if not isinstance(first, Tensor) or any(
-        first.is_contiguous(memory_format=layout)
-        for layout in (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
-    ):
-        return out
-    first = first.contiguous()
-    return (first, *out[1:]) if isinstance(out, tuple) else first
+    first, *rest = out if isinstance(out, tuple) else (out,)
+    match wanted:
+        case "operands":
+            strides = compute_elementwise_output_strides(*(arg for arg in args if isinstance(arg, Tensor)))
+            if first.stride() != strides:
+                first = torch.empty_strided(first.shape, strides, dtype=first.dtype)
+        case "rows" if isinstance(first, Tensor):
+            formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
+            if not any(first.is_contiguous(memory_format=layout) for layout in formats):
+                first = first.contiguous()
+        case "all rows":
+            first, rest = first.contiguous(), [item.contiguous() for item in rest]
+    return (first, *rest) if isinstance(out, tuple) else first
 
 
 # The conjugate and negative bits of torch's tensors: views that change no shape, stride or offset, but the numbers.

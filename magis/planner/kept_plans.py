@@ -14,12 +14,11 @@ from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
 from magis.cost.cost_model import CostModel
-from magis.cost.families import FAMILIES, name_of
 from magis.errors import MagisError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
-from magis.ops.facts import FUNCTIONAL_FORM, IN_PLACE_FORM, OUT_FORM, VIEWS
+from magis.ops.operators import OPERATORS, name_of
 from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
@@ -30,17 +29,14 @@ from magis.simulate.compiled_problem import GENERATOR_NS
 
 # What a graph from a file may make a step do: operators of the step itself, and what plans are made of.
 
-FORMS = frozenset({*FUNCTIONAL_FORM, *IN_PLACE_FORM, *(target for target, _ in OUT_FORM.values()), *VIEWS})
-"""What operators of a step turn into."""
-
 
 def foreign_operator(graph: Graph, step: Graph) -> str | None:
     """An operator of the graph that is neither one of the step's nor one that plans are made of, if any."""
     own = {op.target for op, _ in every_op(step)}
     for op, _ in every_op(graph):
-        plain = op.target.startswith("aten.") and name_of(op.target) in FAMILIES
+        plain = op.target.startswith("aten.") and name_of(op.target) in OPERATORS
         of_plans = op.target.startswith("magis.") and op.target.count(".") == 1
-        if not (op.target in own or op.target in FORMS or plain or of_plans):
+        if not (op.target in own or plain or of_plans):
             return op.target
     return None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value
 from magis.graph.hazards import fills, row_major
-from magis.ops.facts import FUNCTIONAL_FORM, may_change_place
+from magis.ops.operators import op_info
 
 
 def functionalize(graph: Graph) -> Graph:
@@ -35,7 +35,8 @@ def functionalize(graph: Graph) -> Graph:
             fresh = Storage(len(storages), graph.storages[old].nbytes, "temporary")
             storages[fresh.id] = fresh
             current[old] = (fresh.id, dict(op.writes)[old])
-            new = replace(new, target=FUNCTIONAL_FORM[op.target], writes=())
+            functional = op_info(op.target).functional_form(op.target) or op.target
+            new = replace(new, target=functional, writes=())
         for value in new.made():
             owner = graph.values[value].storage
             if owner in targets:
@@ -87,10 +88,12 @@ def _can_split(graph: Graph, storage: int, ops: Iterable[Op]) -> bool:
 
 
 def _covers(graph: Graph, op: Op, storage: int, touched: list[int]) -> bool:
-    if op.target not in FUNCTIONAL_FORM or op.random or len(touched) != 1 or len(op.writes) != 1:
+    info = op_info(op.target)
+    functional = info.functional_form(op.target)
+    if functional is None or op.random or len(touched) != 1 or len(op.writes) != 1:
         return False
     value = graph.values[touched[0]]
-    if not may_change_place(FUNCTIONAL_FORM[op.target], op.args, op.kwargs, dtype=value.dtype):
+    if not info.may_change_place(functional, op.args, op.kwargs, dtype=value.dtype):
         return False
     # A result of another data type than the written tensor's is no longer the same operator; masks do not widen it.
     masked = op.target.startswith("aten.masked_fill_")

@@ -20,6 +20,7 @@ from torch import Tensor
 from magis.graph import Arg, Const, Graph, Op, Value
 from magis.graph.hazards import is_pure_view
 from magis.ops.call import EXPECT, call, made_generators
+from magis.ops.operators import op_info
 from magis.runtime.measure import Allocation, allocations, memory_profile
 from magis.simulate.compiled_problem import split
 from magis.simulate.simulator import MemoryProfile
@@ -171,11 +172,17 @@ def _terms(op: Op, known: Mapping[int, Tensor]) -> float:
     given = op.inputs()
     if op.target == "aten.sum.dim_IntList":
         total = _squares(known[given[0]]).sum(op.args[1])  # type: ignore[arg-type]
-    elif op.target in _PRODUCTS:
+    elif _is_product(op):
         total = _squares(known[given[-2]]) @ _squares(known[given[-1]])
     else:
         return 0.0
     return float(total.max().sqrt()) if total.numel() else 0.0
+
+
+def _is_product(op: Op) -> bool:
+    """Whether it is a product of matrices, or of batches of them, whose last two tensors are the factors."""
+    labels = op_info(op.target).product
+    return len(labels) == 3 and len({len(each) for each in labels}) == 1 and "k" in labels[0]
 
 
 def _squares(tensor: Tensor) -> Tensor:
@@ -201,10 +208,6 @@ _WIDE = {
     **dict.fromkeys(("float32", "bfloat16", "float16"), "float64"),
     **dict.fromkeys(("complex32", "complex64"), "complex128"),
 }  # fmt: skip
-
-
-_PRODUCTS = frozenset(f"aten.{name}.default" for name in ("mm", "bmm", "addmm", "baddbmm"))
-"""Matrix products, whose last two tensors are the factors."""
 
 
 def wide(tensor: Tensor) -> Tensor:

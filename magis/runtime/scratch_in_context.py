@@ -19,8 +19,8 @@ from magis.cost.signature import signature
 from magis.graph import Graph
 from magis.graph.nodes import Op, Value
 from magis.ops.call import CallError, resolve, shaped_by_contents
-from magis.ops.facts import is_view
 from magis.ops.generators import own_kept
+from magis.ops.operators import op_info
 from magis.runtime.codegen import compile_step
 from magis.runtime.measure import Allocation, allocations, memory_profile, replay
 from magis.runtime.steps import GraphStep
@@ -42,35 +42,9 @@ _PRIVATE = (
 )  # fmt: skip
 """In names of operators that hand packed bytes to each other."""
 
-_BY_SHAPES = frozenset(
-    f"aten.{name}"
-    for name in (
-        "embedding.default", "embedding_dense_backward.default", "nll_loss_forward.default",
-        "nll_loss_backward.default", "nll_loss2d_forward.default", "nll_loss2d_backward.default", "gather.default",
-        "index_select.default", "index.Tensor", "scatter_add_.default", "scatter_add.default",
-        "scatter.value", "scatter_.value", "scatter.src", "scatter_.src", "clone.default", "copy_.default",
-        "_to_copy.default", "cat.default", "stack.default", "sum.default", "sum.dim_IntList",
-        "any.default", "all.default",
-        "cumsum.default", "max_pool2d_with_indices_backward.default", "max_pool3d_with_indices_backward.default",
-        "_adaptive_avg_pool2d_backward.default", "adaptive_max_pool2d_backward.default",
-        "adaptive_max_pool3d_backward.default", "zeros_like.default", "ones_like.default", "full_like.default",
-        "empty_like.default", "new_zeros.default", "new_ones.default", "new_full.default", "new_empty.default",
-        "new_empty_strided.default", "native_dropout.default", "native_dropout_backward.default",
-        "select_backward.default", "slice_backward.default", "constant_pad_nd.default", "repeat.default",
-        "rand_like.default", "randn_like.default", "_softmax.default", "_safe_softmax.default", "tril.default",
-        "triu.default", "flip.default", "roll.default", "expand_copy.default", "argmax.default", "amax.default",
-        "one_hot.default", "arange.default", "fill_.Scalar", "zero_.default",
-        "_scaled_dot_product_flash_attention_for_cpu.default",
-        "_scaled_dot_product_flash_attention_for_cpu_backward.default",
-    )
-)  # fmt: skip
-"""Operators on whole numbers whose scratch hangs on shapes alone; those that torch calls pointwise are such, too."""
-
-_BY_VALUES = frozenset(
-    f"aten.{name}"
-    for name in ("prod.default", "prod.dim_int", "cumprod.default", "put_.default", "put.default", "take.default")
-)
-"""Operators on floats that look at these before they allocate."""
+_BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "attention", "attention_backward", "random")
+"""Kinds of operators whose scratch hangs on shapes alone, unless their row says otherwise; those that torch calls
+pointwise are such, too."""
 
 
 def needs(op: Op, values: Mapping[int, Value]) -> Needs:
@@ -78,12 +52,12 @@ def needs(op: Op, values: Mapping[int, Value]) -> Needs:
     space, name = (*op.target.split("."), "")[:2]
     if space != "aten" or any(part in name for part in _PRIVATE):
         return Needs.ANYTHING if _is_first(name, op, values) else Needs.BYTES
-    if op.target in _BY_VALUES or shaped_by_contents(op, values):
+    info = op_info(op.target)
+    if info.scratch == "values" or shaped_by_contents(op, values):
         return Needs.NUMBERS
     whole = {values[number].dtype for number in op.inputs() if _is_whole(values[number].dtype)}
-    if not whole or op.target in _BY_SHAPES or is_view(op.target) or _is_pointwise(op.target):
-        return Needs.ANYTHING
-    return Needs.NUMBERS
+    by_shapes = info.scratch == "shapes" or (not info.scratch and info.kind in _BY_SHAPES)
+    return Needs.ANYTHING if not whole or by_shapes or info.view or _is_pointwise(op.target) else Needs.NUMBERS
 
 
 def _is_first(name: str, op: Op, values: Mapping[int, Value]) -> bool:

@@ -14,14 +14,7 @@ import rustworkx as rx
 
 from magis.graph import Graph, Op, Ref, Value
 from magis.graph.hazards import fills, is_pure_view, order_edges
-from magis.ops.facts import (
-    COMMUTATIVE,
-    IN_PLACE_FORM,
-    OUT_FORM,
-    may_change_place,
-    undeclared_writes,
-    without_statistics,
-)
+from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
 
@@ -164,9 +157,9 @@ def redo_form(op: Op, graph: Graph) -> Op:
     time, which is put back for the while: it neither reads nor moves the generator of the step.
     """
     dropped = {s for s, _ in op.writes if graph.storages[s].kind == "generator"} if op.random else set()
-    args = op.args
-    if undeclared_writes(op.target, op.args):
-        args = without_statistics(op.target, op.args)
+    args, info = op.args, op_info(op.target)
+    if info.undeclared_writes(op.args):
+        args = info.without_statistics(op.args)
         dropped |= {storage for storage, _ in op.writes}
     if not dropped:
         return op
@@ -181,11 +174,11 @@ def redo_form(op: Op, graph: Graph) -> Op:
 
 def take_over_form(op: Op, victim: int) -> Op:
     """The operator as it writes its one output over the input ``victim`` (one of those that ``reusable`` names)."""
-    if op.target in IN_PLACE_FORM:
-        args = op.args if op.args[0] == Ref(victim) else (op.args[1], op.args[0], *op.args[2:])
-        return replace(op, target=IN_PLACE_FORM[op.target], args=args)
-    target, keyword = OUT_FORM[op.target]
-    return replace(op, target=target, kwargs=(*op.kwargs, (keyword, Ref(victim))))
+    info = op_info(op.target)
+    if (out := info.out_form(op.target)) is not None:
+        return replace(op, target=out[0], kwargs=(*op.kwargs, (out[1], Ref(victim))))
+    args = op.args if op.args[0] == Ref(victim) else (op.args[1], op.args[0], *op.args[2:])
+    return replace(op, target=info.in_place_form(op.target) or op.target, args=args)
 
 
 def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compiled:
@@ -319,14 +312,15 @@ def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
         return ()
     inputs = op.inputs()
     candidates: list[int] = []
-    if not may_change_place(op.target, op.args, op.kwargs, dtype=graph.values[made[0]].dtype):
+    info = op_info(op.target)
+    if not info.may_change_place(op.target, op.args, op.kwargs, dtype=graph.values[made[0]].dtype):
         return ()
-    if op.target in IN_PLACE_FORM:
+    if info.in_place_form(op.target) is not None:
         if isinstance(op.args[0], Ref):
             candidates.append(op.args[0].value)
-        if op.target in COMMUTATIVE and not op.kwargs and len(op.args) == 2 and isinstance(op.args[1], Ref):
+        if info.commutative and not op.kwargs and len(op.args) == 2 and isinstance(op.args[1], Ref):
             candidates.append(op.args[1].value)
-    elif op.target in OUT_FORM:
+    elif info.out_form(op.target) is not None:
         candidates.extend(inputs)
     output = graph.values[made[0]]
     fresh = graph.storages[output.storage]

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
 )
 
 from magis.errors import UsageError
-from magis.ops.facts import undeclared_writes
+from magis.ops.operators import op_info
 from magis.report import write_text_atomically
 from magis.units import format_bytes
 
@@ -98,7 +98,7 @@ class _Sparing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        hidden = undeclared_writes(str(func), args)
+        hidden = op_info(str(func)).undeclared_writes(args)
         if hidden:
             return func(*(None if place in hidden else arg for place, arg in enumerate(args)), **kwargs)
         writes = bool(func._schema.arguments) and func._schema.arguments[0].alias_info  # noqa: SLF001 (what it says of itself)

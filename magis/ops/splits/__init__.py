@@ -1,7 +1,8 @@
 """Which dimensions of a call can be cut: fission's facts about ATen operators (paper, F-Trans).
 
-A rule per operator family labels the dimensions of a call's tensors and size literals; each label gives one way to
-run the call in equal parts. An operator without a rule is never split. Every rule is tested by cutting real tensors.
+A rule, named in an operator's row (`magis.ops.operators`), labels the dimensions of a call's tensors and size literals;
+each label gives one way to run the call in equal parts. An operator without a rule is never split. Every rule is tested
+by cutting real tensors.
 The published method cuts whole graphs by hand-written axis rules for a dozen operators, forward only; here the
 backward, losses and weight updates have rules too, since a training step is one graph.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from magis.graph.nodes import Op, Value
-from magis.ops.splits import convolution, indexing, norms, reductions, views
-from magis.ops.splits import products as attention
-from magis.ops.splits.labels import NEVER_SPLIT, RANDOM, LabelledCall, Labels, Rules, derive
+from magis.ops.operators import RANDOM, op_info
+from magis.ops.splits import convolution, indexing, norms, products, reductions, views
+from magis.ops.splits.labels import LabelledCall, Labels, Rule, derive
 from magis.ops.splits.split import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
 
 __all__ = [
@@ -21,9 +22,9 @@ __all__ = [
     "why_not", "why_opaque",
 ]  # fmt: skip
 
-RULES: Rules = {
-    **NEVER_SPLIT, **reductions.POINTWISE, **views.RULES, **attention.PRODUCTS, **reductions.RULES, **norms.RULES,
-    **norms.LOSSES, **attention.RULES, **indexing.RULES, **convolution.RULES,
+_MODULES = {
+    "convolution": convolution, "indexing": indexing, "norms": norms, "products": products, "reductions": reductions,
+    "views": views,
 }  # fmt: skip
 
 
@@ -66,8 +67,15 @@ def why_not(op: Op, values: Mapping[int, Value], taken: int, dim: int) -> str:
 
 def has_rule(target: str) -> bool:
     """Whether the operator has a rule, one that says why it is never split included."""
-    namespace, _, rest = target.partition(".")
-    return namespace == "aten" and rest.count(".") == 1 and rest.partition(".")[0].removesuffix("_") in RULES
+    info = op_info(target)
+    return target.count(".") == 2 and bool(info.split or info.never_split)
+
+
+def rule_of(name: str) -> Rule:
+    """The rule of this name in a row: module, and function."""
+    module, _, function = name.partition(".")
+    found: Rule = getattr(_MODULES[module], function)
+    return found
 
 
 def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
@@ -78,4 +86,4 @@ def _labels(op: Op, values: Mapping[int, Value]) -> Labels | str:
     if not has_rule(op.target):
         return f"no rule for {op.target}"
     call = LabelledCall(op, values)
-    return RULES[call.name](call)
+    return call.info.never_split or rule_of(call.info.split)(call)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from magis.graph.nodes import Arg
-from magis.ops.splits.labels import Around, Dims, LabelledCall, Labels, Places, Rule, numbered, rows
+from magis.ops.splits.labels import Around, Dims, LabelledCall, Labels, Places, numbered
 from magis.ops.splits.split import Path
 
 UNEVEN = "windows do not fall into equal stretches"
@@ -211,13 +211,14 @@ def adaptive_pool(call: LabelledCall) -> Labels | str:
 def resize(call: LabelledCall) -> Labels | str:
     """Samples and channels; places where each is repeated a power of two times. Sizes after it are literals."""
     rank = _rank(call)
+    if call.name.endswith("_backward"):
+        return _resize_backward(call, rank)
     labels: Dims = ["n", "c", *_repeated(call, call.shape(0), call.shape_of_output(), rank, 2)]
     return Labels({(0,): labels}, [labels], {(1, index): f"s{index}" for index in range(rank)})
 
 
-def resize_backward(call: LabelledCall) -> Labels | str:
+def _resize_backward(call: LabelledCall, rank: int) -> Labels:
     """The same; the sizes before are literals too."""
-    rank = _rank(call)
     places = _repeated(call, call.shape_of_output(), call.shape(0), rank, 3)
     labels: Dims = ["n", "c", *places]
     literals: dict[Path, str] = {(2, 0): "n", (2, 1): "c"}
@@ -258,25 +259,3 @@ def columns(call: LabelledCall) -> Labels | str:
     taken = [*names, *(None for _ in call.shape(0)[len(names) :])]
     made = [*names, *(None for _ in call.shape_of_output()[len(names) :])]
     return Labels({(0,): taken}, [made], limits={"c": image[len(names) - 1]})
-
-
-RULES: dict[str, Rule] = {
-    **rows(convolution, "convolution"),
-    **rows(convolution_backward, "convolution_backward"),
-    **rows(max_pool, "max_pool2d_with_indices max_pool3d_with_indices max_pool2d_with_indices_backward"),
-    **rows(max_pool, "max_pool3d_with_indices_backward adaptive_max_pool2d adaptive_max_pool3d"),
-    **rows(max_pool, "adaptive_max_pool2d_backward adaptive_max_pool3d_backward"),
-    **rows(average_pool, "avg_pool1d avg_pool2d avg_pool3d avg_pool2d_backward avg_pool3d_backward"),
-    **rows(adaptive_pool, "adaptive_avg_pool1d _adaptive_avg_pool2d"),
-    **rows(adaptive_pool, "_adaptive_avg_pool3d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward"),
-    **rows(resize, "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d"),
-    **rows(resize, "_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d"),
-    **rows(resize, "upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"),
-    **rows(resize_backward, "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward"),
-    **rows(resize_backward, "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward"),
-    **rows(resize_backward, "_upsample_nearest_exact3d_backward upsample_linear1d_backward"),
-    **rows(resize_backward, "upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward"),
-    **rows(resize_backward, "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"),
-    **rows(shuffle, "pixel_shuffle pixel_unshuffle"),
-    **rows(columns, "im2col col2im"),
-}

@@ -10,7 +10,7 @@ The number of rows of an embedding is never cut: an index may name any of them.
 from __future__ import annotations
 
 from magis.graph.nodes import Value
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned, broadcast, numbered, wrapped
 from magis.ops.splits.split import Path
 
 ANYWHERE = "an index may name any element"
@@ -193,26 +193,3 @@ def select_scatter(call: LabelledCall) -> Labels | str:
     labels = numbered(call.shape(0), (dim,))
     taken = [label for place, label in enumerate(labels) if place != dim]
     return Labels({(0,): labels, (1,): taken}, [labels])
-
-
-RULES: dict[str, Rule] = {
-    **rows(embedding, "embedding"),
-    **rows(embedding_backward, "embedding_dense_backward"),
-    **rows(index_select, "index_select"),
-    **rows(gather, "gather"),
-    **rows(scatter, "scatter scatter_add scatter_reduce"),
-    **rows(index_along, "index_add index_copy index_fill index_reduce"),
-    **rows(index, "index _unsafe_index"),
-    **rows(index_put, "index_put _unsafe_index_put _index_put_impl"),
-    **rows(cat, "cat"),
-    **rows(stack, "stack"),
-    **rows(pad, "constant_pad_nd"),
-    **rows(pad_planes, "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward"),
-    **rows(pad_planes, "reflection_pad2d_backward reflection_pad3d_backward replication_pad1d replication_pad2d"),
-    **rows(pad_planes, "replication_pad3d replication_pad1d_backward replication_pad2d_backward"),
-    **rows(pad_planes, "replication_pad3d_backward"),
-    **rows(slice_backward, "slice_backward"),
-    **rows(select_backward, "select_backward"),
-    **rows(slice_scatter, "slice_scatter"),
-    **rows(select_scatter, "select_scatter"),
-}

@@ -16,7 +16,7 @@ from math import gcd
 from typing import TypeAlias
 
 from magis.graph.nodes import Arg, Op, Ref, Value
-from magis.ops.facts import is_view
+from magis.ops.operators import op_info
 from magis.ops.splits.split import Cut, Halo, How, Overlap, Path, Split, dimension
 
 
@@ -64,7 +64,8 @@ class LabelledCall:
         self.op = op
         self._values = values
         _, name, self.overload = op.target.split(".")
-        self.name = plain_name(name)
+        self.name = name.removesuffix("_")
+        self.info = op_info(op.target)
         self.outputs = tuple(None if number is None else values[number] for number in op.outputs)
         self.tensors: dict[Path, Value] = {}
         for position, arg in enumerate((*op.args, *(arg for _, arg in op.kwargs))):
@@ -115,19 +116,6 @@ class LabelledCall:
 
 Rule: TypeAlias = Callable[[LabelledCall], "Labels | str"]
 """The labels of a call, or one short reason why it cannot be cut."""
-
-Rules: TypeAlias = Mapping[str, Rule]
-"""Operator name without namespace, overload and the underscore of in-place forms -> rule."""
-
-
-def rows(rule: Rule, names: str) -> dict[str, Rule]:
-    """One rule for several operators, their names separated by blanks."""
-    return dict.fromkeys(names.split(), rule)
-
-
-def plain_name(name: str) -> str:
-    """An operator's name without the underscore of its in-place form: "add_" is "add"."""
-    return name.removesuffix("_")
 
 
 def derive(call: LabelledCall, labels: Labels) -> tuple[Split, ...]:
@@ -189,7 +177,7 @@ def _apart(call: LabelledCall, output: Value, joined: How, inputs: Sequence[Cut]
     ]
     if not isinstance(joined, int):
         return not on_input or output.numel == 0
-    if is_view(call.op.target):
+    if call.info.view:
         return True
     return all(
         cut == joined for value, cut in on_input if value.shape == output.shape and value.offset == output.offset
@@ -263,33 +251,3 @@ def aligned(shape: Sequence[int], common: Sequence[int], labels: Dims) -> list[s
     if skipped < 0:  # only tensors without elements are left out of the common shape
         return [None] * len(shape)
     return [labels[index] if size == common[index] and size != 1 else None for index, size in enumerate(shape, skipped)]
-
-
-RANDOM = "random numbers would change"
-
-
-def because(reason: str) -> Rule:
-    """A rule that gives a reason instead of labels."""
-
-    def rule(call: LabelledCall) -> Labels | str:  # noqa: ARG001
-        return reason
-
-    return rule
-
-
-NEVER_SPLIT: dict[str, Rule] = {
-    **rows(
-        because("numbers depend on where they stand"), "arange range linspace logspace eye tril_indices triu_indices"
-    ),
-    **rows(because("one number"), "scalar_tensor _local_scalar_dense is_same_size"),
-    **rows(because("how many elements there are depends on the contents"), "nonzero masked_select _unique2"),
-    **rows(because("bags of an embedding have lengths of their own"), "_embedding_bag _embedding_bag_forward_only"),
-    **rows(because(RANDOM), "native_dropout _fused_dropout rrelu_with_noise rand rand_like randn randn_like randint"),
-    **rows(because(RANDOM), "bernoulli normal uniform randperm multinomial randint_like exponential"),
-    **rows(
-        because("updates many tensors at once"),
-        "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_addcmul _foreach_addcdiv _foreach_lerp"
-        " _foreach_sqrt _foreach_neg _foreach_copy _foreach_norm _foreach_pow _foreach_reciprocal _foreach_maximum"
-        " _fused_adam _fused_adamw _fused_sgd _fused_adagrad",
-    ),
-}

@@ -6,14 +6,14 @@
 
 A batch norm in training takes its statistics over everything but the channel, hence only channels can be cut. Its
 running statistics are cut too: every part writes its own stretch of them, declared by the schema or not
-(`magis.ops.facts.UNDECLARED_WRITES`), so that each channel is still written once.
+(`OpInfo.undeclared`), so that each channel is still written once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, broadcast, numbered, rows, wrapped
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned, broadcast, numbered, wrapped
 from magis.ops.splits.split import Path
 
 COUPLED = "batch statistics couple the batch"
@@ -45,15 +45,6 @@ def _leading(call: LabelledCall, position: int, normalized: int) -> list[str | N
 
 # -- batch norm ------------------------------------------------------------------------------------------------------
 
-_TRAINING = {
-    "native_batch_norm": 5, "_native_batch_norm_legit": 5, "_native_batch_norm_legit_functional": 5,
-    "cudnn_batch_norm": 5, "miopen_batch_norm": 5, "native_batch_norm_backward": 7, "batch_norm_backward": 7,
-}  # fmt: skip
-"""Position of the training flag; operators without one have it in their name."""
-
-_BACKWARD_ORDER = {"cudnn_batch_norm_backward": (1, 0), "miopen_batch_norm_backward": (1, 0)}
-"""Positions of the output's gradient and of the input where the gradient does not come first."""
-
 
 def batch_norm(call: LabelledCall) -> Labels | str:
     """Channels; without training, statistics are given and everything else can be cut too."""
@@ -65,7 +56,7 @@ def batch_norm(call: LabelledCall) -> Labels | str:
 
 def batch_norm_backward(call: LabelledCall) -> Labels | str:
     """Channels; without training all, and the gradients of weight and bias are sums."""
-    gradient, taken = _BACKWARD_ORDER.get(call.name, (0, 1))
+    gradient, taken = (1, 0) if call.name.startswith(("cudnn", "miopen")) else (0, 1)
     image = _image(call.shape(taken), _trains(call))
     inputs = _channels(call, {(gradient,): image, (taken,): image})
     return _batch_norm(call, inputs, [image, ["c"], ["c"]], image, "sum")
@@ -84,10 +75,8 @@ def _batch_norm(
 def _trains(call: LabelledCall) -> bool:
     if call.name.endswith(("_no_training", "_no_update")):
         return False
-    position = _TRAINING.get(call.name, -1)
-    if call.overload == "no_stats":
-        position = 3
-    return call.arg(position) is not False if position >= 0 else True
+    position = 3 if call.overload == "no_stats" else call.info.training
+    return position is None or call.arg(position) is not False
 
 
 def _image(shape: Sequence[int], training: bool) -> list[str | None]:
@@ -129,24 +118,9 @@ def group_norm_backward(call: LabelledCall) -> Labels | str:
 
 def weight_norm(call: LabelledCall) -> Labels | str:
     """One norm for each index of a dimension, the first or the last: everything has that dimension."""
-    position = 2 if call.name == "_weight_norm_interface" else 4
-    dim = wrapped(call.integer(position, "dim"), len(call.shape(0)))
+    dim = wrapped(call.integer(call.info.dim, "dim"), len(call.shape(0)))
     labels = ["k" if index == dim else None for index in range(len(call.shape(0)))]
     return Labels(dict.fromkeys(call.tensors, labels), [labels] * len(call.outputs))
-
-
-RULES: dict[str, Rule] = {
-    **rows(weight_norm, "_weight_norm_interface _weight_norm_interface_backward"),
-    **rows(layer_norm, "native_layer_norm _fused_rms_norm"),
-    **rows(layer_norm_backward, "native_layer_norm_backward _fused_rms_norm_backward"),
-    **rows(batch_norm, "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional"),
-    **rows(batch_norm, "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update"),
-    **rows(batch_norm, "_batch_norm_with_update_functional cudnn_batch_norm miopen_batch_norm"),
-    **rows(batch_norm_backward, "native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"),
-    **rows(batch_norm_backward, "miopen_batch_norm_backward"),
-    **rows(group_norm, "native_group_norm"),
-    **rows(group_norm_backward, "native_group_norm_backward"),
-}
 
 
 # Losses, forward and backward.
@@ -162,17 +136,10 @@ RULES: dict[str, Rule] = {
 
 NONE, MEAN, SUM = 0, 1, 2
 
-_REDUCTION = {
-    "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
-    "binary_cross_entropy_with_logits": 4, "mse_loss_backward": 3, "smooth_l1_loss_backward": 3,
-    "huber_loss_backward": 3, "soft_margin_loss_backward": 3, "binary_cross_entropy_backward": 4,
-}  # fmt: skip
-"""Position of the reduction, an int: 0 none, 1 mean (the default), 2 sum."""
-
 
 def elementwise(call: LabelledCall) -> Labels | str:
     """One loss per element, or their mean or sum."""
-    reduction = call.integer(_REDUCTION[call.name], "reduction", MEAN)
+    reduction = call.integer(call.info.reduction, "reduction", MEAN)
     common = broadcast([value.shape for value in call.tensors.values()])
     if common is None:
         return "tensors of several shapes"
@@ -186,7 +153,7 @@ def elementwise(call: LabelledCall) -> Labels | str:
 
 def elementwise_backward(call: LabelledCall) -> Labels | str:
     """One gradient per element."""
-    if call.integer(_REDUCTION[call.name], "reduction", MEAN) == MEAN:
+    if call.integer(call.info.reduction, "reduction", MEAN) == MEAN:
         return "a part would divide by its own number of elements"
     common = call.shape_of_output()
     labels = numbered(common)
@@ -219,13 +186,3 @@ def nll_backward(call: LabelledCall) -> Labels | str:
 def _scores(shape: tuple[int, ...]) -> list[str | None]:
     """(rows, classes) or (n, classes, height, width): everything but the classes; a single row has no label."""
     return numbered(shape, (1,)) if len(shape) > 1 else [None]
-
-
-LOSSES: dict[str, Rule] = {
-    **rows(elementwise, "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy"),
-    **rows(elementwise, "binary_cross_entropy_with_logits"),
-    **rows(elementwise_backward, "mse_loss_backward smooth_l1_loss_backward huber_loss_backward"),
-    **rows(elementwise_backward, "soft_margin_loss_backward binary_cross_entropy_backward"),
-    **rows(nll, "nll_loss_forward nll_loss2d_forward"),
-    **rows(nll_backward, "nll_loss_backward nll_loss2d_backward"),
-}

@@ -10,48 +10,20 @@ change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from magis.graph.nodes import Value
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, Rule, aligned, rows
+from magis.ops.op_info import AttentionKernel
+from magis.ops.operators import RANDOM
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned
 from magis.ops.splits.split import Path
 
-RANDOM = "random numbers would change"
 _ALIGNMENT = 32
 """The memory-efficient kernel pads its logsumexp to multiples of this many query rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernel:
-    """Positions of a kernel's arguments; -1 where it has none. The mask may be a keyword."""
-
-    dropout: int
-    causal: int
-    mask: int = -1
-    saved: tuple[int, int] = (-1, -1)
-    """Of the backward: the forward's output and logsumexp. The gradient comes first, then query, key, value."""
-    lengths: tuple[int, ...] = ()
-    """Lengths of the sequences of a packed batch."""
-    queries: bool = False
-    """Whether the kernel keeps its rows apart in all of its results."""
-
-
-_KERNELS = {
-    "_scaled_dot_product_flash_attention_for_cpu": _Kernel(dropout=3, causal=4, queries=True),
-    "_scaled_dot_product_flash_attention": _Kernel(dropout=3, causal=4, queries=True),
-    "_scaled_dot_product_efficient_attention": _Kernel(dropout=5, causal=6, mask=3, queries=True),
-    "_scaled_dot_product_cudnn_attention": _Kernel(dropout=5, causal=6, mask=3, queries=True),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _Kernel(6, 7, saved=(4, 5), queries=True),
-    "_scaled_dot_product_flash_attention_backward": _Kernel(10, 11, saved=(4, 5), lengths=(6, 7)),
-    "_scaled_dot_product_efficient_attention_backward": _Kernel(9, 11, mask=4, saved=(5, 6)),
-    "_scaled_dot_product_cudnn_attention_backward": _Kernel(13, 14, mask=8, saved=(4, 5), lengths=(9, 10)),
-}
-
-
 def attention(call: LabelledCall) -> Labels | str:
     """Batch, head, and query rows of the forward."""
-    kernel = _KERNELS[call.name]
-    if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
+    kernel = call.info.attention
+    if kernel is None or call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
         return RANDOM
     if len(call.shape(0)) != 4:
         return "not (batch, head, row, feature)"
@@ -75,8 +47,8 @@ def attention(call: LabelledCall) -> Labels | str:
 
 def attention_backward(call: LabelledCall) -> Labels | str:
     """Batch and head; query rows where the kernel's logsumexp has one number per row."""
-    kernel = _KERNELS[call.name]
-    if call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
+    kernel = call.info.attention
+    if kernel is None or call.arg(kernel.dropout, "dropout_p", 0.0) != 0.0:
         return RANDOM
     if len(call.shape(1)) != 4:
         return "not (batch, head, row, feature)"
@@ -96,7 +68,7 @@ def attention_backward(call: LabelledCall) -> Labels | str:
     return Labels(inputs, [rows, whole, whole, *of_mask], combine={"q": sums, "b": per_head, "h": per_head})
 
 
-def _query_rows(call: LabelledCall, kernel: _Kernel) -> tuple[str | None, int]:
+def _query_rows(call: LabelledCall, kernel: AttentionKernel) -> tuple[str | None, int]:
     """The label of query rows, None where they cannot be cut, and a further number that the parts must divide."""
     if not kernel.queries or call.arg(kernel.causal, "is_causal", False) is not False:
         return None, 0
@@ -110,7 +82,7 @@ def _query_rows(call: LabelledCall, kernel: _Kernel) -> tuple[str | None, int]:
     return ("q", 0) if saved.numel == 0 or saved.shape[2] == rows else (None, 0)
 
 
-def _mask(call: LabelledCall, kernel: _Kernel, row: str | None, query: int) -> dict[Path, Dims]:
+def _mask(call: LabelledCall, kernel: AttentionKernel, row: str | None, query: int) -> dict[Path, Dims]:
     """Labels of the mask, broadcast to (batch, head, query row, key)."""
     value = call.tensor(kernel.mask, "attn_mask")
     if value is None:
@@ -125,35 +97,14 @@ def _of_mask_gradient(call: LabelledCall, row: str | None) -> Dims:
     return aligned(shape, scores, ["b", "h", row, None]) if shape else ()
 
 
-RULES: dict[str, Rule] = {
-    name: attention if kernel.saved == (-1, -1) else attention_backward for name, kernel in _KERNELS.items()
-}
-
-
 # Matrix products, as einsums.
 # mm(a, b): (m, k), (k, n) -> (m, n); k sums baddbmm(c, a, b): (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m,
 # n); k not, every part would add c
 
-_FORMS: dict[str, tuple[int, tuple[str, str, str]]] = {
-    "mm": (0, ("mk", "kn", "mn")),
-    "bmm": (0, ("bmk", "bkn", "bmn")),
-    "mv": (0, ("mk", "k", "m")),
-    "dot": (0, ("k", "k", "")),
-    "vdot": (0, ("k", "k", "")),
-    "ger": (0, ("m", "n", "mn")),
-    "addmm": (1, ("mk", "kn", "mn")),
-    "_addmm_activation": (1, ("mk", "kn", "mn")),
-    "baddbmm": (1, ("bmk", "bkn", "bmn")),
-    "addbmm": (1, ("bmk", "bkn", "mn")),
-    "addmv": (1, ("mk", "k", "m")),
-    "addr": (1, ("m", "n", "mn")),
-}
-"""Operator name -> position of the first factor (1: after a tensor that is added), labels of factors and product."""
-
 
 def product(call: LabelledCall) -> Labels | str:
     """Batch, rows and columns; the contraction sums unless something is added."""
-    first, (left, right, result) = _FORMS[call.name]
+    first, (left, right, result) = int(call.info.adds), call.info.product
     inputs: dict[tuple[int, ...], list[str | None]] = {(first,): list(left), (first + 1,): list(right)}
     if first:
         inputs[(0,)] = aligned(call.shape(0), call.shape_of_output(), list(result))
@@ -169,6 +120,3 @@ def linear(call: LabelledCall) -> Labels | str:
     bias = {call.at(2, "bias"): ["n"] if len(weight) == 2 else []}
     made = [*leading, "n"] if len(weight) == 2 else leading
     return Labels({(0,): [*leading, "k"], (1,): weight, **bias}, [made], combine=sums)
-
-
-PRODUCTS: dict[str, Rule] = {**rows(product, " ".join(_FORMS)), **rows(linear, "linear")}

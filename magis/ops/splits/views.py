@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.ops.splits.labels import LabelledCall, Labels, Rule, aligned, numbered, rows, wrapped
+from magis.ops.splits.labels import LabelledCall, Labels, aligned, numbered, wrapped
 from magis.ops.splits.split import Path
 
 MEMORY = "addresses memory, not dimensions"
@@ -118,7 +118,7 @@ def permute(call: LabelledCall) -> Labels | str:
 def transpose(call: LabelledCall) -> Labels | str:
     """Two dimensions change places; `t` and `numpy_T` turn all around."""
     order = list(range(len(call.shape(0))))
-    if call.name in ("t", "t_copy", "numpy_T"):
+    if len(call.op.args) == 1:
         return rearranged(call, order[::-1])
     if order:
         first, second = (wrapped(call.integer(position), len(order)) for position in (1, 2))
@@ -171,14 +171,8 @@ def select(call: LabelledCall) -> Labels | str:
 def window(call: LabelledCall) -> Labels | str:
     """A window, or windows side by side, along one dimension: all others; that one too where all of it is taken."""
     shape = call.shape(0)
-    dim = wrapped(call.integer(_WINDOW_DIM[call.name], "dim"), len(shape))
+    dim = wrapped(call.integer(call.info.dim, "dim"), len(shape))
     return rearranged(call, range(len(shape)), () if _whole(call, shape[dim]) else (dim,))
-
-
-_WINDOW_DIM = {
-    "slice": 1, "slice_copy": 1, "narrow": 1, "split": 2, "split_with_sizes": 2, "chunk": 2, "unsafe_split": 2,
-    "unsafe_split_with_sizes": 2,
-}  # fmt: skip
 
 
 def _whole(call: LabelledCall, size: int) -> bool:
@@ -231,23 +225,3 @@ def complex_pairs(call: LabelledCall) -> Labels | str:
     if call.name == "view_as_real":
         return rearranged(call, [*range(rank), None])
     return rearranged(call, range(rank - 1), (rank - 1,))
-
-
-RULES: dict[str, Rule] = {
-    **rows(view, "view _unsafe_view reshape view_copy _reshape_copy"),
-    **rows(flatten, "flatten"),
-    **rows(expand, "expand expand_copy"),
-    **rows(repeat, "repeat"),
-    **rows(permute, "permute permute_copy"),
-    **rows(transpose, "transpose t numpy_T swapaxes t_copy transpose_copy"),
-    **rows(movedim, "movedim"),
-    **rows(unsqueeze, "unsqueeze unsqueeze_copy"),
-    **rows(squeeze, "squeeze squeeze_copy"),
-    **rows(select, "select unbind select_copy"),
-    **rows(window, "slice slice_copy narrow split split_with_sizes chunk unsafe_split unsafe_split_with_sizes"),
-    **rows(as_strided, "as_strided"),
-    **rows(memory, "_reshape_alias set"),
-    **rows(diagonal, "diagonal"),
-    **rows(unfold, "unfold"),
-    **rows(complex_pairs, "view_as_real view_as_complex"),
-}

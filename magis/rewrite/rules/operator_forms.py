@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from magis.graph import Arg, Op, Ref, Value
-from magis.ops.splits.reductions import POINTWISE, pointwise
+from magis.ops.operators import op_info
 
 ABSOLUTE = "aten.as_strided"
 """How the names of calls begin that address memory, not dimensions."""
@@ -42,23 +42,10 @@ class Seen:
 
 Form: TypeAlias = Callable[[Op, Values], Seen | None]
 
-_ELEMENTWISE = frozenset(
-    name
-    for name, rule in POINTWISE.items()
-    if rule is pointwise and not name.endswith(("_like", "_copy", "copy", "fill"))
-) - {
-    "zero", "lift", "lift_fresh", "detach", "alias", "clone", "polar", "complex", "angle", "real", "_conj", "_neg_view",
-}  # fmt: skip
-
-
-def name_of(op: Op) -> str:
-    """The operator's name alone: "mm" of aten.mm.default; "" for operators of our own."""
-    return op.target.split(".")[1] if op.target.startswith("aten.") else ""
-
 
 def is_elementwise(op: Op) -> bool:
     """Whether every element of the result depends on the same element of the tensors alone."""
-    return name_of(op) in _ELEMENTWISE and not op.many and not op.writes and not op.random
+    return op_info(op.target).elementwise and not op.many and not op.writes and not op.random
 
 
 def _tensors(op: Op, count: int) -> tuple[int, ...] | None:

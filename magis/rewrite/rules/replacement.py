@@ -14,26 +14,9 @@ from magis.cost.signature import signature
 from magis.errors import VerifyError
 from magis.graph import ITEM_SIZE, Const, Graph, Op, Ref, Storage, replace_refs
 from magis.graph.hazards import dependency_graph, fills, row_major
-from magis.ops.facts import is_view
+from magis.ops.operators import op_info
 from magis.rewrite.rules.draft import Draft, Refused, landed
-from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise, name_of
-
-_ATTENTION = (
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-)  # fmt: skip
-"""Attention kernels: their random numbers go by batch, head, query and key, wherever these lie. Other random operators
-draw in the order of memory."""
-_ANY_LAYOUT = frozenset(
-    f"{name}{suffix}"
-    for suffix in ("", "_backward")
-    for name in (
-        "mm", "bmm", "addmm", "baddbmm", "cat", "sum", "mean", "clone", "_to_copy", "convolution", "native_batch_norm",
-        *_ATTENTION,
-    )
-)  # fmt: skip
-"""Operators besides views and element-wise ones that are known to compute the same on windows; the others, some of
-which ignore strides, get a dense copy where a rule would hand them a window (docs/rules.md)."""
+from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise
 
 
 def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Graph:
@@ -108,9 +91,10 @@ class _Change:
         return new
 
     def _allowed(self, op: Op) -> bool:
-        if op.random and name_of(op) not in _ATTENTION:
+        info = op_info(op.target)
+        if op.random and info.attention is None:  # their random numbers go by row and column; others' by memory
             return False
-        return is_view(op.target) or is_elementwise(op) or op.phase == "update" or name_of(op) in _ANY_LAYOUT
+        return info.view or info.any_layout or is_elementwise(op) or op.phase == "update"
 
     def _on_copies(self, op: Op, new: Op) -> list[Op]:
         """The operator on dense copies of what has become a window."""

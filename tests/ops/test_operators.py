@@ -1,0 +1,133 @@
+"""Rows name what exists, nobody else keeps such tables, and forms that write over an argument compute the same bits."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magis.ops.call import resolve
+from magis.ops.operators import OPERATORS, op_info
+from magis.ops.splits import rule_of
+from tests.layering import load
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHAPES = ((), (5,), (3, 16, 8))
+SEEDS = range(12)
+NUMBERS = {"mul": 0.003129890453834116, "threshold": 0.2}
+TARGETS = [
+    f"aten.{name}.{overload}"
+    for name, row in OPERATORS.items()
+    for overload in (*row.in_place, *(["default"] if row.out else []))
+    if not row.view
+]
+PAIRS = [(target, form) for target in TARGETS if (form := op_info(target).in_place_form(target)) is not None]
+
+
+def arguments(target: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Any]:
+    """Random tensors, and numbers that no half-precision type holds exactly, for what has no default."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn() -> Tensor:
+        return (torch.rand(shape, generator=generator) + 0.1).to(dtype)
+
+    made: list[Any] = []
+    for argument in resolve(target)._schema.arguments:
+        kind = str(argument.type)
+        if argument.kwarg_only or argument.has_default_value():
+            continue
+        if argument.name == "mask":
+            made.append(drawn() > 0.5)
+        elif argument.name == "value" and kind == "Tensor":
+            made.append(torch.tensor(0.3137, dtype=dtype))
+        elif kind in ("Tensor", "Optional[Tensor]"):
+            made.append(drawn())
+        elif kind == "bool":
+            made.append(False)
+        else:
+            made.append(NUMBERS.get(target.split(".")[1].partition("_")[0], 0.3137) * (1 + seed))
+    return [*made, 0.25] if target == "aten.clamp.default" else made
+
+
+def copied(items: list[Any]) -> list[Any]:
+    return [item.clone() if isinstance(item, Tensor) else item for item in items]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("functional", "in_place"), PAIRS)
+def test_in_place_forms_compute_the_same(functional: str, in_place: str, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        for seed in SEEDS:
+            given = arguments(functional, shape, dtype, seed)
+            assert torch.equal(resolve(functional)(*copied(given)), resolve(in_place)(*copied(given)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("functional", [target for target in TARGETS if op_info(target).out])
+def test_out_forms_compute_the_same_over_each_argument(functional: str, dtype: torch.dtype) -> None:
+    target, keyword = op_info(functional).out_form(functional) or ("", "")
+    for shape in SHAPES[1:]:
+        for seed in SEEDS:
+            given = arguments(functional, shape, dtype, seed)
+            wanted = resolve(functional)(*copied(given))
+            for position, argument in enumerate(given):
+                if isinstance(argument, Tensor) and argument.dtype == wanted.dtype and argument.shape == wanted.shape:
+                    mine = copied(given)
+                    assert torch.equal(resolve(target)(*mine, **{keyword: mine[position]}), wanted)
+
+
+def test_rows_name_operators_and_rules_that_exist() -> None:
+    """A misspelt row would silently charge nothing for its arithmetic."""
+    known = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    assert set(OPERATORS) - {name.split(".")[0].removesuffix("_") for name in known} == set()
+    for row in OPERATORS.values():
+        assert callable(rule_of(row.split)) if row.split else row.split == ""
+        assert not (row.split and row.never_split)
+
+
+# What is known of an operator stands in its row (docs/extending.md). These say something else.
+OF_OTHERS = {
+    "magis.capture.autocast": "the rules of torch's own autocast on a GPU, by the names they are registered under",
+    "magis.capture.schemas": "comparisons, as words",
+    "magis.cost.devices": "measured constants of one device",
+    "magis.fission.loss_suffix": "where the head of a loss may begin",
+    "magis.graph.loop_rules": "how parts combine",
+    "magis.ops.eager_only": "calls that autograd's engine makes in place while nobody watches",
+    "magis.ops.splits.products": "how parts combine",
+    "magis.ops.splits.split": "how parts combine",
+    "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
+    "magis.runtime.codegen": "how parts combine, as code",
+    "magis.runtime.scratch_in_context": "kinds of operators",
+    "magis.strategies.ort.functional_trace": "operators that ONNX lacks, written in others",
+    "magis.strategies.ort.layers": "how an operator is written in ONNX",
+    "magis.strategies.ort.onnx_operators": "how an operator is written in ONNX",
+    "magis.strategies.single_device": "what a technique of others keeps",
+}
+
+
+def test_no_other_module_keeps_a_table_of_operators(repository: Path) -> None:
+    found = {name for name, module in load(repository).items() for node in ast.walk(module.tree) if is_table(node)}
+    assert found == {"magis.ops.operators", *OF_OTHERS}
+
+
+def is_table(node: ast.AST) -> bool:
+    """Whether a literal lists three operators or more, mostly: targets of calls, torch's objects, or names."""
+    match node:
+        case ast.Dict(keys=items) | ast.Set(elts=items) | ast.List(elts=items) | ast.Tuple(elts=items):
+            keys = [key for key in items if key is not None]
+        case ast.Constant(value=str(text)):
+            keys = [ast.Constant(word) for word in text.split()]
+        case _:
+            return False
+    return sum(map(names_operator, keys)) >= max(3, len(keys) // 2)
+
+
+def names_operator(key: ast.expr) -> bool:
+    if not isinstance(key, ast.Constant):
+        return re.search(r"\baten\.\w+\.\w+$", ast.unparse(key).replace("_aten", "aten")) is not None
+    return str(key.value).removeprefix("aten").lstrip(".:").split(".")[0].removesuffix("_") in OPERATORS
