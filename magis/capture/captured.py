@@ -54,8 +54,7 @@ from magis.graph import Graph
 from magis.ops import optimizers
 from magis.ops.averages import averages_named
 from magis.ops.eager_only import products_as_eager
-from magis.ops.generator_state import states_recorded
-from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
+from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.held_tensors import find
 from magis.ops.optimizer_forms import Weight, by_lists, update
 

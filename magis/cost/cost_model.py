@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Protocol
 
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
@@ -102,52 +101,12 @@ def _features(op: Op, image: Value) -> int:
     return image.shape[1] if len(image.shape) > 1 else 1
 
 
-class CostModel(Protocol):
-    """What simulators and searches ask. Every answer is a whole number and depends on the arguments alone."""
-
-    @property
-    def name(self) -> str:
-        """The device: "cpu", "cuda" or "sim:<name>"."""
-        ...
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of the device."""
-        ...
-
-    @property
-    def rounding(self) -> int:
-        """The allocator hands out multiples of this many bytes."""
-        ...
-
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
-        ...
-
-    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
-        """Time of one call on the device."""
-        ...
-
-    def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
-        """Bytes that the call allocates at its worst moment beyond its fresh outputs."""
-        ...
-
-    def transfer_ns(self, nbytes: int) -> int:
-        """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
-        ...
-
-    def price(self, op: Op, values: Mapping[int, Value]) -> Price:
-        """The time of one call that is no loop, and where it is from."""
-        ...
-
-
 @dataclass(frozen=True)
 class RooflineCosts:
     """Costs from a profile where it knows the signature or kin of it, else from the roofline of `device`.
 
-    `workspaces` (bytes by signature, measured in isolation on the device) come before the profile's, those
-    before the documented estimates of `magis.cost.cost_model`.
+    Every answer is a whole number and depends on the arguments alone. `workspaces` (bytes by signature, measured in
+    isolation on the device) come before the profile's, those before the documented estimates above.
     """
 
     device: DeviceModel
@@ -158,6 +117,7 @@ class RooflineCosts:
 
     @property
     def name(self) -> str:
+        """The device: "cpu", "cuda" or "sim:<name>"."""
         return self.device.name
 
     @property
@@ -166,10 +126,12 @@ class RooflineCosts:
 
     @property
     def rounding(self) -> int:
+        """The allocator hands out multiples of this many bytes."""
         return self.device.rounding
 
     @property
     def link_bytes_per_s(self) -> float:
+        """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
         measured = 0 if self.profile is None else self.profile.link
         return float(measured or self.device.link_bytes_per_s)
 
@@ -180,6 +142,7 @@ class RooflineCosts:
         return self.price(op, values).ns
 
     def price(self, op: Op, values: Mapping[int, Value]) -> Price:
+        """The time of one call that is no loop, and where it is from."""
         return (self.prices or self._own).price(op, values)
 
     @cached_property
@@ -187,6 +150,7 @@ class RooflineCosts:
         return Prices(self.device, self.profile)
 
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int:
+        """Bytes that the call allocates at its worst moment beyond its fresh outputs."""
         if op.target in MERGING:
             return 0  # copies and sums in place
         key = signature(op, values)
@@ -197,6 +161,7 @@ class RooflineCosts:
         return estimated_workspace(op, values, gpu=self.device.name != "cpu")
 
     def transfer_ns(self, nbytes: int) -> int:
+        """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
         if self.link_bytes_per_s <= 0:
             raise ValueError(f"{self.name} has no host link to swap over")
         return self.device.launch_ns + round(nbytes / self.link_bytes_per_s * 1e9)
@@ -230,7 +195,7 @@ class Shares:
     """By which share the interpolated part is typically off."""
 
 
-def shares(costs: CostModel, graph: Graph) -> Shares:
+def shares(costs: RooflineCosts, graph: Graph) -> Shares:
     """The shares of a graph's operators, those of loops counted for every part; what the host does is left out."""
     prices = [(times * price.ns, price) for times, price in _prices(costs, graph, 1)]
     total = sum(ns for ns, _ in prices)
@@ -250,7 +215,7 @@ def shares(costs: CostModel, graph: Graph) -> Shares:
 _SOURCES = (MEASURED, INTERPOLATED, ESTIMATED)
 
 
-def _prices(costs: CostModel, graph: Graph, times: int) -> Iterator[tuple[int, Price]]:
+def _prices(costs: RooflineCosts, graph: Graph, times: int) -> Iterator[tuple[int, Price]]:
     for op in graph.ops:
         if op.body is not None:
             yield from _prices(costs, op.body.graph, times * op.body.parts)

@@ -140,55 +140,27 @@ def _gpu(
     )
 
 
+_H100 = _gpu(
+    "h100", multiprocessors=132, tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
+    vector_tera=66.9, bandwidth=3350e9, memory_bytes=80 * GIB, link_bytes_per_s=50e9, matmul_share=0.78,
+)  # fmt: skip
+_A100 = _gpu(
+    "a100", multiprocessors=108, tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
+    vector_tera=19.5, bandwidth=2039e9, memory_bytes=80 * GIB, link_bytes_per_s=25e9,
+)  # fmt: skip
 _GPUS = (
     _gpu(
-        "rtx3090",
-        multiprocessors=82,
-        tera={"float64": 0.556, "float32": 35.6, "float16": 71.0, "bfloat16": 71.0},
-        vector_tera=35.6,
-        bandwidth=936e9,
-        memory_bytes=24 * GIB,
-        link_bytes_per_s=25e9,
+        "rtx3090", multiprocessors=82, tera={"float64": 0.556, "float32": 35.6, "float16": 71.0, "bfloat16": 71.0},
+        vector_tera=35.6, bandwidth=936e9, memory_bytes=24 * GIB, link_bytes_per_s=25e9,
     ),
     _gpu(
-        "v100",
-        multiprocessors=80,
-        tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
-        vector_tera=15.7,
-        bandwidth=900e9,
-        memory_bytes=32 * GIB,
-        link_bytes_per_s=12e9,
+        "v100", multiprocessors=80, tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
+        vector_tera=15.7, bandwidth=900e9, memory_bytes=32 * GIB, link_bytes_per_s=12e9,
     ),
-    _gpu(
-        "a100",
-        multiprocessors=108,
-        tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
-        vector_tera=19.5,
-        bandwidth=2039e9,
-        memory_bytes=80 * GIB,
-        link_bytes_per_s=25e9,
-    ),
-    _gpu(
-        "h100",
-        multiprocessors=132,
-        tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
-        vector_tera=66.9,
-        bandwidth=3350e9,
-        memory_bytes=80 * GIB,
-        link_bytes_per_s=50e9,
-        matmul_share=0.78,
-    ),
-    _gpu(
-        "h200",
-        multiprocessors=132,
-        tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
-        vector_tera=66.9,
-        bandwidth=4800e9,
-        memory_bytes=140 * GIB,
-        link_bytes_per_s=50e9,
-        matmul_share=0.78,
-    ),
-)
+    _A100,
+    _H100,
+    replace(_H100, name="h200", bandwidth=4800e9, memory_bytes=140 * GIB),
+)  # fmt: skip
 
 _CPU_FLOPS = 400e9  # 2 cores x 64 flop a cycle (two AVX-512 fused multiply-adds) x 3.1 GHz
 _CPU_BANDWIDTH = 80e9  # last-level cache and memory mixed, as a step of a few hundred MB meets them
@@ -259,7 +231,7 @@ def find_device(name: str, gpu: str = "") -> DeviceModel:
     """
     if name == "cuda":
         known = gpu_name(gpu)
-        found = next((each for each in _GPUS if each.name == known), _GPUS[2])
+        found = next((each for each in _GPUS if each.name == known), _A100)
         return replace(found, name="cuda")
     if name not in _DEVICES:
         raise UnknownDevice(f"unknown device {name!r}", hint=f"choose one of cuda, {', '.join(_DEVICES)}")

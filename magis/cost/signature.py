@@ -19,13 +19,14 @@ from magis.errors import MagisError
 from magis.graph.nodes import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
 from magis.graph.text import complex_text
 
-_TENSOR = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}(?P<bits>(?:~\w+)*)")
-_CONST = re.compile(r"(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)")
-_COMPLEX = re.compile(r"-?(?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)[+-](?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)j")
-_FLOAT = re.compile(r"-?(?:inf|nan)\b")
-_LITERAL = re.compile(r"None|True|False|-?\d[\w.]*(?:[+-]\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
-_KEYWORD = re.compile(r"([A-Za-z_]\w*)=")
-_BITS = ((), BITS[:1], BITS[1:], BITS)
+_FLOAT = r"(?:inf|nan|\d[\d.e]*(?:(?<=e)[+-]\d+)?)"
+_WORD = re.compile(
+    r"(?P<text>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+    r"|(?P<dtype>[a-z]\w*)\[(?P<shape>[\d,]*)\]\{(?P<stride>[\d,]*)\}(?P<bits>(?:~\w+)*)"
+    r"|(?P<kind>dtype|device|layout|memory_format|generator):(?P<name>\w*)"
+    rf"|(?P<complex>-?{_FLOAT}[+-]{_FLOAT}j)|(?P<float>-?(?:inf|nan)\b)|(?P<scalar>\$)|(?P<keyword>[A-Za-z_]\w*)="
+)
+"""What a signature is made of beyond literals of Python. Texts come first: within one nothing else is meant."""
 _HEAD = re.compile(r"([\w.]+)\(")
 
 
@@ -73,92 +74,62 @@ def parse(text: str) -> tuple[Op, dict[int, Value]]:
     Raises SignatureError when the text is no signature. `signature(*parse(text)) == text` for every
     signature.
     """
+    head = _HEAD.match(text)
+    values: dict[int, Value] = {}
+    taken: list[Arg] = []
+
+    def renamed(found: re.Match[str]) -> str:
+        """A name of Python's for what Python has none for."""
+        if found["text"] is not None:
+            return found[0]
+        if found["keyword"] is not None:
+            return f"_{found['keyword']}="
+        taken.append(_argument(found, values))
+        return f"_{len(taken) - 1}"
+
+    def argument(node: ast.expr) -> Arg:
+        match node:
+            case ast.Name(id=name):
+                return taken[int(name[1:])]
+            case ast.List(elts=items):
+                return tuple(argument(item) for item in items)
+            case _:
+                literal = ast.literal_eval(node)
+                if not isinstance(literal, (int, float, str, type(None))):
+                    raise TypeError(f"no literal: {literal!r}")
+                return literal
+
     try:
-        return _SignatureReader(text).read()
-    except (ValueError, RecursionError) as error:  # numbers and lists beyond what Python reads
-        raise SignatureError(f"not an operator's signature: {text[:80]!r}: {type(error).__name__}") from None
+        call = ast.parse(f"_({_WORD.sub(renamed, text[head.end() :])}" if head else "", mode="eval").body
+        if head is None or not isinstance(call, ast.Call):
+            raise ValueError("not a call")
+        kwargs = tuple(((each.arg or "")[1:], argument(each.value)) for each in call.keywords)
+        op = Op(0, head[1], tuple(argument(each) for each in call.args), kwargs, ())
+        if signature(op, values) != text:
+            raise ValueError("written in another way")
+    except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = str(error).splitlines()[:1]
+        raise SignatureError(f"not an operator's signature: {text[:200]!r}: {' '.join(reason)}") from None
+    return op, values
 
 
-class _SignatureReader:
-    """Reads one signature from left to right."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
-        self.values: dict[int, Value] = {}
-
-    def read(self) -> tuple[Op, dict[int, Value]]:
-        head = self.match(_HEAD)
-        if head is None:
-            raise self.error("an operator's name and an opening parenthesis")
-        args: list[Arg] = []
-        kwargs: list[tuple[str, Arg]] = []
-        while not self.take(")"):
-            if (args or kwargs) and not self.take(", "):
-                raise self.error("a comma or the closing parenthesis")
-            keyword = self.match(_KEYWORD)
-            if keyword is not None:
-                kwargs.append((keyword[1], self.argument()))
-            elif kwargs:
-                raise self.error("a keyword argument")
-            else:
-                args.append(self.argument())
-        if self.at != len(self.text):
-            raise self.error("the end")
-        return Op(0, head[1], tuple(args), tuple(kwargs), ()), self.values
-
-    def argument(self) -> Arg:
-        if self.take("$"):
-            return Scalar("$")
-        if self.take("["):
-            return self.items()
-        if (const := self.match(_CONST)) is not None:
-            return Const(const["kind"], const["name"])
-        if (number := self.match(_COMPLEX)) is not None:
-            return complex(number[0])
-        if (number := self.match(_FLOAT)) is not None:
-            return float(number[0])
-        if (tensor := self.match(_TENSOR)) is not None:
-            return self.tensor(tensor)
-        if (literal := self.match(_LITERAL)) is not None:
-            return self.literal(literal[0])
-        raise self.error("an argument")
-
-    def items(self) -> Arg:
-        found: list[Arg] = []
-        while not self.take("]"):
-            if found and not self.take(", "):
-                raise self.error("a comma or the closing bracket")
-            found.append(self.argument())
-        return tuple(found)
-
-    def literal(self, text: str) -> Arg:
-        try:
-            value: Arg = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise self.error(f"a literal instead of {text}") from None
-        return value
-
-    def tensor(self, found: re.Match[str]) -> Ref:
-        shape, stride = (tuple(int(size) for size in found[part].split(",") if size) for part in ("shape", "stride"))
-        bits = tuple(found["bits"].split("~")[1:])
-        if found["dtype"] not in ITEM_SIZE or len(shape) != len(stride) or bits not in _BITS:
-            raise self.error(f"a tensor instead of {found[0]}")
-        number = len(self.values)
-        self.values[number] = Value(number, shape, stride, found["dtype"], number, bits=bits)
-        return Ref(number)
-
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-        return found
-
-    def take(self, text: str) -> bool:
-        if not self.text.startswith(text, self.at):
-            return False
-        self.at += len(text)
-        return True
-
-    def error(self, expected: str) -> SignatureError:
-        return SignatureError(f"not an operator's signature: {self.text[:200]!r}: expected {expected} at {self.at}")
+def _argument(found: re.Match[str], values: dict[int, Value]) -> Arg:
+    """What a word stands for; a tensor becomes one of `values`."""
+    if found["kind"] is not None:
+        return Const(found["kind"], found["name"])
+    if found["complex"] is not None:
+        return complex(found[0])
+    if found["float"] is not None:
+        return float(found[0])
+    if found["scalar"] is not None:
+        return Scalar("$")
+    shape, stride = (tuple(int(size) for size in found[part].split(",") if size) for part in ("shape", "stride"))
+    bits, number = tuple(found["bits"].split("~")[1:]), len(values)
+    if (
+        found["dtype"] not in ITEM_SIZE
+        or len(shape) != len(stride)
+        or bits != tuple(bit for bit in BITS if bit in bits)
+    ):
+        raise ValueError(f"no tensor: {found[0]}")
+    values[number] = Value(number, shape, stride, found["dtype"], number, bits=bits)
+    return Ref(number)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any, NoReturn
 
-from magis.cost.cost_model import CostModel
+from magis.cost.cost_model import RooflineCosts
 from magis.errors import MagisError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
@@ -200,7 +200,7 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
         raise MagisError("it keeps its limit, or not, otherwise than it says")
 
 
-def _least_ns(graph: Graph, costs: CostModel) -> int:
+def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
     """With every copy hidden, and views for nothing."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     for op in _timed(graph):
@@ -211,7 +211,7 @@ def _least_ns(graph: Graph, costs: CostModel) -> int:
     return total
 
 
-def _most_ns(graph: Graph, costs: CostModel) -> int:
+def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
     """With no copy hidden."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     total += sum(costs.nanoseconds(op, graph.values) for op in _timed(graph))

@@ -11,7 +11,7 @@ import torch
 
 from magis.capture import Captured
 from magis.capture.with_optimizer import before_update, without_state
-from magis.cost.cost_model import CostModel, RooflineCosts, shares
+from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
@@ -148,11 +148,11 @@ class Subject(TracedModel):
     # -- costs --------------------------------------------------------------------------------------------------
 
     @cached_property
-    def roofline(self) -> CostModel:
+    def roofline(self) -> RooflineCosts:
         """Costs without any measurement."""
         return self.costs({})
 
-    def costs(self, workspaces: Mapping[str, int]) -> CostModel:
+    def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
         """Costs with these workspaces where they are known."""
         prices = self._prices
         return RooflineCosts(prices.device, prices.profile, workspaces, prices)
@@ -240,7 +240,7 @@ class Subject(TracedModel):
         profile = self.replayed(graph, self.costs(self.workspaces(graph)))
         return Memory(profile.tensor_bytes, profile.peak_bytes)
 
-    def replayed(self, graph: Graph, costs: CostModel) -> MemoryProfile:
+    def replayed(self, graph: Graph, costs: RooflineCosts) -> MemoryProfile:
         """Memory of a graph of ours at these costs, of the optimizer that runs by itself behind it, too."""
         whole = self.whole(graph)
         if whole is None:
@@ -304,7 +304,7 @@ class Subject(TracedModel):
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
         return self._floor(self.costs(known))
 
-    def _floor(self, costs: CostModel) -> LowerBound:
+    def _floor(self, costs: RooflineCosts) -> LowerBound:
         found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from magis.cost.devices import CONSTANTS_VERSION, find_device
 from magis.ops.eager_only import products_as_eager, unwatched
-from magis.ops.generator_state import states_recorded
+from magis.ops.generators import states_recorded
 from magis.units import GIB
 
 _MEMORY_TABLE = Path("/proc/meminfo")

@@ -42,7 +42,7 @@ _PRIVATE = (
 )  # fmt: skip
 """In names of operators that hand packed bytes to each other."""
 
-_BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "attention", "attention_backward", "random")
+_BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "random")
 """Kinds of operators whose scratch hangs on shapes alone, unless their row says otherwise; those that torch calls
 pointwise are such, too."""
 

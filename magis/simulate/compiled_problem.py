@@ -126,7 +126,7 @@ GENERATOR_NS = 10_000
 
 
 class Costs(Protocol):
-    """What the arrays need of a cost model (``magis.cost.cost_model.CostModel``)."""
+    """What the arrays need of a cost model (``magis.cost.cost_model.RooflineCosts``)."""
 
     @property
     def rounding(self) -> int: ...

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.cost.cost_model import CostModel, RooflineCosts, device_model
+from magis.cost.cost_model import RooflineCosts, device_model
 from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device, gpu_name
 from magis.cost.flops import work
 from magis.cost.operator_latency import ESTIMATED, MEASURED, Price, roofline_ns
@@ -121,7 +121,7 @@ def test_tanh_costs_the_cpu_more_than_relu_and_the_gpu_the_same() -> None:
     [("rtx3090", 24, 25e9), ("v100", 32, 12e9), ("a100", 80, 25e9), ("h100", 80, 50e9), ("h200", 140, 50e9)],
 )
 def test_devices_by_name(name: str, memory_gib: int, link: float) -> None:
-    costs: CostModel = device_model(f"sim:{name}")
+    costs: RooflineCosts = device_model(f"sim:{name}")
     assert costs.name == f"sim:{name}"
     assert costs.memory_bytes == memory_gib * 2**30
     assert costs.rounding == 512

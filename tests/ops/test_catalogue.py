@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from math import gcd
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from magis.ops.operators import OPERATORS
 from magis.ops.splits import COMBINATIONS, Halo, Overlap, Split, dimension, splits, why_opaque
 from tests.golden.golden import SWITCH
-from tests.ops.catalogue import FILE, Entry, case_of, entries, rewritten, split_text
+from tests.ops.catalogue import FILE, case_of, entries, rewritten, split_text
 from tests.ops.cutting import Case, problems
 
 ENTRIES = entries()
@@ -19,39 +20,42 @@ NEVER_RUN = {"_masked_scale", "set"}
 """Names of rules that no line calls: they need a GPU, or give no tensor."""
 
 
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The use of `x.T`")
+        return {entry.call: case_of(entry.call) for entry in ENTRIES}
+
+
 def texts(case: Case) -> list[str]:
     found = splits(case.op, case.values)
     return [split_text(split) for split in found] or [why_opaque(case.op, case.values)]
 
 
-@pytest.mark.filterwarnings("ignore:The use of `x.T`")
-def test_splits_are_as_written() -> None:
-    now = rewritten({entry.call: texts(case_of(entry.call)) for entry in ENTRIES})
+def test_splits_are_as_written(cases: dict[str, Case]) -> None:
+    now = rewritten({call: texts(case) for call, case in cases.items()})
     if os.environ.get(SWITCH):
         FILE.write_text(now, encoding="utf-8")
         return
     known = FILE.read_text(encoding="utf-8")
     if now != known:
         lines = difflib.unified_diff(known.splitlines(), now.splitlines(), FILE.name, "now", lineterm="", n=1)
-        pytest.fail("\n".join([*lines, f"if the new splits are right: {SWITCH}=1 pytest tests/aten"]), pytrace=False)
+        pytest.fail("\n".join([*lines, f"if the new splits are right: {SWITCH}=1 pytest tests/ops"]), pytrace=False)
 
 
 @pytest.mark.filterwarnings("ignore:The use of `x.T`")
-@pytest.mark.parametrize("entry", ENTRIES, ids=[f"{number}-{entry.name}" for number, entry in enumerate(ENTRIES)])
-def test_parts_give_the_whole(entry: Entry) -> None:
-    case = case_of(entry.call)
-    assert problems(case, largest=1000) == []
+def test_parts_give_the_whole(cases: dict[str, Case]) -> None:
+    found = {call: lines for call, case in cases.items() if (lines := problems(case, largest=1000))}
+    assert found == {}
 
 
-@pytest.mark.filterwarnings("ignore:The use of `x.T`")
-def test_splits_are_well_formed() -> None:
-    for entry in ENTRIES:
-        case = case_of(entry.call)
+def test_splits_are_well_formed(cases: dict[str, Case]) -> None:
+    for call, case in cases.items():
         found = splits(case.op, case.values)
-        assert len({(split.inputs, split.outputs) for split in found}) == len(found), entry.call
+        assert len({(split.inputs, split.outputs) for split in found}) == len(found), call
         for split in found:
-            assert malformed(case, split) == "", f"{entry.call}: {split}"
-        assert bool(why_opaque(case.op, case.values)) == (not found), entry.call
+            assert malformed(case, split) == "", f"{call}: {split}"
+        assert bool(why_opaque(case.op, case.values)) == (not found), call
 
 
 def malformed(case: Case, split: Split) -> str:

@@ -99,7 +99,7 @@ OF_OTHERS = {
     "magis.graph.loop_rules": "how parts combine",
     "magis.ops.eager_only": "calls that autograd's engine makes in place while nobody watches",
     "magis.ops.splits.products": "how parts combine",
-    "magis.ops.splits.split": "how parts combine",
+    "magis.ops.splits.labels": "how parts combine",
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
     "magis.runtime.scratch_in_context": "kinds of operators",

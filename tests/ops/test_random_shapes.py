@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
-from hypothesis import assume, given
+from hypothesis import assume, settings
+from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from magis.graph import Op, Value
 from magis.ops.splits import Halo, Overlap, Split, splits
 from tests.ops.catalogue import case_of
 from tests.ops.cutting import Case, problems
+from tests.strategies import is_soak
 
 sizes = st.sampled_from([1, 2, 3, 4, 6])
 shapes = st.lists(sizes, min_size=1, max_size=4)
 flags = st.booleans()
+
+
+def given(*strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Hypothesis's own, with fewer examples outside of soak runs: the catalogue tries every rule."""
+    return lambda test: drawn(*strategies)(test if is_soak() else settings(max_examples=40)(test))
 
 
 def tensor(shape: Sequence[int], kind: str = "f") -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from magis.cost.cost_model import CostModel, RooflineCosts
+from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
 from magis.graph import Graph
 from magis.models import get
@@ -28,7 +28,7 @@ class Step:
     """A step in the form that fission works on, and what it needs as it stands."""
 
     graph: Graph
-    costs: CostModel
+    costs: RooflineCosts
     compiled: Compiled
     peak: int
     latency_ns: int

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from magis.cost.cost_model import CostModel, device_model
+from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import VerifyError
 from magis.frontends.compile.compile_options import CompileReport, Options
 from magis.frontends.compile.joint_graph import TURN, Joint, placeholders
@@ -43,7 +43,7 @@ RNG = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 class _Costs:
     """Those of the device, but nothing for the turn, which runs nothing."""
 
-    device: CostModel
+    device: RooflineCosts
 
     @property
     def rounding(self) -> int:

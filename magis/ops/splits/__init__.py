@@ -14,8 +14,21 @@ from collections.abc import Mapping
 from magis.graph.nodes import Op, Value
 from magis.ops.operators import RANDOM, op_info
 from magis.ops.splits import convolution, indexing, norms, products, reductions, views
-from magis.ops.splits.labels import LabelledCall, Labels, Rule, derive
-from magis.ops.splits.split import COMBINATIONS, Cut, Halo, How, Overlap, Path, Split, dimension, part
+from magis.ops.splits.labels import (
+    COMBINATIONS,
+    Cut,
+    Halo,
+    How,
+    LabelledCall,
+    Labels,
+    Overlap,
+    Path,
+    Rule,
+    Split,
+    derive,
+    dimension,
+    part,
+)
 
 __all__ = [
     "COMBINATIONS", "Cut", "Halo", "How", "Overlap", "Path", "Split", "dimension", "has_rule", "part", "splits",

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from magis.graph.nodes import Arg
-from magis.ops.splits.labels import Around, Dims, LabelledCall, Labels, Places, numbered
-from magis.ops.splits.split import Path
+from magis.ops.splits.labels import Around, Dims, LabelledCall, Labels, Path, Places, numbered
 
 UNEVEN = "windows do not fall into equal stretches"
 

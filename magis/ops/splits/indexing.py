@@ -10,8 +10,7 @@ The number of rows of an embedding is never cut: an index may name any of them.
 from __future__ import annotations
 
 from magis.graph.nodes import Value
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned, broadcast, numbered, wrapped
-from magis.ops.splits.split import Path
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Path, aligned, broadcast, numbered, wrapped
 
 ANYWHERE = "an index may name any element"
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned, broadcast, numbered, wrapped
-from magis.ops.splits.split import Path
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Path, aligned, broadcast, numbered, wrapped
 
 COUPLED = "batch statistics couple the batch"
 

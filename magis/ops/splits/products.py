@@ -13,8 +13,7 @@ from __future__ import annotations
 from magis.graph.nodes import Value
 from magis.ops.op_info import AttentionKernel
 from magis.ops.operators import RANDOM
-from magis.ops.splits.labels import Dims, LabelledCall, Labels, aligned
-from magis.ops.splits.split import Path
+from magis.ops.splits.labels import Dims, LabelledCall, Labels, Path, aligned
 
 _ALIGNMENT = 32
 """The memory-efficient kernel pads its logsumexp to multiples of this many query rows."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.ops.splits.labels import LabelledCall, Labels, aligned, numbered, wrapped
-from magis.ops.splits.split import Path
+from magis.ops.splits.labels import LabelledCall, Labels, Path, aligned, numbered, wrapped
 
 MEMORY = "addresses memory, not dimensions"
 
