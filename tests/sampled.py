@@ -64,7 +64,6 @@ LEFT_TO_SOAK = (
     "tests/api/test_sharing.py::test_arrays_of_another_kind_are_made_again[floats]",
     "tests/api/test_techniques.py::test_compiled_code_is_estimated_where_it_cannot_run",
     "tests/api/test_techniques.py::test_scaled_gradients_leave_room_for_the_scaler",
-    "tests/ops/test_networks.py::test_parts_give_the_whole_sampled",
     "tests/compile/test_saved.py::test_inductors_code_computes_eagers_gradients",
     "tests/fission/test_floor.py::test_no_plan_in_parts_is_below_it_though_below_the_bound_of_whole_operators[seed-resnet50]",
     "tests/paper/test_ftree.py::test_enabled_trees_of_networks_compute_the_same[seed-unetpp]",

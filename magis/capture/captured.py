@@ -174,7 +174,7 @@ def _captured(
         own = held_generators(stand.module, loss_fn)
         stack.enter_context(own_kept(own))
         given = shapes(stand)
-        sentinels = optimizers.sentinels(rule).names
+        sentinels = {number: name for name, number in optimizers.sentinels(rule).items()}
         expects = mode.follower.expects
         cached: dict[str, Tensor] = {}
         made: dict[str, torch.Generator] = {}
@@ -297,7 +297,7 @@ def _recorded(
     kinds = optimizers.state_names(rule)
     leaves = [stand.parameters[name] for name in trained]
     states = [{kind: optimizers.new_state(kind, leaf) for kind in kinds} for leaf in leaves]
-    numbers = optimizers.sentinels(rule).numbers
+    numbers = optimizers.sentinels(rule)
     for name, tensor in stand.named().items():
         kind = name.partition(":")[0]
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)

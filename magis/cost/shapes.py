@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -115,7 +116,4 @@ def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int
 
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of a dense tensor."""
-    count = ITEM_SIZE[dtype]
-    for size in shape:
-        count *= size
-    return count
+    return prod(shape) * ITEM_SIZE[dtype]

@@ -32,11 +32,8 @@ def products_as_eager() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden
-            library.impl("prod", _whole, "AutogradCPU")
-            library.impl("prod.dim_int", _along, "AutogradCPU")
-            library.impl("cumprod", _running, "AutogradCPU")
-            library.impl("cumprod_", _in_place, "AutogradCPU")
-            library.impl("max_pool1d", _pooled, "AutogradCPU")
+            for name, plain, graded in _KERNELS:
+                library.impl(name, _either(plain, graded), "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -127,48 +124,32 @@ def _sums_behind(weights: Tensor, dim: int) -> Tensor:
     return sums.flip(dim)
 
 
-def _whole(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    if _is_graded(x):
-        return _Product.apply(x, None, False, dtype)  # type: ignore[no-untyped-call, no-any-return]
-    return _below(_ATEN.prod.default, x, dtype=dtype)
+def _refused(*_: Any, **__: Any) -> Tensor:
+    raise CaptureError(
+        "cumprod_ is called on a tensor that has a gradient, and its formula looks for zeros", hint="use cumprod"
+    )
 
 
-def _along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    if _is_graded(x):
-        return _Product.apply(x, dim, keepdim, dtype)  # type: ignore[no-untyped-call, no-any-return]
-    return _below(_ATEN.prod.dim_int, x, dim, keepdim, dtype=dtype)
+_product: Any = _Product.apply
+_running: Any = _Running.apply
+_KERNELS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
+    ("prod", _ATEN.prod.default, lambda x, dtype=None: _product(x, None, False, dtype)),
+    ("prod.dim_int", _ATEN.prod.dim_int, lambda x, dim, keepdim=False, dtype=None: _product(x, dim, keepdim, dtype)),
+    ("cumprod", _ATEN.cumprod.default, lambda x, dim, dtype=None: _running(x, dim, dtype)),
+    ("cumprod_", _ATEN.cumprod_.default, _refused),
+    ("max_pool1d", _ATEN.max_pool1d.default, lambda x, *window: _ATEN.max_pool1d_with_indices(x, *window)[0]),
+)
+"""Operator, what it is, and what it is where a gradient is asked for."""
 
 
-def _running(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    if _is_graded(x):
-        return _Running.apply(x, dim, dtype)  # type: ignore[no-untyped-call, no-any-return]
-    return _below(_ATEN.cumprod.default, x, dim, dtype=dtype)
+def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return graded(x, *args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():  # an in-place one tells autograd that the tensor is another by now
+            return plain(x, *args, **kwargs)
 
-
-def _in_place(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    if _is_graded(x):
-        raise CaptureError(
-            "cumprod_ is called on a tensor that has a gradient, and its formula looks for zeros", hint="use cumprod"
-        )
-    return _below(_ATEN.cumprod_.default, x, dim, dtype=dtype)
-
-
-def _pooled(x: Tensor, *window: Any) -> Tensor:
-    if _is_graded(x):
-        made: Tensor = _ATEN.max_pool1d_with_indices(x, *window)[0]
-        return made
-    return _below(_ATEN.max_pool1d.default, x, *window)
-
-
-def _is_graded(x: Tensor) -> bool:
-    return torch.is_grad_enabled() and x.requires_grad
-
-
-def _below(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """The call past autograd; an in-place one tells autograd that the tensor is another by now."""
-    with torch._C._AutoDispatchBelowAutograd():
-        made: Tensor = call(*args, **kwargs)
-    return made
+    return run
 
 
 # Python numbers that autograd keeps as tensors: `x * 3` makes eager keep the 3 until the backward formula has run.

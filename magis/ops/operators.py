@@ -15,6 +15,7 @@ from typing import Any
 from magis.ops.op_info import AttentionKernel, OpInfo
 
 RANDOM = "random numbers would change"
+MEMORY = "addresses memory, not dimensions"
 
 
 def _rows(names: str, kind: str = "unknown", per_element: int = 0, split: str = "", **facts: Any) -> dict[str, OpInfo]:
@@ -35,7 +36,7 @@ def _attention(name: str, kernel: AttentionKernel, *, any_layout: bool = True) -
     return _rows(f"_scaled_dot_product_{name}", kind, 0, f"products.{kind}", **facts)
 
 
-def _view(names: str, split: str, **facts: Any) -> dict[str, OpInfo]:
+def _view(names: str, split: str = "", **facts: Any) -> dict[str, OpInfo]:
     return _rows(names, split=split, view=True, **facts)
 
 
@@ -46,7 +47,7 @@ _ROUNDED = {"Tensor": "Tensor", "Scalar": "Tensor"}  # `mul_.Scalar` rounds the 
 _LOSS_BACK = "norms.elementwise_backward"
 _NORM_BACK = "norms.batch_norm_backward"
 _REDUCED = "reductions.reduction"
-_PLANES = "indexing.pad_planes"
+_PLANES = "convolution.pad"
 _BAGS = "bags of an embedding have lengths of their own"
 _LISTS = "updates many tensors at once"
 _PLACES = "numbers depend on where they stand"
@@ -169,9 +170,9 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("_masked_softmax", "softmax", 14),
     **_rows("_softmax_backward_data", "softmax", 4, "reductions.along", dim=2),
     **_rows("_log_softmax_backward_data", "softmax", 4, "reductions.along", dim=2, layout="rows"),
-    **_rows("_fft_r2c _fft_c2r _fft_c2c", split="reductions.transform"),
-    **_rows("glu", split="reductions.halves"),
-    **_rows("glu_backward", split="reductions.halves", dim=2, layout="rows"),
+    **_rows("_fft_r2c _fft_c2r _fft_c2c", split="reductions.along"),
+    **_rows("glu", split="reductions.along"),
+    **_rows("glu_backward", split="reductions.along", dim=2, layout="rows"),
     # norms
     **_rows("native_layer_norm", "norm", 6, "norms.layer_norm", parameters=(2, 3)),
     **_rows("_fused_rms_norm", "norm", 6, "norms.layer_norm"),
@@ -232,10 +233,8 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("reflection_pad1d reflection_pad1d_backward reflection_pad3d reflection_pad3d_backward", split=_PLANES),
     **_rows("replication_pad1d replication_pad1d_backward replication_pad2d_backward", split=_PLANES),
     **_rows("replication_pad3d replication_pad3d_backward", split=_PLANES),
-    **_rows("slice_backward", "copy", 0, "indexing.slice_backward"),
-    **_rows("select_backward", "copy", 0, "indexing.select_backward"),
-    **_rows("slice_scatter", "copy", 0, "indexing.slice_scatter"),
-    **_rows("select_scatter", "copy", 0, "indexing.select_scatter"),
+    **_rows("slice_backward select_backward", "copy", 0, "indexing.backward"),
+    **_rows("slice_scatter select_scatter", "copy", 0, "indexing.replaced"),
     **_rows("flip", "copy", 0, "reductions.flipped"),
     **_rows("roll", "copy", 0, "reductions.flipped", dim=2),
     **_rows("tril triu", "copy", 0, "reductions.triangle"),
@@ -290,7 +289,7 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("empty_strided new_empty_strided", "none", 0, "reductions.strided"),
     **_rows("empty_like lift", "none", 0, "reductions.pointwise"),
     **_rows("_local_scalar_dense is_same_size", "none", never_split="one number"),
-    **_rows("set", "none", 0, "views.memory"),
+    **_rows("set", "none", never_split=MEMORY),
     **_rows("sym_size resize_as", "none"),
     # views
     **_view("real _conj _neg_view alias lift_fresh", "reductions.pointwise"),
@@ -309,7 +308,7 @@ OPERATORS: dict[str, OpInfo] = {
     **_view("slice narrow", "views.window"),
     **_view("split split_with_sizes chunk", "views.window", dim=2),
     **_view("as_strided", "views.as_strided", in_place=_SAME),
-    **_view("_reshape_alias", "views.memory"),
+    **_view("_reshape_alias", never_split=MEMORY),
     **_view("diagonal", "views.diagonal"),
     **_view("unfold", "views.unfold"),
     **_view("view_as_real view_as_complex", "views.complex_pairs"),

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from magis.ops.optimizers import OptimizerSpec, by_loop, numbers_of
+from magis.ops.optimizers import Numbers, OptimizerSpec, States, by_loop, numbers_of
 
 Tensors = list[Tensor]
-States = Sequence[Mapping[str, Tensor]]
 
 
 class Weight(NamedTuple):
@@ -42,7 +41,7 @@ def by_lists(rule: OptimizerSpec, device: str) -> bool:
 def update(
     rule: OptimizerSpec,
     weights: Sequence[Weight],
-    numbers: Mapping[str, float],
+    numbers: Numbers,
     *,
     device: str = "cpu",
     most_bytes: int | None = None,
@@ -96,9 +95,7 @@ def _real(tensors: Tensors) -> Tensors:
     return [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
 
 
-def _sgd(
-    rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Mapping[str, float]
-) -> None:  # fmt: skip
+def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     buffers = _named(states, "momentum_buffer") if rule.kind == "momentum" else []
     for some, given, moving in _alike(params, grads, buffers):
         taken = _decayed(rule, some, given, decays=rule.weight_decay != 0)
@@ -112,9 +109,7 @@ def _sgd(
         torch._foreach_add_(some, taken, alpha=numbers["neg_lr"])
 
 
-def _adam(
-    rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Mapping[str, float]
-) -> None:  # fmt: skip
+def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     beta1, beta2 = rule.betas
     largest = _named(states, "max_exp_avg_sq") if rule.amsgrad else []
     for lists in _alike(params, grads, _named(states, "exp_avg"), _named(states, "exp_avg_sq"), largest):
@@ -144,9 +139,7 @@ def _decayed(rule: OptimizerSpec, params: Tensors, grads: Tensors, *, decays: bo
     return taken
 
 
-def _fused_sgd(
-    rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Mapping[str, float]
-) -> None:  # fmt: skip
+def _fused_sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     buffers = _named(states, "momentum_buffer") if rule.kind == "momentum" else []
     for some, given, moving in _alike(params, grads, buffers):
         torch._fused_sgd_(
@@ -155,9 +148,7 @@ def _fused_sgd(
         )  # fmt: skip
 
 
-def _fused_adam(
-    rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Mapping[str, float]
-) -> None:  # fmt: skip
+def _fused_adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     run: Any = torch._fused_adamw_ if rule.kind == "adamw" else torch._fused_adam_
     state = (_named(states, name) for name in ("exp_avg", "exp_avg_sq", "step"))
     for some, given, exp_avgs, exp_avg_sqs, steps in _alike(params, grads, *state):

@@ -12,7 +12,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ AHEAD = 8
 """Steps before the one that is looked at: some optimizers begin in another way than they go on."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NUMBERS = (bool, int, float)
+
+Tensors: TypeAlias = Sequence[Tensor]
+States: TypeAlias = Sequence[Mapping[str, Tensor]]
+Numbers: TypeAlias = Mapping[str, float]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -214,21 +218,13 @@ _SENTINEL_BASE = 0.0078125
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Sentinels:
-    """Stand-ins for the step-dependent scalars during capture: name -> number, and back."""
+def sentinels(rule: OptimizerSpec) -> dict[str, float]:
+    """Stand-ins for the step-dependent scalars during capture, by name.
 
-    numbers: Mapping[str, float]
-
-    @property
-    def names(self) -> dict[float, str]:
-        return {number: name for name, number in self.numbers.items()}
-
-
-def sentinels(rule: OptimizerSpec) -> Sentinels:
-    """Numbers that no module uses by accident: their last bits spell out an index."""
+    Numbers that no module uses by accident: their last bits spell out an index.
+    """
     names = [_of_group(name, number) for number in range(len(rule.groups) + 1) for name in SCALAR_NAMES]
-    return Sentinels({name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(names)})
+    return {name: _SENTINEL_BASE * (1 + (0x3A5F1 + index) * 2.0**-47) for index, name in enumerate(names)}
 
 
 def _of_group(name: str, number: int) -> str:
@@ -329,18 +325,12 @@ def numbers_of(rule: OptimizerSpec, numbers: Mapping[str, float]) -> tuple[dict[
     )
 
 
-def by_loop(
-    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
-) -> None:  # fmt: skip
+def by_loop(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     """Run the update of a rule without groups, weight by weight; states are named as in ``state_names``."""
     _STEPS[rule.kind](rule, params, grads, states, numbers)
 
 
-def _sgd(
-    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
-) -> None:  # fmt: skip
+def _sgd(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     for param, given, state in zip(params, grads, states, strict=True):
         grad = -given if rule.maximize else given  # one name for all of them: each lives as long as in torch
         if rule.weight_decay != 0:
@@ -352,10 +342,7 @@ def _sgd(
         param.add_(grad, alpha=numbers["neg_lr"])
 
 
-def _adam(
-    rule: OptimizerSpec, params: Sequence[Tensor], grads: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, float],
-) -> None:  # fmt: skip
+def _adam(rule: OptimizerSpec, params: Tensors, grads: Tensors, states: States, numbers: Numbers) -> None:
     beta1, beta2 = rule.betas
     for whole, given, state in zip(params, grads, states, strict=True):
         grad, param = -given if rule.maximize else given, whole

@@ -13,6 +13,7 @@ from torch import Tensor
 from magis.graph import Arg, Const, Op, Ref, Value
 from magis.ops.call import call, to_torch
 from magis.ops.fake_results import with_bits
+from magis.ops.operators import name_of
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, part, splits
 from magis.runtime.double_precision import wide
 from tests.ops.kernels import KERNELS
@@ -42,10 +43,6 @@ class Case:
 
     op: Op
     values: Mapping[int, Value]
-
-
-def name_of(op: Op) -> str:
-    return op.target.split(".")[1].removesuffix("_")
 
 
 def in_double(op: Op) -> Op:
@@ -80,13 +77,13 @@ def _contents(case: Case, number: int, generator: torch.Generator) -> Tensor:
     if not value.dtype.startswith(("float", "bfloat")):
         return torch.randint(_largest_index(case), value.shape, generator=generator).to(getattr(torch, value.dtype))
     drawn = torch.rand(value.shape, generator=generator, dtype=torch.float64)
-    return drawn / 2 + 0.25 if name_of(case.op) in POSITIVE else 2 * drawn - 1
+    return drawn / 2 + 0.25 if name_of(case.op.target) in POSITIVE else 2 * drawn - 1
 
 
 def _largest_index(case: Case) -> int:
     """How many indices the call allows."""
     op, shape = case.op, [case.values[number].shape for number in case.op.inputs()]
-    match name_of(op):
+    match name_of(op.target):
         case "embedding":
             return shape[0][0]
         case "embedding_dense_backward":
@@ -213,7 +210,7 @@ def _compare(
         for tensor, how in zip(shared, split.inputs, strict=True)
     ]
     results = [run(small, [pieces[index] for pieces in cut]) for index in range(n)]
-    unspecified = name_of(op) in UNSPECIFIED
+    unspecified = name_of(op.target) in UNSPECIFIED
     for index, (how, expected) in enumerate(zip(split.outputs, whole, strict=True)):
         pieces = [result[index] for result in results]
         if (expected is None) != (how is None) or any((piece is None) != (how is None) for piece in pieces):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -28,12 +27,6 @@ QUICK = ("resnet50", "bert", "vit", "unet", "unetpp", "seed-btlm")
 """Networks that have, together, every operator of all."""
 WITH_ADAMW = ("unet", "vit")
 """Those of them that are captured with that optimizer too: its operators are the same for all weights."""
-
-PER_OPERATOR = 3
-"""Calls of one operator that the quick test cuts."""
-
-LARGE = 1 << 18
-"""Elements from which on the quick test leaves a call to `make soak`."""
 
 
 @functools.cache
@@ -67,25 +60,6 @@ def quick_cases() -> dict[str, Case]:
     found = [graph for name in QUICK for graph in graphs(name, SGD)]
     found += [graph for name in WITH_ADAMW for graph in graphs(name, ADAMW)]
     return distinct(found)
-
-
-def sample() -> dict[str, Case]:
-    """A few calls of every operator, the same in every run."""
-    by_target: dict[str, list[str]] = {}
-    cases = quick_cases()
-    for key in sorted(cases):
-        case = cases[key]
-        if sum(case.values[number].numel for number in (*case.op.inputs(), *case.op.made())) < LARGE:
-            by_target.setdefault(case.op.target, []).append(key)
-    chosen = random.Random(3)
-    keys = [key for found in by_target.values() for key in chosen.sample(found, min(PER_OPERATOR, len(found)))]
-    return {key: cases[key] for key in keys}
-
-
-def test_parts_give_the_whole_sampled() -> None:
-    cases = sample()
-    assert len({case.op.target for case in cases.values()}) > 40  # 49 operators have a call that is small enough
-    assert [line for case in cases.values() for line in problems(case, largest=8)] == []
 
 
 def test_parts_give_the_whole_in_small_networks() -> None:

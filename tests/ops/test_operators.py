@@ -124,10 +124,13 @@ def is_table(node: ast.AST) -> bool:
             keys = [ast.Constant(word) for word in text.split()]
         case _:
             return False
-    return sum(map(names_operator, keys)) >= max(3, len(keys) // 2)
+    return len(keys) > 2 and sum(map(names_operator, keys)) >= max(3, len(keys) // 2)
 
 
 def names_operator(key: ast.expr) -> bool:
-    if not isinstance(key, ast.Constant):
-        return re.search(r"\baten\.\w+\.\w+$", ast.unparse(key).replace("_aten", "aten")) is not None
-    return str(key.value).removeprefix("aten").lstrip(".:").split(".")[0].removesuffix("_") in OPERATORS
+    if isinstance(key, ast.Attribute):
+        return re.search(r"\b_?aten\.\w+\.\w+$", ast.unparse(key), re.IGNORECASE) is not None
+    return (
+        isinstance(key, ast.Constant)
+        and str(key.value).removeprefix("aten").lstrip(".:").split(".")[0].removesuffix("_") in OPERATORS
+    )

@@ -231,7 +231,7 @@ def halo_along(split: Split, dim: int) -> bool:
 
 @given(st.data())
 def test_overlapping_pooling(data: st.DataObject) -> None:
-    kernel, stride = ([data.draw(st.integers(1, most)) for _ in range(2)] for most in (5, 2))
+    kernel, stride = ([data.draw(st.integers(1, most)) for _ in range(2)] for most in (5, 4))
     padding = [data.draw(st.integers(0, size // 2)) for size in kernel]
     image = tensor([2, *(step * data.draw(st.sampled_from([6, 8])) for step in stride)])
     padded, ceil = data.draw(flags), data.draw(flags)
@@ -261,9 +261,6 @@ def test_pooling(data: st.DataObject) -> None:
         f"max_pool2d_with_indices_backward.default({tensor(made)}, {image}, {settings}, [1, 1], {ceil},"
         f" {tensor(made, 'i')})"
     )
-    case = check(f"avg_pool2d.default({image}, {settings}, {ceil}, {data.draw(flags)})")
-    pooled = case.values[case.op.made()[0]].shape
-    check(f"avg_pool2d_backward.default({tensor(pooled)}, {image}, {settings}, {ceil}, True, None)")
     small = [data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))]
     check(f"_adaptive_avg_pool2d.default({image}, {small})")
     check(f"_adaptive_avg_pool2d_backward.default({tensor([*leading, *small])}, {image})")

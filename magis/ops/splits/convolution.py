@@ -156,10 +156,19 @@ def _rank(call: LabelledCall) -> int:
 
 def max_pool(call: LabelledCall) -> Labels | str:
     """Samples and channels; the returned places count from the corner of the whole plane, so that planes stay whole."""
+    return _planes(call, "places count from the corner of the whole plane")
+
+
+def pad(call: LabelledCall) -> Labels | str:
+    """Padding by mirrored or repeated edges: samples and channels."""
+    return _planes(call, "edges are not the same for all parts")
+
+
+def _planes(call: LabelledCall, reason: str) -> Labels:
     rank = _rank(call)
     inputs: dict[Path, Dims] = {path: _but_places(value.shape, rank) for path, value in call.tensors.items()}
     made = [() if value is None else _but_places(value.shape, rank) for value in call.outputs]
-    return Labels(inputs, made, reason="places count from the corner of the whole plane")
+    return Labels(inputs, made, reason=reason)
 
 
 def _but_places(shape: Sequence[int], rank: int) -> Dims:

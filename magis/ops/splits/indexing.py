@@ -139,8 +139,7 @@ def stack(call: LabelledCall) -> Labels | str:
     made = call.shape_of_output()
     dim = wrapped(call.integer(1, "dim"), len(made))
     labels = numbered(made, (dim,))
-    taken = [label for place, label in enumerate(labels) if place != dim]
-    return Labels(dict.fromkeys(call.tensors, taken), [labels])
+    return Labels(dict.fromkeys(call.tensors, _but(dim, labels, len(made) - 1)), [labels])
 
 
 def pad(call: LabelledCall) -> Labels | str:
@@ -151,44 +150,26 @@ def pad(call: LabelledCall) -> Labels | str:
     return Labels({(0,): labels}, [labels], reason="edges are not the same for all parts")
 
 
-def pad_planes(call: LabelledCall) -> Labels | str:
-    """Padding by mirrored or repeated edges: all but the padded dimensions."""
-    rank = int(next(word for word in call.name.split("_") if word[:3] == "pad")[3])
-    places = tuple(range(-rank, 0))
-    inputs: dict[Path, Dims] = {path: numbered(value.shape, places) for path, value in call.tensors.items()}
-    made = numbered(call.shape_of_output(), places)
-    return Labels(inputs, [made], reason="edges are not the same for all parts")
-
-
 # -- filled in part --------------------------------------------------------------------------------------------------
 
 
-def slice_backward(call: LabelledCall) -> Labels | str:
-    """Zeros around the gradient of a slice: all but its dimension; the sizes are literals."""
+def backward(call: LabelledCall) -> Labels | str:
+    """Zeros around the gradient of a slice, or of one index, which lacks the dimension: all but that dimension; the
+    sizes are literals."""
     made = call.shape_of_output()
     dim = wrapped(call.integer(2, "dim"), len(made))
     labels = numbered(made, () if call.shape(0) == made else (dim,))
-    return Labels({(0,): labels}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
+    literals: dict[Path, str] = {(1, place): f"d{place}" for place in range(len(made))}
+    return Labels({(0,): _but(dim, labels, len(call.shape(0)))}, [labels], literals)
 
 
-def select_backward(call: LabelledCall) -> Labels | str:
-    """The same for one index of a dimension, which the gradient lacks."""
-    made = call.shape_of_output()
-    dim = wrapped(call.integer(2, "dim"), len(made))
-    labels = numbered(made, (dim,))
-    taken = [label for place, label in enumerate(labels) if place != dim]
-    return Labels({(0,): taken}, [labels], {(1, place): f"d{place}" for place in range(len(made))})
-
-
-def slice_scatter(call: LabelledCall) -> Labels | str:
-    """A tensor with a slice replaced: all but the slice's dimension."""
-    labels = numbered(call.shape(0), (call.integer(2, "dim"),))
-    return Labels({(0,): labels, (1,): labels}, [labels])
-
-
-def select_scatter(call: LabelledCall) -> Labels | str:
-    """A tensor with one index of a dimension replaced."""
+def replaced(call: LabelledCall) -> Labels | str:
+    """A tensor with a slice, or one index of a dimension, replaced: all but that dimension."""
     dim = wrapped(call.integer(2, "dim"), len(call.shape(0)))
     labels = numbered(call.shape(0), (dim,))
-    taken = [label for place, label in enumerate(labels) if place != dim]
-    return Labels({(0,): labels, (1,): taken}, [labels])
+    return Labels({(0,): labels, (1,): _but(dim, labels, len(call.shape(1)))}, [labels])
+
+
+def _but(dim: int, labels: Dims, rank: int) -> Dims:
+    """The labels of a tensor that may lack one dimension."""
+    return labels if rank == len(labels) else [label for place, label in enumerate(labels) if place != dim]

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import gcd
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from magis.errors import MagisError
 from magis.graph.nodes import Arg, Op, Ref, Value
@@ -95,29 +94,29 @@ def part(op: Op, split: Split, n: int) -> Op:
     count = len(op.args)
     args = (*op.args, *(arg for _, arg in op.kwargs))
     for path in split.sizes:
-        args = _changed(args, path, lambda size: size // n if size % n == 0 else None)
+        size = _literal(args, path)
+        args = _changed(args, path, None if size is None or size % n else size // n)
     for path, literal in split.replaced:
-        args = _changed(args, path, partial(_instead, literal))
+        args = _changed(args, path, None if _literal(args, path) is None else literal)
     kwargs = tuple((name, arg) for (name, _), arg in zip(op.kwargs, args[count:], strict=True))
     return replace(op, args=args[:count], kwargs=kwargs)
 
 
-def _instead(literal: int, _: int) -> int:
-    return literal
+def _literal(arg: Arg, path: Path) -> int | None:
+    """The integer at `path` of the arguments; None where none is."""
+    for position in path:
+        arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
+    return arg if isinstance(arg, int) and not isinstance(arg, bool) else None
 
 
-def _changed(args: tuple[Arg, ...], path: Path, change: Callable[[int], int | None]) -> tuple[Arg, ...]:
+def _changed(args: Arg, path: Path, new: int | None) -> Any:
     """The arguments with another integer at `path`."""
-    head, *rest = path
-    arg = args[head] if 0 <= head < len(args) else None
-    new: Arg = None
-    if rest and isinstance(arg, tuple):
-        new = _changed(arg, tuple(rest), change)
-    elif not rest and isinstance(arg, int) and not isinstance(arg, bool):
-        new = change(arg)
     if new is None:
         raise MagisError(f"no integer that can be cut at {path} of the arguments {args!r}")
-    return (*args[:head], new, *args[head + 1 :])
+    if not path or not isinstance(args, tuple):
+        return new
+    head, *rest = path
+    return (*args[:head], _changed(args[head], tuple(rest), new), *args[head + 1 :])
 
 
 # -- labels ----------------------------------------------------------------------------------------------------------
@@ -304,10 +303,8 @@ def _literals(call: LabelledCall, labels: Labels, label: str) -> dict[Path, int]
     for path, owner in labels.literals.items():
         if owner != label:
             continue
-        arg: Arg = everything
-        for position in path:
-            arg = arg[position] if isinstance(arg, tuple) and 0 <= position < len(arg) else None
-        if not isinstance(arg, int) or isinstance(arg, bool) or arg < -1:
+        arg = _literal(everything, path)
+        if arg is None or arg < -1:
             return None
         if arg != -1:
             found[path] = arg

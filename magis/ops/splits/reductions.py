@@ -98,8 +98,8 @@ def _reduced(call: LabelledCall) -> set[int] | None:
 
 
 def along(call: LabelledCall) -> Labels | str:
-    """Inputs and outputs of one shape that are worked on along a dimension."""
-    labels = numbered(call.shape(0), (call.integer(call.info.dim, "dim", -1),))
+    """Inputs and outputs that are worked on along some dimensions, mostly one; these may change their sizes."""
+    labels = numbered(call.shape(0), call.integers(call.info.dim, "dim") or (-1,))
     inputs = {path: labels for path, value in call.tensors.items() if len(value.shape) == len(labels)}
     return Labels(inputs, [labels] * len(call.outputs), reason="every result depends on the whole dimension")
 
@@ -120,19 +120,7 @@ def flipped(call: LabelledCall) -> Labels | str:
     return Labels({(0,): labels}, [labels], reason="elements move along the dimension")
 
 
-def transform(call: LabelledCall) -> Labels | str:
-    """A Fourier transform: all but the transformed dimensions, one of which may change its size."""
-    labels = numbered(call.shape(0), call.integers(1, "dim"))
-    return Labels({(0,): labels}, [labels], reason="every result depends on the whole dimension")
-
-
 def triangle(call: LabelledCall) -> Labels | str:
     """A triangle of every matrix: which elements belong to it depends on where they are."""
     labels = numbered(call.shape(0), (-1, -2))
     return Labels({(0,): labels}, [labels], reason="the triangle is fixed by positions")
-
-
-def halves(call: LabelledCall) -> Labels | str:
-    """`glu`: one half of a dimension gates the other."""
-    labels = numbered(call.shape(0), (call.integer(call.info.dim, "dim", -1),))
-    return Labels(dict.fromkeys(call.tensors, labels), [labels])

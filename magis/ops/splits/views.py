@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from magis.ops.operators import MEMORY
 from magis.ops.splits.labels import LabelledCall, Labels, Path, aligned, numbered, wrapped
-
-MEMORY = "addresses memory, not dimensions"
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -197,11 +196,6 @@ def as_strided(call: LabelledCall) -> Labels | str:
         expected *= size
     labels = [label if index == 0 else None for index, label in enumerate(numbered(sizes))]
     return Labels({(0,): labels}, [labels], {(1, 0): "d0"}, reason=MEMORY)
-
-
-def memory(call: LabelledCall) -> Labels | str:  # noqa: ARG001
-    """Windows by literal strides."""
-    return MEMORY
 
 
 def diagonal(call: LabelledCall) -> Labels | str:

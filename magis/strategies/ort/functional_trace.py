@@ -167,7 +167,7 @@ def trace(captured: Captured) -> Traced:
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         # written memory must not be that of the arguments: functionalization would write the result back
         tensors = [tensor.clone() if index in set(changed) else tensor for index, tensor in enumerate(given)]
-        made = _run(graph, tensors, marks.numbers)
+        made = _run(graph, tensors, marks)
         return (*made, *(tensors[index] for index in changed))
 
     mode = FakeTensorMode()
@@ -180,7 +180,7 @@ def trace(captured: Captured) -> Traced:
     module.graph.eliminate_dead_code()
     returned = (*(f"output:{index}" for index in range(len(graph.outputs))), *(NEW + names[index] for index in changed))
     constants = {names[graph.inputs.index(value)]: data for value, data in graph.constants.items()}
-    return Traced(module, names, returned, constants, marks.names)
+    return Traced(module, names, returned, constants, {number: name for name, number in marks.items()})
 
 
 def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]) -> None:
