@@ -11,7 +11,7 @@ from magis.cost.devices import DeviceModel, find_device
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
 from magis.cost.profile_store import Profile
 from magis.cost.signature import signature
-from magis.graph.nodes import Graph, Op, Ref, Value
+from magis.graph.nodes import Graph, Op, Value
 from magis.ops.generators import STATE_BYTES
 from magis.ops.operators import name_of, op_info
 
@@ -96,8 +96,6 @@ def _features(op: Op, image: Value) -> int:
     for arg in op.args:
         if isinstance(arg, tuple) and arg and all(isinstance(item, int) for item in arg):
             return prod(item for item in arg if isinstance(item, int))
-        if isinstance(arg, Ref):
-            continue
     return image.shape[1] if len(image.shape) > 1 else 1
 
 

@@ -169,8 +169,10 @@ def call(
 
 # An operator of our own for what hangs on data: what Python read off a tensor (true, false, a whole number), read and
 # compared again.
-# magis.expect(%x, True) the one element of %x is true, as it was when the step was captured; magis.expect(%x, False,
-# %y) the contents of %x and %y differ
+#
+#     magis.expect(%x, True)        the one element of %x is true, as it was when the step was captured
+#     magis.expect(%x, False, %y)   the contents of %x and %y differ
+#
 # Results whose shape hangs on data (`x[mask]`, `mask.nonzero()`) are expected to have the captured one.
 # In a graph such operators write a storage of their own, of no bytes, whose last version the backward reads:
 # gradients, and with them the weight update, come after all of them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import rustworkx as rx
@@ -217,16 +217,16 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _widened(op: Op) -> Op:
+def widened(op: Op) -> Op:
     """The call with float64 wherever it names a floating-point type, and complex128 wherever a complex one."""
 
-    def widened(arg: Arg) -> Arg:
+    def wide_arg(arg: Arg) -> Arg:
         if isinstance(arg, Const) and arg.kind == "dtype":
             return Const("dtype", _WIDE.get(arg.name, arg.name))
-        return tuple(widened(item) for item in arg) if isinstance(arg, tuple) else arg
+        return tuple(wide_arg(item) for item in arg) if isinstance(arg, tuple) else arg
 
-    args = tuple(widened(arg) for arg in op.args)
-    return Op(op.id, op.target, args, tuple((name, widened(arg)) for name, arg in op.kwargs), op.outputs, op.many)
+    args = tuple(wide_arg(arg) for arg in op.args)
+    return replace(op, args=args, kwargs=tuple((name, wide_arg(arg)) for name, arg in op.kwargs))
 
 
 def _called(
@@ -239,7 +239,7 @@ def _called(
     """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles."""
     if not op.random:
         try:
-            return call(_widened(op), known, numbers)
+            return call(widened(op), known, numbers)
         except (NotImplementedError, RuntimeError):  # a product of groups of rows, say
             pass
     return _narrow(op, known, values, generators, numbers)

@@ -11,11 +11,12 @@ from torch import Tensor
 from magis.graph import ITEM_SIZE, Graph, Op, Value, every_op
 from magis.graph.loop_rules import REDUCE
 from magis.ops.fake_results import with_bits
+from magis.ops.operators import name_of
 from magis.runtime.codegen import compile_step
-from magis.runtime.double_precision import wide
+from magis.runtime.double_precision import wide, widened
 from magis.runtime.measure import tensor_peak, window_peak
 from magis.simulate.simulator import replay
-from tests.ops.cutting import POSITIVE, Case, _largest_index, in_double, name_of
+from tests.ops.cutting import POSITIVE, Case, _largest_index
 from tests.oracles import workspaces
 
 WIDENED = {**dict.fromkeys(("float32", "bfloat16", "float16"), "float64"), "complex64": "complex128"}
@@ -30,7 +31,7 @@ def in_float64(graph: Graph) -> Graph:
     }
     storages = {key: replace(s, nbytes=s.nbytes * growth.get(key, 1)) for key, s in graph.storages.items()}
     values = {key: replace(value, dtype=WIDENED.get(value.dtype, value.dtype)) for key, value in graph.values.items()}
-    return replace(graph, storages=storages, values=values, ops=tuple(in_double(op) for op in graph.ops))
+    return replace(graph, storages=storages, values=values, ops=tuple(widened(op) for op in graph.ops))
 
 
 def stand_alone(graph: Graph, positions: Collection[int], shown: Collection[int]) -> Graph:
@@ -108,7 +109,7 @@ def _contents(graph: Graph, number: int, count: int, generator: torch.Generator)
         ignored = any("nll_loss" in op.target for op in users)
         return torch.where(torch.rand(count, generator=generator) < 0.25, -100, drawn) if ignored else drawn
     drawn = torch.rand(count, generator=generator, dtype=torch.float64)
-    return drawn / 2 + 0.25 if any(name_of(op) in POSITIVE for op in users) else 2 * drawn - 1
+    return drawn / 2 + 0.25 if any(name_of(op.target) in POSITIVE for op in users) else 2 * drawn - 1
 
 
 def _users(graph: Graph, number: int) -> Iterator[Op]:

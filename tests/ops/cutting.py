@@ -10,12 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from magis.graph import Arg, Const, Op, Ref, Value
+from magis.graph import Arg, Op, Ref, Value
 from magis.ops.call import call, to_torch
 from magis.ops.fake_results import with_bits
 from magis.ops.operators import name_of
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, part, splits
-from magis.runtime.double_precision import wide
+from magis.runtime.double_precision import wide, widened
 from tests.ops.kernels import KERNELS
 
 POSITIVE = (
@@ -43,19 +43,6 @@ class Case:
 
     op: Op
     values: Mapping[int, Value]
-
-
-def in_double(op: Op) -> Op:
-    """The call with data type arguments that mean double precision, as the tensors drawn here have it."""
-
-    def double(arg: Arg) -> Arg:
-        if isinstance(arg, Const) and arg.kind == "dtype":
-            wide = {**dict.fromkeys(("float32", "bfloat16", "float16"), "float64"), "complex64": "complex128"}
-            return Const("dtype", wide.get(arg.name, arg.name))
-        return tuple(double(item) for item in arg) if isinstance(arg, tuple) else arg
-
-    args = tuple(double(arg) for arg in op.args)
-    return replace(op, args=args, kwargs=tuple((name, double(arg)) for name, arg in op.kwargs))
 
 
 def draw(case: Case, seed: int = 0) -> list[Tensor]:
@@ -147,7 +134,7 @@ def problems(case: Case, found: Sequence[Split] | None = None, *, largest: int =
     """What is wrong with splits of the call (by default all of them), one line each: cut, run in parts, put together,
     compared.
     """
-    op = in_double(case.op)
+    op = widened(case.op)
     found = splits(op, case.values) if found is None else found
     if not found:
         return []

@@ -11,7 +11,7 @@ running statistics are cut too: every part writes its own stretch of them, decla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from magis.ops.splits.labels import Dims, LabelledCall, Labels, Path, aligned, broadcast, numbered, wrapped
 
@@ -47,28 +47,25 @@ def _leading(call: LabelledCall, position: int, normalized: int) -> list[str | N
 
 def batch_norm(call: LabelledCall) -> Labels | str:
     """Channels; without training, statistics are given and everything else can be cut too."""
-    training = _trains(call)
-    image = _image(call.shape(0), training)
-    inputs = _channels(call, {(0,): image})
-    return _batch_norm(call, inputs, [image, *(["c"] for _ in call.outputs[1:])], image, "same")
+    return _batch_norm(call, (0,), "same")
 
 
 def batch_norm_backward(call: LabelledCall) -> Labels | str:
     """Channels; without training all, and the gradients of weight and bias are sums."""
-    gradient, taken = (1, 0) if call.name.startswith(("cudnn", "miopen")) else (0, 1)
-    image = _image(call.shape(taken), _trains(call))
-    inputs = _channels(call, {(gradient,): image, (taken,): image})
-    return _batch_norm(call, inputs, [image, ["c"], ["c"]], image, "sum")
+    return _batch_norm(call, (0, 1), "sum")
 
 
-def _batch_norm(
-    call: LabelledCall, inputs: Mapping[Path, Dims], outputs: Sequence[Dims], image: Dims, how: str
-) -> Labels | str:
-    """`how`: what becomes of a result per channel where the channel is not cut."""
+def _batch_norm(call: LabelledCall, images: Sequence[int], how: str) -> Labels | str:
+    """All arguments but the images have one number per channel (or none); `how`: what becomes of such a result where
+    the channel is not cut."""
     if any(value.numel and value.dtype == "uint8" for value in (*call.tensors.values(), *call.outputs) if value):
         return "the kernel's reserve has no dimensions"
+    training = _trains(call)
+    image = ["c" if index == 1 else None if training else f"d{index}" for index in range(len(call.shape(0)))]
+    inputs: dict[Path, Dims] = {path: ["c"] for path, value in call.tensors.items() if value.numel}
+    inputs |= {(position,): image for position in images}
     combine = {label: how for label in image if label is not None and label != "c"}
-    return Labels(inputs, outputs, combine=combine, reason=COUPLED)
+    return Labels(inputs, [image, *(["c"] for _ in call.outputs[1:])], combine=combine, reason=COUPLED)
 
 
 def _trains(call: LabelledCall) -> bool:
@@ -76,16 +73,6 @@ def _trains(call: LabelledCall) -> bool:
         return False
     position = 3 if call.overload == "no_stats" else call.info.training
     return position is None or call.arg(position) is not False
-
-
-def _image(shape: Sequence[int], training: bool) -> list[str | None]:
-    return ["c" if index == 1 else None if training else f"d{index}" for index in range(len(shape))]
-
-
-def _channels(call: LabelledCall, images: Mapping[Path, Dims]) -> dict[Path, Dims]:
-    """Labels of all arguments: those in `images`, and one number per channel for the others (none if empty)."""
-    channels: dict[Path, Dims] = {path: ["c"] for path, value in call.tensors.items() if value.numel}
-    return channels | dict(images)
 
 
 # -- group norm ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def attention(call: LabelledCall) -> Labels | str:
         (0,): ["b", "h", row, None],
         (1,): ["b", "h", None, None],
         (2,): ["b", "h", None, None],
-        **_mask(call, kernel, row, len(call.shape(0)) - 4),
+        **_mask(call, kernel, row, 0),
     }
     # seeds and lengths: without dropout and packing every part's are as good
     rest = tuple("same" for _ in call.outputs[2:])
@@ -61,7 +61,7 @@ def attention_backward(call: LabelledCall) -> Labels | str:
     inputs: dict[Path, Dims] = {
         (0,): rows, (1,): rows, (2,): whole, (3,): whole, (output,): rows, (logsumexp,): ["b", "h", row], **masks,
     }  # fmt: skip
-    of_mask: list[Dims] = [_of_mask_gradient(call, row)] if len(call.outputs) > 3 else []
+    of_mask = [_of_scores(call, call.shape_of_output(3), row, 1)] if len(call.outputs) > 3 else []
     sums = (None, "sum", "sum", "sum")[: len(call.outputs)]
     per_head = (None, None, None, "sum")[: len(call.outputs)]
     return Labels(inputs, [rows, whole, whole, *of_mask], combine={"q": sums, "b": per_head, "h": per_head})
@@ -82,23 +82,21 @@ def _query_rows(call: LabelledCall, kernel: AttentionKernel) -> tuple[str | None
 
 
 def _mask(call: LabelledCall, kernel: AttentionKernel, row: str | None, query: int) -> dict[Path, Dims]:
-    """Labels of the mask, broadcast to (batch, head, query row, key)."""
+    """Labels of the mask."""
     value = call.tensor(kernel.mask, "attn_mask")
-    if value is None:
-        return {}
-    scores = (*call.shape(query)[:3], call.shape(query + 1)[2])
-    return {call.at(kernel.mask, "attn_mask"): aligned(value.shape, scores, ["b", "h", row, None])}
+    where = call.at(kernel.mask, "attn_mask")
+    return {} if value is None else {where: _of_scores(call, value.shape, row, query)}
 
 
-def _of_mask_gradient(call: LabelledCall, row: str | None) -> Dims:
-    shape = call.shape_of_output(3)
-    scores = (*call.shape(1)[:3], call.shape(2)[2])
-    return aligned(shape, scores, ["b", "h", row, None]) if shape else ()
+def _of_scores(call: LabelledCall, shape: tuple[int, ...], row: str | None, query: int) -> Dims:
+    """Labels of a shape that is broadcast to (batch, head, query row, key)."""
+    return aligned(shape, (*call.shape(query)[:3], call.shape(query + 1)[2]), ["b", "h", row, None])
 
 
 # Matrix products, as einsums.
-# mm(a, b): (m, k), (k, n) -> (m, n); k sums baddbmm(c, a, b): (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m,
-# n); k not, every part would add c
+#
+#     mm(a, b):          (m, k), (k, n) -> (m, n); k sums
+#     baddbmm(c, a, b):  (b, m, n) broadcast, (b, m, k), (b, k, n) -> (b, m, n); k not, every part would add c
 
 
 def product(call: LabelledCall) -> Labels | str:
