@@ -235,16 +235,16 @@ def _tensor(op: Op, values: Mapping[int, Value], position: int) -> Value | None:
 def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: list[Value]) -> OperatorWork:
     """2 m n k, batches included: every element of the output is a sum of `k` products."""
     info = op_info(op.target)
-    left = _tensor(op, values, int(info.adds))
-    if left is None or not outputs:
+    left, right = (_tensor(op, values, info.adds + factor) for factor in range(2))
+    if left is None or right is None or not outputs:
         return done
-    if info.product and "k" not in info.product[0]:
-        return replace(done, flops=2 * outputs[0].numel, smallest_dimension=1)
+    if info.product:
+        sizes = dict(zip((*info.product[0], *info.product[1]), (*left.shape, *right.shape), strict=False))
+        return replace(done, flops=2 * prod(sizes.values()), smallest_dimension=min(sizes.get(d, 1) for d in "mkn"))
     inner = left.shape[-1] if left.shape else 1
-    batch = left.shape[0] if "b" in info.product[:1] else 1
     rows = left.shape[-2] if len(left.shape) > 1 else 1
     columns = outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
-    return replace(done, flops=2 * batch * inner * outputs[0].numel, smallest_dimension=min(rows, columns, inner))
+    return replace(done, flops=2 * inner * outputs[0].numel, smallest_dimension=min(rows, columns, inner))
 
 
 def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,22 @@ def done_by(fn: Callable[[], object], name: str) -> OperatorWork:
     recording = record(fn)
     (op,) = [op for op in recording.calls if name_of(op.target) == name]
     return work(op, recording.values)
+
+
+@pytest.mark.parametrize(
+    ("call", "flops", "smallest"),
+    [
+        (lambda: torch.addbmm(rand(4, 5), rand(2, 4, 3), rand(2, 3, 5)), 2 * 2 * 4 * 3 * 5, 3),
+        (lambda: torch.addmv(rand(4), rand(4, 3), rand(3)), 2 * 4 * 3, 1),
+        (lambda: torch.dot(rand(7), rand(7)), 2 * 7, 1),
+        (lambda: torch.addr(rand(4, 5), rand(4), rand(5)), 2 * 4 * 5, 1),
+    ],
+    ids=["addbmm", "addmv", "dot", "addr"],
+)
+def test_products_of_other_ranks(call: Callable[[], object], flops: int, smallest: int) -> None:
+    recording = record(call)
+    (done,) = (found for op in recording.calls if (found := work(op, recording.values)).kind == "matmul")
+    assert (done.flops, done.smallest_dimension) == (flops, smallest)
 
 
 def test_bytes_are_what_the_kernel_touches() -> None:
