@@ -337,4 +337,4 @@ def op_info(target: str) -> OpInfo:
     found = OPERATORS.get(name_of(target), _NOTHING)
     fresh = not target.split(".")[1].endswith("_")
     layout = found.layout if fresh and target.endswith(".default") else ""
-    return replace(found, view=found.view and fresh, layout=layout)
+    return replace(found, view=found.view and fresh, any_layout=found.any_layout and fresh, layout=layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,11 @@ def test_out_forms_compute_the_same_over_each_argument(functional: str, dtype: t
                     assert torch.equal(resolve(target)(*mine, **{keyword: mine[position]}), wanted)
 
 
+def test_forms_lead_back() -> None:
+    assert all((op_info(own).functional_form(own), own) in PAIRS for _, own in PAIRS)
+    assert all(op_info(own).in_place_form(own) is None for _, own in PAIRS)
+
+
 def test_rows_name_operators_and_rules_that_exist() -> None:
     """A misspelt row would silently charge nothing for its arithmetic."""
     known = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
@@ -88,6 +94,11 @@ def test_rows_name_operators_and_rules_that_exist() -> None:
     for row in OPERATORS.values():
         assert callable(rule_of(row.split)) if row.split else row.split == ""
         assert not (row.split and row.never_split)
+
+
+def test_what_is_known_needs_no_torch(fresh_python: Callable[[str], str]) -> None:
+    program = "import sys, magis.ops.operators; print(*(name for name in ('torch', 'numpy') if name in sys.modules))"
+    assert fresh_python(program).split() == []
 
 
 # What is known of an operator stands in its row (docs/extending.md). These say something else.
