@@ -1,4 +1,4 @@
-"""Convolutions, poolings and resizing, forward and backward.
+"""Convolutions, poolings, resizing and padding by edges, forward and backward.
 
     convolution:           (n, i, y, x), (o, i, ky, kx), (o) -> (n, o, y, x); i sums without bias
     convolution_backward:  n sums in the gradients of weight and bias, o in the gradient of the input
@@ -29,17 +29,6 @@ UNEVEN = "windows do not fall into equal stretches"
 # -- places ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Windows along one place dimension: how many places one spans, how far they are apart, and the padding; `extra`
-    places behind the last window (the output padding of a transposed convolution)."""
-
-    span: int
-    step: int
-    margin: int
-    extra: int = 0
-
-
 @dataclass(slots=True)
 class _Places:
     """Labels of height, width ... of the pictures before and after."""
@@ -48,13 +37,17 @@ class _Places:
     small: list[str | Around | None] = field(default_factory=list)
     replaced: dict[str, tuple[Path, int]] = field(default_factory=dict)
 
-    def add(self, name: str, large: int, small: int, windows: _Windows, padding: Path) -> None:
-        """A dimension with these sizes. `padding` is where its literal stands, () if a halo is not possible."""
-        span, step, margin = windows.span, windows.step, windows.margin
+    def add(
+        self, name: str, large: int, small: int, windows: tuple[int, int, int], padding: Path, extra: int = 0
+    ) -> None:
+        """A dimension with these sizes. Of `windows`: how many places one spans, how far they are apart, the padding;
+        `padding` is where its literal stands, () if a halo is not possible. `extra` places lie behind the last window
+        (the output padding of a transposed convolution)."""
+        span, step, margin = windows
         fits = large == small * step
         halo = fits and 0 < margin < span and padding != ()
         beside = fits and margin == 0 and span <= step
-        around = Around(name, margin, max(0, span - step - margin + windows.extra))
+        around = Around(name, margin, max(0, span - step - margin + extra))
         self.large.append(around if halo else name if beside else None)
         self.small.append(name if halo or beside else None)
         if halo:
@@ -134,8 +127,8 @@ def _places(
         sizes = image[index + 2], made[index + 2]
         small, large = sizes if transposed else sizes[::-1]
         padding = _literal(call, first + 1, "padding", index, rank) if halo else ()
-        windows = _Windows((size - 1) * spread + 1, step, margin, extra if transposed else 0)
-        found.add(f"s{index}", large, small, windows, padding)
+        windows = (size - 1) * spread + 1, step, margin
+        found.add(f"s{index}", large, small, windows, padding, extra if transposed else 0)
     before, after = (found.small, found.large) if transposed else (found.large, found.small)
     return before, after, found.replaced
 
@@ -189,7 +182,7 @@ def average_pool(call: LabelledCall) -> Labels | str:
     found = _Places()
     for index in range(rank):
         padding = _literal(call, first + 2, "padding", index, rank) if halo else ()
-        windows = _Windows(spans[index], steps[index], margins[index])
+        windows = spans[index], steps[index], margins[index]
         found.add(f"s{index}", image[index - rank], pooled[index - rank], windows, padding)
     leading = _but_places(image, rank)[: len(image) - rank]
     large, small = [*leading, *found.large], [*leading, *found.small]
