@@ -24,6 +24,10 @@ class Tolerances:
     """Of a latency ratio that was timed."""
     simulated_latency: float = 0.01
     """Of a simulated latency, and of the ratio of two: there is no noise to allow for."""
+    keeps_wins: bool = False
+    """Whether a case that needs less than its baseline is red until that is stored."""
+    needs_limits: bool = False
+    """Whether a case is red whose limit no plan was found to meet."""
 
     def of_latency(self, device: str) -> float:
         """What holds for latencies on a device."""

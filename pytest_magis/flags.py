@@ -26,6 +26,8 @@ class Option(NamedTuple):
     help: str
     is_list: bool = False
     details: str = ""
+    is_flag: bool = False
+    """Whether it takes no value on the command line; in the ini file "true" or "false"."""
 
     @property
     def flag(self) -> str:
@@ -177,6 +179,15 @@ OPTIONS = (
         details="Where the environment variable `CI` is set, the ini file's value is ignored.",
     ),
     Option(
+        "strict",
+        "",
+        "fail on improvements that are not stored, and on limits that no plan meets (default: false)",
+        details="Without it, a case that needs less than its baseline passes until somebody stores that, so that a win "
+        "can be lost again unseen; and a limit that is not met is told (`no plan found`, `infeasible, proven`), but "
+        "does not fail. A mark's `required=True` demands the limits of one test.",
+        is_flag=True,
+    ),
+    Option(
         "csv",
         "FILE",
         "file for the results, one row per case (default: results.csv)",
@@ -231,10 +242,15 @@ def add_options(parser: pytest.Parser) -> None:
     """Register every option, each with its ini twin."""
     group = parser.getgroup("magis", "memory-regression gate (magis)")
     for option in OPTIONS:
-        action = "append" if option.is_list else "store"
-        group.addoption(
-            option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
-        )
+        if option.is_flag:
+            group.addoption(
+                option.flag, dest=option.key, action="store_const", const="true", default=None, help=option.help
+            )
+        else:
+            action = "append" if option.is_list else "store"
+            group.addoption(
+                option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
+            )
         if option.is_list:
             parser.addini(option.key, option.help, type="linelist", default=None)
         else:

@@ -279,7 +279,15 @@ def _tolerances(config: pytest.Config) -> Tolerances:
         memory=Tolerances.memory if memory is None else memory,
         latency=Tolerances.latency if latency is None else latency,
         simulated_latency=Tolerances.simulated_latency if latency is None else latency,
+        keeps_wins=(strict := _flag("strict", _scalar(config, "strict"))),
+        needs_limits=strict,
     )
+
+
+def _flag(name: str, text: str | None) -> bool:
+    if text not in (None, "true", "false"):
+        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is neither true nor false")
+    return text == "true"
 
 
 def _tolerance(config: pytest.Config, name: str) -> float | None:

@@ -81,7 +81,7 @@ def judge(
     foreign = stored is not None and measured is None
     stopped = result.search.stopped_by_seconds
     notes = list(_notes(result, stored, measured, tolerances))
-    broken = tuple(_broken(result, tolerances.memory, foreign=foreign))
+    broken = tuple(_broken(result, tolerances.memory, foreign=foreign, needs_limits=tolerances.needs_limits))
     if broken:  # nothing else matters: figures of a broken step are no figures
         return Verdict(False, "FAIL broken", broken, tuple(notes))
     findings = tuple(_compared(result, stored, measured, tolerances, held, stopped=stopped))
@@ -91,8 +91,9 @@ def judge(
         return Verdict(not failed, "FAIL worse" if failed else "not gated", findings, tuple(notes))
     if kinds and kinds <= permissions:
         return Verdict(True, f"accepted {_words(kinds)}", findings, tuple(notes), store=True)
-    if kinds - {BETTER}:
-        return Verdict(False, f"FAIL {_words(kinds - {BETTER})}", findings, tuple(notes))
+    red = kinds if tolerances.keeps_wins else kinds - {BETTER}
+    if red:
+        return Verdict(False, f"FAIL {_words(red)}", findings, tuple(notes))
     # nothing to accept, or an improvement nobody asked to keep
     lacks = foreign or lacks_latencies(result, measured) or lacks_held(result, stored)
     adopted = lacks and NEW in permissions and not kinds
@@ -125,7 +126,7 @@ def judge_against(
     return replace(judge(result, found, tolerances=tolerances, held=held), against=revision)
 
 
-def _broken(result: CaseResult, tolerance: float, *, foreign: bool) -> Iterator[Finding]:
+def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits: bool) -> Iterator[Finding]:
     if result.numbers.startswith("differs"):
         yield Finding(BROKEN, f"numbers: {' '.join(result.numbers.split())}")
     steps = [("original", result.original), ("optimized", result.optimized)]
@@ -142,6 +143,8 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool) -> Iterator[
                 continue
             share = max(share, Fraction(result.off_by))
         yield from _simulator_off(name, step, share, tensors_only=foreign or theirs)
+    if needs_limits and not result.search.feasible and not result.search.stopped_by_seconds:
+        yield Finding(BROKEN, f"the limit is required and not met: {_shortfall(result)}", why="loosen the limit")
     limit = result.memory_limit_bytes
     # A foreign machine has other scratch inside operators, hence another limit than the one that was planned for.
     if limit is not None and result.search.feasible and not foreign and result.memory.peak_bytes > limit:

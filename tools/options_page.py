@@ -45,7 +45,7 @@ GROUPS = {
     "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
     "Limits": ("memory-ratios", "latency-ratios"),
     "The search": ("search", "budget", "seconds", "processes", "resume", "profile"),
-    "Baselines and verdicts": ("baselines", "against", "update", "memory-tolerance", "latency-tolerance"),
+    "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),
     "Continuous integration": ("cache", "shard"),
     "Files that a run writes": ("csv", "markdown", "pareto", "report", "trace", "benchmark-json"),
 }
@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "budget": (*BUDGETS, BY_NAME["budget"].metavar),
     "update": PERMISSIONS,
     "cache": CACHES,
+    "strict": ("true", "false"),
 }
 """What an option takes, where it is not just its metavariable."""
 

@@ -14,7 +14,7 @@ from magis.errors import UsageError, nearest
 from magis.models.registry import all_names
 from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.option_values import items, latency_ratios_of, memory_ratios_of, number, share, whole
-from pytest_magis.options import Settings
+from pytest_magis.options import BUDGETS, Settings
 from pytest_magis.run_plan import Model, PlannedCase, plan_cases
 
 PRESET = "small"
@@ -36,6 +36,7 @@ class AskedOptions:
     seed: int | None = None
     memory_tolerance: float | None = None
     latency_tolerance: float | None = None
+    required: bool | None = None
     optimizer: Any = None
     """A torch optimizer, an OptimizerSpec, or a kind's name; looked at where the network is built."""
 
@@ -50,6 +51,8 @@ class AskedOptions:
             tolerances = replace(tolerances, memory=self.memory_tolerance)
         if self.latency_tolerance is not None:
             tolerances = replace(tolerances, latency=self.latency_tolerance, simulated_latency=self.latency_tolerance)
+        if self.required is not None:
+            tolerances = replace(tolerances, needs_limits=self.required)
         return replace(settings, grid=grid, tolerances=tolerances, strategies=self.strategies or settings.strategies)
 
 
@@ -92,6 +95,12 @@ def check_name(shown: str, value: Any) -> str:
     return value
 
 
+def _truth(shown: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"{shown}: {value!r} is neither True nor False")
+    return value
+
+
 def _dtype(shown: str, value: Any) -> str:
     text = str(value).removeprefix("torch.")  # torch.bfloat16 itself will do
     if text not in DTYPES:
@@ -106,7 +115,8 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "strategies": lambda shown, value: items(shown, _texts(value)),
     "device": _word,
     "dtype": _dtype,
-    "budget": lambda shown, value: whole(shown, str(value), least=1),
+    "budget": lambda shown, value: BUDGETS[value] if value in BUDGETS else whole(shown, str(value), least=1),
+    "required": _truth,
     "seconds": lambda shown, value: number(shown, str(value), "a number of seconds above 0", lambda x: x > 0),
     "seed": lambda shown, value: whole(shown, str(value), least=0),
     "memory_tolerance": lambda shown, value: share(shown, str(value)),
