@@ -228,7 +228,8 @@ class GateSession:
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
         """Show the table; whatever is wrong was decided before, so that JUnit and exit code agree with it."""
-        lines = list(summary(self.gate.ordered(), self.gate.settings.given, self.gate.lines))
+        width = terminalreporter.config.get_terminal_writer().fullwidth
+        lines = list(summary(self.gate.ordered(), self.gate.settings.given, self.gate.lines, width))
         if lines:
             terminalreporter.write_sep("=", "magis")
             for line in lines:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from magis import __version__
 from magis.cli.estimate import add_estimate
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
@@ -157,6 +158,7 @@ def add_profile(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _profile(asked: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))  # as of `magis fit`
     seconds, threads = (
         _profile_number("--seconds", asked.seconds),
         _profile_number("--threads", asked.threads, whole=True),
@@ -231,6 +233,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit code. Arguments are those of the process unless they are given."""
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
+    parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_profile(commands)
     add_merge(commands)

@@ -61,10 +61,13 @@ LEFT = (0, 1, 2, 7, 8)
 WIDEST = 24
 
 
-def summary(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str]) -> Iterator[str]:
-    """The table, what it leaves unsaid about cases that passed, how to accept the rest, and what was written."""
+def summary(
+    outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int = 80
+) -> Iterator[str]:
+    """The table in ``width`` columns, what it leaves unsaid about cases that passed, how to accept the rest, and what
+    was written."""
     if outcomes:
-        yield from table(outcomes)
+        yield from table(outcomes, width)
         yield from comparison(outcomes)
     for outcome in outcomes:
         if outcome.verdict.passed:  # red cases have said all of it themselves
@@ -99,10 +102,12 @@ def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from dict.fromkeys(f"note: {each.note}" for each in known if each.note)
 
 
-def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Header and one line per outcome, columns aligned."""
+def table(outcomes: Sequence[Outcome], width: int = 80) -> Iterator[str]:
+    """Header and one line per outcome, columns aligned; names are cut where the lines are wider than ``width``."""
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    widths[0] = min(widths[0], max(WIDEST, width - sum(widths[1:]) - 2 * len(widths[1:])))
+    rows = [(_cut_inside(row[0], widths[0]), *row[1:]) for row in rows]
     for row in rows:
         padded = (
             cell.ljust(width) if column in LEFT else cell.rjust(width)
@@ -115,7 +120,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
     """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
     strategy = _cut(case.shown)
-    model = _cut_left(outcome.model)
+    model = outcome.model
     if result is None:
         return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
     original, optimized = result.original_memory.peak_bytes, result.memory.peak_bytes
@@ -156,9 +161,10 @@ def _numbers(numbers: str) -> str:
     return "differs" if numbers.startswith("differs") else _cut(numbers, 16)
 
 
-def _cut_left(name: str) -> str:
-    """A model's name; of a long one, such as a test's or a factory's, the end tells it from others."""
-    return name if len(name) <= WIDEST else f"...{name[3 - WIDEST :]}"
+def _cut_inside(name: str, width: int) -> str:
+    """A model's name; of a long one, such as a test's or a factory's, mostly the end, which tells it from others."""
+    head = (width - 3) // 4
+    return name if len(name) <= width else f"{name[:head]}...{name[head + 3 - width :]}"
 
 
 def _cut(text: str, width: int = WIDEST) -> str:
