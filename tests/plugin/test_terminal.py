@@ -34,13 +34,15 @@ def test_the_table(gate, workers):
     ]
 
 
-def test_the_table_fits_a_terminal(gate):
+def test_the_table_fits_a_terminal(gate, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     name = "conftest:" + "a_long_name" * 9
     gate.fake(any_case={"numbers": "differs: " + "x" * 500})
     result = gate("--magis-models", f"{name},wide_resnet101_2", "--magis-latency-ratios=1.123456789,1.1")
     table = [line for line in lines_after(result, "model ") if "FAIL" in line and not line.startswith("FAILED")]
     assert len(table) == 6
     assert max(map(len, table)) <= 120
+    assert table[0].startswith("confte...")
 
 
 def test_simulated_figures_are_marked(gate):
