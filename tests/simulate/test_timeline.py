@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cases.run_case import run_case
+from magis.graph import Graph
+from magis.graph.hazards import is_pure_view
 from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
-from magis.simulate.simulator import replay, timeline
+from magis.simulate.problem import SWAP
+from magis.simulate.simulator import UNTIMED, replay, timeline
 from tests.graph.loop_graphs import sound
+from tests.rewrite.cases import case_of
+from tests.strategies import random_flags
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +96,51 @@ def test_parts_of_a_loop_are_told_one_by_one() -> None:
     assert max(span.nbytes for span in spans) == profile.peak_bytes
     last = spans[-1]
     assert last.start_ms + last.ms == pytest.approx(sum(times.nanoseconds(op, graph.values) for op in graph.ops) / 1e6)
+
+
+class Uneven(Microsecond):
+    """Calls of different lengths, and a link that is slow enough for copies to queue up."""
+
+    link_bytes_per_s = 3e8
+
+    def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
+        return 100 + 37 * (op.id % 11)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_and_copies_start_when_what_they_wait_for_is_done(seed: int) -> None:
+    found, rng = case_of("tiny-bert"), np.random.default_rng(seed)
+    flags = random_flags(found.compiled.problem, rng)
+    flags[rng.random(len(flags)) < 0.3] = SWAP
+    graph, _ = found.check(found.program_order(), flags)
+    times = Uneven()
+    spans = timeline(graph, times, lambda _op, _values: 0, replay(graph, lambda _op, _values: 0))
+    assert [(span.op, span.stream, span.start_ms, span.ms, span.again) for span in spans] == list(
+        expected(graph, times)
+    )
+    assert {span.stream for span in spans} == {"compute", "to host", "from host"}
+    assert any(span.again for span in spans)
+
+
+def expected(graph: Graph, times: Uneven) -> Iterator[tuple[str, str, float, float, bool]]:
+    """By the ends of all earlier calls of a stream, looked up one by one."""
+    ends: dict[str, list[int]] = {"compute": [0], "to host": [0], "from host": [0]}
+    there: dict[int, int] = {}
+    for at, op in enumerate(graph.ops):
+        storages = [graph.values[value].storage for value in op.inputs()]
+        ends["compute"].append(max([ends["compute"][-1], *(there.get(storage, 0) for storage in storages)]))
+        if op.target in UNTIMED or is_pure_view(graph, op):
+            continue
+        stream = {"magis.store": "to host", "magis.load": "from host"}.get(op.target, "compute")
+        nbytes = graph.storages[storages[0]].nbytes if storages else 0
+        ns = times.nanoseconds(op, graph.values) if stream == "compute" else math.ceil(nbytes * (1e9 / 3e8))
+        start = max(ends["compute"][-1], ends[stream][-1])
+        ends[stream].append(start + ns)
+        if stream == "from host":
+            there[graph.values[op.made()[0]].storage] = start + ns
+        earlier = [each for each in graph.ops[:at] if each.origin == op.origin and not is_pure_view(graph, each)]
+        again = stream == "compute" and op.origin is not None and bool(earlier)
+        yield op.target, stream, start / 1e6, ns / 1e6, again
 
 
 LEVELS = st.lists(st.integers(0, 1000), min_size=1, max_size=300)
