@@ -18,7 +18,6 @@ SAMPLED: Mapping[str, int] = {
     "tests/api/test_bytes.py::test_simulated_bytes_are_the_measured_ones": 9,
     "tests/api/test_kept_plans.py::test_an_entry_that_is_no_plan_of_the_step_is_one_warning": 10,
     "tests/api/test_own_optimizers.py::test_numbers_are_eagers_and_bytes_are_exact": 5,
-    "tests/capture/test_autocast.py::test_each_operator_gives_the_type_that_it_gives_on_a_gpu": 60,
     "tests/capture/test_networks.py::test_simulated_bytes_are_the_measured_ones": 20,
     "tests/fission/test_proof.py::test_changed_loops_are_refused_or_the_same": 5,
     "tests/fuzz/test_random.py::test_a_loop": 5,

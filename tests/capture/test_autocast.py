@@ -3,8 +3,9 @@ which fake CUDA tensors reach without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +21,7 @@ from magis.capture.autocast import BANNED, FP32, LOWER, OPTIONAL_DTYPE, PROMOTED
 SGD = OptimizerSpec("sgd", lr=0.1)
 TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Make = Callable[..., Tensor]
+Call = Callable[[Make, str], Any]
 
 
 def square(make: Make, *types: torch.dtype) -> list[Tensor]:
@@ -36,7 +38,7 @@ POINTWISE = (
     *("erfinv", "sin", "cos", "tanh", "sigmoid", "relu", "abs", "neg", "sqrt", "mean", "amax", "trace", "std", "var"),
 )
 # what each takes; t(*shape) makes a tensor of the type under test, d is the device
-CALLS: dict[str, Callable[[Make, str], Any]] = {
+CALLS: dict[str, Call] = {
     "mm": lambda t, d: A.mm(t(4, 4), t(4, 4)),
     "matmul": lambda t, d: t(4, 4) @ t(4, 4),
     "bmm": lambda t, d: A.bmm(t(2, 4, 4), t(2, 4, 4)),
@@ -153,46 +155,42 @@ def ours(name: str) -> Iterator[None]:
         yield
 
 
-def outcome(run: Callable[[], Any]) -> Any:
-    """The data type that comes out, or that it is an error."""
-    try:
-        return run().dtype
-    except (RuntimeError, TypeError, ValueError) as error:
-        return type(error)
-
-
 def test_every_rule_of_the_installed_torch_is_known_once() -> None:
     tables = (LOWER, FP32, OPTIONAL_DTYPE, PROMOTED, BANNED)
     assert sum(map(len, tables)) == len(frozenset.union(*tables))
     assert installed("AutocastCUDA") <= frozenset.union(*tables)
 
 
-def on_a_gpu(dtype: torch.dtype, run: Callable[[Make, str], Any], *types: torch.dtype) -> Any:
-    with on_fake_cuda(dtype):
-        return outcome(lambda: run(lambda *s, t=types[0]: torch.empty(*s, dtype=t, device="cuda"), "cuda"))
+def outcome(run: Call, dtype: torch.dtype, device: str) -> Any:
+    """The data type that comes out, or that it is an error; of tensors of a type, unless the call names another one."""
+    try:
+        return run(lambda *s, t=dtype: torch.empty(*s, dtype=t, device=device), device).dtype
+    except (RuntimeError, TypeError, ValueError) as error:
+        return type(error)
 
 
-def by_our_rules(name: str, run: Callable[[Make, str], Any], *types: torch.dtype) -> Any:
+def on_a_gpu(name: str, cases: Mapping[Any, tuple[Call, torch.dtype]]) -> dict[Any, Any]:
+    """Outcomes under autocast on a GPU, which those by our rules equal."""
+    with on_fake_cuda(TYPES[name]):
+        expected = {key: outcome(*case, "cuda") for key, case in cases.items()}
     with ours(name):
-        return outcome(lambda: run(lambda *s, t=types[0]: torch.empty(*s, dtype=t), "cpu"))
+        assert {key: outcome(*case, "cpu") for key, case in cases.items()} == expected
+    return expected
 
 
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("call", CALLS)
-def test_each_operator_gives_the_type_that_it_gives_on_a_gpu(call: str, name: str) -> None:
-    for given in (torch.float32, TYPES[name], torch.float64):
-        expected = on_a_gpu(TYPES[name], CALLS[call], given)
-        assert by_our_rules(name, CALLS[call], given) == expected, given
-        assert given == torch.float64 or isinstance(expected, torch.dtype)
+def test_each_operator_gives_the_type_that_it_gives_on_a_gpu(name: str) -> None:
+    types = (torch.float32, TYPES[name], torch.float64)
+    found = on_a_gpu(name, {(call, given): (CALLS[call], given) for call in CALLS for given in types})
+    assert all(isinstance(what, torch.dtype) for (_, given), what in found.items() if given != torch.float64)
 
 
-@pytest.mark.parametrize("call", PAIRS)
-@pytest.mark.parametrize("types", list(product((torch.float32, torch.bfloat16), repeat=2)))
-def test_of_two_types_the_wider_one_or_none(call: str, types: tuple[torch.dtype, torch.dtype]) -> None:
-    def run(make: Make, device: str) -> Tensor:
+def test_of_two_types_the_wider_one_or_none() -> None:
+    def run(call: str, types: tuple[torch.dtype, ...], make: Make, device: str) -> Tensor:
         return PAIRS[call](*(make(4, 4, t=each) for each in types))
 
-    assert by_our_rules("bfloat16", run, *types) == on_a_gpu(torch.bfloat16, run, *types)
+    pairs = product(PAIRS, product((torch.float32, torch.bfloat16), repeat=2))
+    on_a_gpu("bfloat16", {(call, types): (partial(run, call, types), types[0]) for call, types in pairs})
 
 
 # fake CUDA tensors do not reach these without a GPU: what torch documents

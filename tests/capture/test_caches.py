@@ -97,26 +97,6 @@ def test_a_table_that_the_step_changes_is_refused() -> None:
         optimize(Marking(), loss_of, None, batch(), memory_ratio=1.0, budget=1)
 
 
-class Hooked(nn.Module):
-    """Installs hooks in its first forward, and notes that it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.seen, self.hooked = net(), 0.0, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.hooked:
-            self.body.register_forward_hook(lambda _module, _inputs, output: output + 1)
-            self.hooked = True
-        return self.body(x)
-
-
-def test_hooks_of_a_captured_first_step_are_taken_away_again() -> None:
-    module, (inputs, targets) = Hooked(), batch()
-    capture(module, (inputs,), (targets,), loss_of, OptimizerSpec("gradients"))
-    assert (len(module.body._forward_hooks), module.hooked) == (0, False)
-
-
 class Truncated(Positioned):
     """Built by numbers that nothing without contents has."""
 

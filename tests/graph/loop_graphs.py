@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from magis.graph import Graph, Loop, Op, parse
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from magis.errors import VerifyError
+from magis.graph import Graph, GraphTextError, Loop, Op, parse, verify
+from magis.graph.verify import problems
 
 SOUND = """magis graph 1
 storage 1 batch 96
@@ -82,35 +87,26 @@ def change_op(graph: Graph, at: int, **change: object) -> Graph:
     return replace(graph, ops=ops)
 
 
-def change_value(graph: Graph, key: int, **change: object) -> Graph:
-    return replace(graph, values={**graph.values, key: replace(graph.values[key], **change)})  # type: ignore[arg-type]
-
-
-def change_storage(graph: Graph, key: int, **change: object) -> Graph:
-    changed = replace(graph.storages[key], **change)  # type: ignore[arg-type]
-    return replace(graph, storages={**graph.storages, key: changed})
-
-
 def body_of(graph: Graph, at: int) -> Graph:
     body = graph.ops[at].body
     assert body is not None
     return body.graph
 
 
-def within(spoil: Spoil, at: int = 0) -> Spoil:
+def within(*spoils: Spoil, at: int = 0) -> Spoil:
     """The same for the body of the operator at a position."""
 
     def spoiled(graph: Graph) -> Graph:
         body = graph.ops[at].body
         assert body is not None
-        return change_op(graph, at, body=replace(body, graph=spoil(body.graph)))
+        return change_op(graph, at, body=replace(body, graph=both(*spoils)(body.graph)))
 
     return spoiled
 
 
-def inner(spoil: Spoil) -> Spoil:
+def inner(*spoils: Spoil) -> Spoil:
     """The same for the innermost body."""
-    return within(within(spoil, 2))
+    return within(within(*spoils, at=2))
 
 
 def op(at: int, **change: object) -> Spoil:
@@ -118,11 +114,19 @@ def op(at: int, **change: object) -> Spoil:
 
 
 def value(key: int, **change: object) -> Spoil:
-    return lambda graph: change_value(graph, key, **change)
+    return _described("values", key, change)
 
 
 def storage(key: int, **change: object) -> Spoil:
-    return lambda graph: change_storage(graph, key, **change)
+    return _described("storages", key, change)
+
+
+def _described(table: str, key: int, change: dict[str, object]) -> Spoil:
+    def spoiled(graph: Graph) -> Graph:
+        known = getattr(graph, table)
+        return replace(graph, **{table: {**known, key: replace(known[key], **change)}})
+
+    return spoiled
 
 
 def both(*spoils: Spoil) -> Spoil:
@@ -145,3 +149,31 @@ def added(*ops: Op) -> Spoil:
 
 def without(at: int) -> Spoil:
     return lambda graph: replace(graph, ops=(*graph.ops[:at], *graph.ops[at + 1 :]))
+
+
+def one_line(text: str) -> str:
+    """The one line with which the text is refused, "sound" if it is not."""
+    message = "sound"
+    try:
+        verify(parse(text))
+    except (GraphTextError, VerifyError) as error:
+        message = str(error)
+    assert message.splitlines() == [message]
+    return message
+
+
+def refuse(graph: Graph, message: str) -> None:
+    """Check that the line is among those of the broken rules, and that the first of these is the error."""
+    found = list(problems(graph))
+    assert message in found
+    with pytest.raises(VerifyError) as caught:
+        verify(graph)
+    assert str(caught.value) == " ".join(found[0].split())
+    assert "\n" not in str(caught.value)
+
+
+def named(mistakes: Mapping[str, Mapping[str, Spoil]]) -> list[ParameterSet]:
+    """Each mistake with what is said of it, for `parametrize`."""
+    return [
+        pytest.param(spoil, message, id=name) for message, spoils in mistakes.items() for name, spoil in spoils.items()
+    ]

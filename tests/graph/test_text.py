@@ -14,20 +14,13 @@ from hypothesis import strategies as st
 from magis.graph import Arg, Const, Graph, GraphTextError, Op, Ref, Scalar, Storage, Value, digest, dump, parse
 from tests.nets import NETS
 from tests.oracles import captured
-from tests.strategies import written_graphs, written_ops
+from tests.strategies import examples, written_graphs, written_ops
 
 HEADER = "magis graph 1\n"
 
 
 def op_with(arg: Arg) -> Graph:
     return Graph({}, {}, (Op(0, "aten.f.default", (arg,), (), (1,)),), (), ())
-
-
-@given(written_graphs())
-def test_every_graph_reads_back_as_it_was(graph: Graph) -> None:
-    text = dump(graph)
-    assert parse(text) == graph
-    assert dump(parse(text)) == text
 
 
 @pytest.mark.parametrize("name", ["tied", "batch-norm", "dropout", "attention-explicit", "slice-writes", "constants"])
@@ -62,18 +55,13 @@ def test_the_form_is_the_documented_one() -> None:
     )
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 0.1])
-def test_every_float_survives(number: float) -> None:
-    (op,) = parse(dump(op_with(number))).ops
-    assert repr(op.args[0]) == repr(number)
+def test_every_float_survives() -> None:
+    numbers = (math.inf, -math.inf, 1e-300, 5e-324, -0.0, 1.7976931348623157e308, 0.1, math.nan, 1)
+    (op,) = parse(dump(op_with(numbers))).ops
+    assert repr(op.args[0]) == repr(numbers)
 
 
-def test_not_a_number_survives() -> None:
-    (op,) = parse(dump(op_with((math.nan, 1)))).ops
-    assert isinstance(op.args[0], tuple)
-    assert math.isnan(op.args[0][0])  # type: ignore[arg-type]
-
-
+@examples(40)
 @given(written_graphs(), st.data())
 def test_the_digest_sees_every_change(graph: Graph, data: st.DataObject) -> None:
     """Whatever part changes, be it the last field of an operator, the digest does."""

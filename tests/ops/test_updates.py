@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.capture.workload import Workload
 from magis.ops.optimizer_forms import Weight, update
-from magis.ops.optimizers import OptimizerSpec, ParameterGroup, scalars, state_names, torch_optimizer
+from magis.ops.optimizers import OptimizerSpec, ParameterGroup, new_state, scalars, state_names, torch_optimizer
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.measure import tensor_peak
@@ -80,31 +81,12 @@ def torchs(rule: OptimizerSpec, params: dict[str, nn.Parameter]) -> tuple[torch.
 
 def ours(rule: OptimizerSpec, params: dict[str, nn.Parameter], how: Callable[..., None]) -> list[Any]:
     """The same by our own code; the operators of the second step."""
-    states = {
-        name: {
-            kind: torch.zeros((), dtype=torch.float32) if kind == "step" else torch.zeros_like(p)
-            for kind in state_names(rule)
-        }
-        for name, p in params.items()
-    }
-    weights = [Weight(name, p, p.grad, states[name]) for name, p in params.items()]
+    kinds = state_names(rule)
+    weights = [Weight(name, p, p.grad, {kind: new_state(kind, p) for kind in kinds}) for name, p in params.items()]
     for step in (1, 2):
         with torch.no_grad(), Log() as log:
             how(rule, weights, scalars(rule, step))
     return log.calls
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=["one", "two"])
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", UPDATES)
-def test_operators_and_numbers_are_torchs_own(name: str, setting: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    rule = of(name, setting)
-    theirs, mine = parameters(*dtypes), parameters(*dtypes)
-    expected = torchs(rule, theirs)[1]
-    seen = ours(rule, mine, update)
-    assert [call[:2] for call in seen] == [call[:2] for call in expected]
-    assert all(call[2].items() >= own[2].items() for call, own in zip(expected, seen, strict=True))
-    assert all(torch.equal(theirs[key], mine[key]) for key in theirs)
 
 
 FORMS = {
@@ -125,14 +107,28 @@ FORMS = {
 """Options that fused kernels are not captured with."""
 
 
+RULES = {
+    **{f"{name}-{setting}": of(name, setting) for name in UPDATES for setting in SETTINGS},
+    **{
+        f"groups-{setting}": of(
+            "adamw-decay", setting, groups=(ParameterGroup(("p1", "p3"), lr=0.5, weight_decay=0.0, **way),)
+        )
+        for setting, way in SETTINGS.items()
+    },
+    **{name: replace(rule, foreach=True) for name, rule in FORMS.items()},
+}
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=["one", "two"])
-@pytest.mark.parametrize("name", FORMS)
-def test_lists_of_every_form_are_torchs_own(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    rule = OptimizerSpec(**{**vars(FORMS[name]), "foreach": True})
+@pytest.mark.parametrize("name", RULES)
+def test_operators_and_numbers_are_torchs_own(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Each group has lists of its own. On short lists, as planned steps for a GPU have them, numbers are the same."""
+    rule = RULES[name]
     theirs, mine, short = (parameters(*dtypes) for _ in range(3))
     optimizer, expected = torchs(rule, theirs)
     seen = ours(rule, mine, update)
     assert [call[:2] for call in seen] == [call[:2] for call in expected]
+    assert all(call[2].items() >= own[2].items() for call, own in zip(expected, seen, strict=True))
     ours(rule, short, partial(update, device="cuda", most_bytes=1))
     for key, weight in theirs.items():
         assert torch.equal(weight, mine[key])
@@ -142,28 +138,14 @@ def test_lists_of_every_form_are_torchs_own(name: str, dtypes: tuple[torch.dtype
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_each_group_has_lists_of_its_own(setting: str) -> None:
-    way = SETTINGS[setting]
-    rule = of("adamw-decay", setting, groups=(ParameterGroup(("p1", "p3"), lr=0.5, weight_decay=0.0, **way),))
-    theirs, mine = parameters(torch.float32), parameters(torch.float32)
-    expected = torchs(rule, theirs)[1]
-    assert [call[0] for call in ours(rule, mine, update)] == [call[0] for call in expected]
-    assert all(torch.equal(theirs[key], mine[key]) for key in theirs)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", UPDATES)
-def test_short_lists_compute_the_same(name: str, setting: str) -> None:
-    """As planned steps for a GPU have them; a weight without a gradient is left alone."""
+def test_a_short_list_is_as_long_as_it_may_be(name: str, setting: str) -> None:
+    """A weight without a gradient is left alone."""
     rule = of(name, setting)
     whole, short = parameters(torch.float32), parameters(torch.float32)
     whole["p1"].grad = short["p1"].grad = None
     first = ours(rule, whole, update)
-    most = 4 * (40 * 30 + 7 * 30)
-
-    def in_parts(*given: Any) -> None:
-        update(*given, device="cuda", most_bytes=most)
-
+    in_parts = partial(update, device="cuda", most_bytes=4 * (40 * 30 + 7 * 30))
     assert len(ours(rule, short, in_parts)) == 2 * len(first)  # p0 and p2 fit into a list, p3 has one of its own
     assert all(torch.equal(whole[key], short[key]) for key in whole)
 
