@@ -245,8 +245,7 @@ def _attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     if torch.is_autocast_enabled("cpu"):  # which the operators below are called past
-        query, key, value = (_lowered(t) for t in (query, key, value))
-        attn_mask = None if attn_mask is None else _lowered(attn_mask)
+        query, key, value, attn_mask = _cast((query, key, value, attn_mask), _lower(()))
     plain = query.dim() == 4 and not enable_gqa and query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     math_only = not torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.mem_efficient_sdp_enabled()
     if math_only or not plain:
@@ -260,12 +259,6 @@ def _attention(
     bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=factor)[0]  # type: ignore[no-any-return]
-
-
-def _lowered(tensor: Tensor) -> Tensor:
-    """As autocast has the inputs of attention."""
-    cast = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype("cpu")) if cast else tensor
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from magis.capture.optimizer_rule import Apart
 from magis.capture.python_state import (
     CACHED,
     CACHES,
+    Kept,
     WritesUndone,
     attributes_kept,
     cached_memory,
@@ -48,6 +48,7 @@ from magis.capture.refusals import (
     clear_errors,
     shapes,
 )
+from magis.capture.schemas import tensors_in
 from magis.capture.stand_ins import StandIns, stand_ins
 from magis.errors import CaptureError
 from magis.graph import Graph
@@ -137,63 +138,81 @@ def capture(
     graph, BranchError where ``heard`` would help.
     """
     check_tensors(module, inputs, targets)
-    settings = (device, explicit_attention, autocast, settled, results)
+    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast, device)
     with caches_kept() as caches:
         mode = Hollow(heard=heard, made=caches.made)
         try:
-            found = _captured(mode, caches.made, module, inputs, targets, loss_fn, rule, *settings)
+            found = _captured(step, mode, caches.made, settled=settled, results=results)
         except CaptureError:
             if not mode.drawn:
                 raise
             mode = Hollow(draws=True, heard=heard, made=caches.made)
-            found = _captured(mode, caches.made, module, inputs, targets, loss_fn, rule, *settings)
+            found = _captured(step, mode, caches.made, settled=settled, results=results)
         del mode
         return replace(found, left=(*found.left, CACHES)) if caches.forget() else found
 
 
-def _captured(
-    mode: Hollow,
-    twins: Made,
-    module: nn.Module,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    loss_fn: Callable[..., Tensor] | None,
-    rule: optimizers.OptimizerSpec,
-    device: str,
-    explicit_attention: bool,
-    autocast: str | None,
-    settled: bool,
-    results: bool,
-) -> Captured:
-    trained = _trained(module, rule)
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What is run, and as which device runs it."""
+
+    module: nn.Module
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    loss_fn: Callable[..., Tensor] | None
+    rule: optimizers.OptimizerSpec
+    explicit_attention: bool
+    autocast: str | None
+    device: str = "cpu"
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of the parameters that the step trains."""
+        training = self.rule.kind != "none"
+        trained = tuple(name for name, p in self.module.named_parameters() if training and p.requires_grad)
+        if training and not trained:
+            raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
+        return trained
+
+
+@contextmanager
+def _watched(
+    step: _Step, stand: StandIns, cached: dict[str, Tensor], *, expects: bool
+) -> Iterator[tuple[Recorder, Kept, Callable[[Graph], None]]]:
+    """While it lasts, the step can be recorded on its stand-ins: the recorder, attributes as they were, and a check of
+    batch norms that average. Tensors of caches are added to `cached`."""
+    own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
+    sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
+    recorder = Recorder(sentinels, _finder(stand, step.loss_fn, cached), ChainMap(made, own), expects=expects)
+    with ExitStack() as stack:
+        stack.enter_context(own_kept(own))
+        stack.enter_context(clear_errors(recorder.places))
+        kept = stack.enter_context(attributes_kept(stand.module, step.loss_fn))
+        if step.explicit_attention:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
+        stack.enter_context(device_forms(step.device))
+        if step.device == "cuda":  # with autocast of the module's own, too
+            stack.enter_context(as_on_cuda())
+        stack.enter_context(products_as_eager())
+        stack.enter_context(states_recorded(step.device, own, made))
+        yield recorder, kept, stack.enter_context(averages_named(stand.module, sentinels))
+
+
+def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results: bool) -> Captured:
     with ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         hosts = stack.enter_context(generators_kept())
         twin = partial(hollow_like, known=is_readable, made=twins)
-        stand = stack.enter_context(stand_ins(module, inputs, targets, trained, twin))
-        own = held_generators(stand.module, loss_fn)
-        stack.enter_context(own_kept(own))
-        given = shapes(stand)
-        sentinels = {number: name for name, number in optimizers.sentinels(rule).items()}
-        expects = mode.follower.expects
-        cached: dict[str, Tensor] = {}
-        made: dict[str, torch.Generator] = {}
-        recorder = Recorder(sentinels, _finder(stand, loss_fn, cached), ChainMap(made, own), expects=expects)
-        stack.enter_context(clear_errors(recorder.places))
-        kept = stack.enter_context(attributes_kept(stand.module, loss_fn))
-        if explicit_attention:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # To the end of the backward: activation checkpointing runs parts of the forward again in it.
-        stack.enter_context(device_forms(device))
-        if device == "cuda":  # with autocast of the module's own, too
-            stack.enter_context(as_on_cuda())
-        stack.enter_context(products_as_eager())
-        with states_recorded(device, own, made), hollow(mode), averages_named(stand.module, sentinels) as averages:
-            attributes = partial(tensors_left, kept) if results else dict
-            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, device, attributes)
+        stand = stack.enter_context(stand_ins(step.module, step.inputs, step.targets, step.trained, twin))
+        given, cached = shapes(stand), dict[str, Tensor]()
+        watched = _watched(step, stand, cached, expects=mode.follower.expects)
+        recorder, kept, check_averages = stack.enter_context(watched)
+        with hollow(mode):
+            found = _recorded(step, recorder, stand, partial(tensors_left, kept) if results else dict)
         check_shapes(given, stand)
         check_batch(stand)
-        averages.check(found.graph)
+        check_averages(found.graph)
         if settled:
             check_buffers(stand)
         check_products(found.graph)
@@ -227,27 +246,17 @@ def record_eager(
     of the result is what a capture cannot know; with ``expects``, the whole numbers that Python reads are in the graph.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
-    trained = _trained(module, rule)
-    with generators_kept(), stand_ins(module, inputs, targets, trained, _copies) as stand:
-        own = held_generators(stand.module, loss_fn)
-        sentinels: dict[float, str] = {}
-        made: dict[str, torch.Generator] = {}
-        recorder = Recorder(sentinels, _finder(stand, loss_fn, {}), ChainMap(made, own), expects=expects)
-        listener = Listener(expects=expects)
-        with ExitStack() as stack:
-            stack.enter_context(own_kept(own))
-            stack.enter_context(clear_errors(recorder.places))
-            stack.enter_context(attributes_kept(stand.module, loss_fn))
-            if explicit_attention:
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(products_as_eager())
-            stack.enter_context(states_recorded("cpu", own, made))
-            stack.enter_context(averages_named(stand.module, sentinels))
-            stack.enter_context(WritesUndone())
-            if expects:
-                stack.enter_context(readers_replaced(by_element))
-            stack.enter_context(listener)
-            found = _recorded(recorder, stand, loss_fn, rule, trained, autocast, "cpu")
+    step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast)
+    listener = Listener(expects=expects)
+    with ExitStack() as stack:
+        stack.enter_context(generators_kept())
+        stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, _copies))
+        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects))
+        stack.enter_context(WritesUndone())
+        if expects:
+            stack.enter_context(readers_replaced(by_element))
+        with listener:
+            found = _recorded(step, recorder, stand)
         return replace(found, heard=listener.heard())
 
 
@@ -283,16 +292,10 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _recorded(
-    recorder: Recorder,
-    stand: StandIns,
-    loss_fn: Callable[..., Tensor] | None,
-    rule: optimizers.OptimizerSpec,
-    trained: tuple[str, ...],
-    autocast: str | None,
-    device: str,
-    attributes: Callable[[], Mapping[str, Tensor]] = dict,
+    step: _Step, recorder: Recorder, stand: StandIns, attributes: Callable[[], Mapping[str, Tensor]] = dict
 ) -> Captured:
     """Run the step on the stand-ins, and say what it did; `attributes` are tensors that the forward has left there."""
+    rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
     leaves = [stand.parameters[name] for name in trained]
@@ -302,8 +305,10 @@ def _recorded(
         kind = name.partition(":")[0]
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
     with recorder.places.watch(stand.module), recorder:
-        with torch.set_grad_enabled(training), casting(autocast):
-            result = _forward(stand, loss_fn)
+        with torch.set_grad_enabled(training), casting(step.autocast):
+            result = stand.module(*stand.inputs)
+            if step.loss_fn is not None:
+                result = step.loss_fn(result, *stand.targets)
         grads: Sequence[Tensor | None] = ()
         if training:
             check_loss(result)
@@ -313,7 +318,7 @@ def _recorded(
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
         left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
-        returned = [*_flat(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
+        returned = [*tensors_in(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
 
         def found() -> Captured:
             return Captured(
@@ -337,14 +342,6 @@ def _recorded(
                 weights, most = _soonest(recorder, weights), _of_a_list(weights, device)
             update(rule, weights, numbers, device=device, most_bytes=most)
         return replace(found(), listed=listed)
-
-
-def _trained(module: nn.Module, rule: optimizers.OptimizerSpec) -> tuple[str, ...]:
-    training = rule.kind != "none"
-    trained = tuple(name for name, p in module.named_parameters() if training and p.requires_grad)
-    if training and not trained:
-        raise CaptureError("there is nothing to train: no parameter requires a gradient", hint=INFERENCE)
-    return trained
 
 
 def is_readable(name: str, tensor: Tensor) -> bool:
@@ -382,12 +379,6 @@ def _of_a_list(weights: Sequence[Weight], device: str) -> int:
     return 0 if device == "cpu" else sum(each.param.nbytes for each in weights) // LISTS
 
 
-def _forward(stand: StandIns, loss_fn: Callable[..., Tensor] | None) -> Any:
-    if loss_fn is None:
-        return stand.module(*stand.inputs)
-    return loss_fn(stand.module(*stand.inputs), *stand.targets)
-
-
 def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """``loss.backward()`` without the detour through function modes; the gradients, None where there is none.
 
@@ -397,17 +388,6 @@ def _gradients(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor | None
     root = torch.ones_like(loss, memory_format=torch.preserve_format)
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     return [leaf.grad for leaf in leaves]
-
-
-def _flat(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, Mapping):
-        for part in item.values():
-            yield from _flat(part)
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _flat(part)
 
 
 def _main_dtype(module: nn.Module) -> str:

@@ -1,18 +1,38 @@
-"""How long eager keeps the Python numbers of a forward for its backward: to the node's last operator, or its death."""
+"""Python numbers that autograd keeps as tensors: `x * 3` makes eager keep the 3 until the backward formula has run.
+
+Which operators do so is asked of torch, since no schema says it: the operator is called on tensors of one element, and
+its autograd node looked at. A number lives to its node's last operator, or to the node's death.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph import Op, Value
-from magis.ops.eager_only import Kind, TakenNumber, end_unread, lives
 
+Kind = tuple[type, str, bool]
+"""Of an argument: its Python type; for a tensor also its data type, and whether it requires a gradient."""
 _ALIVE = -1
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A call of the forward that is given a number in a tensor's place, and that autograd may keep."""
+
+    made: int
+    """Position of the operator."""
+    sequence: int
+    """Of its autograd node."""
+    call: tuple[Any, ...]
+    """What `_kept_bytes` is asked."""
 
 
 class _Token:
@@ -24,7 +44,7 @@ class Numbers:
 
     def __init__(self, ran: Sequence[Op]) -> None:
         self._ran = ran
-        self._taken: list[TakenNumber] = []
+        self._taken: list[_Taken] = []
         self._uses: dict[int, list[int]] = {}  # positions at which an autograd node passes its number on
         self._last_of_node: dict[int, int] = {}
         self._ends: dict[int, int] = {}  # of nodes that may die unread: the last position before
@@ -37,7 +57,7 @@ class Numbers:
         """The call at a position of the forward, whose node has this number, was given Python numbers."""
         if not torch.is_grad_enabled() or not any(grad for _, _, grad in given):
             return
-        self._taken.append(TakenNumber(at, sequence, func, given, named, in_place))
+        self._taken.append(_Taken(at, sequence, (func, given, named, in_place)))
         # Torch makes a view's node anew where somebody asks for it.
         if isinstance(out, Tensor) and not out._is_view():
             self._fresh = weakref.ref(out), sequence
@@ -75,11 +95,68 @@ class Numbers:
     def lives(
         self, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]
     ) -> tuple[tuple[int, int, int], ...]:
-        """Lives, as first and last position, and bytes, in the step so far."""
-        ends = {}
+        """First and last position, and bytes, of each number as autograd keeps it, in the step so far."""
+        found = []
         for number in self._taken:
-            end = self._ends.get(number.sequence)
+            born, nbytes = number.made + 1, _kept_bytes(*number.call)
+            for use in self._uses.get(number.sequence, ()):
+                found.append((born, use - 1, nbytes))
+                born = use + 1
+            end = self._last_of_node.get(number.sequence, self._ends.get(number.sequence))
             if end is None:  # its node could not be watched: it goes with all that was made of its result
-                end = end_unread(number, ops, values, deaths)
-            ends[number.sequence] = len(ops) if end == _ALIVE else end
-        return lives(self._taken, self._uses, {**ends, **self._last_of_node}, len(ops))
+                end = _end_unread(number.made, ops, values, deaths)
+            found.append((born, len(ops) if end == _ALIVE else end, nbytes))
+        return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)
+
+
+def _end_unread(made: int, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]) -> int:
+    """The last position before a node that no backward runs goes, with all that the forward made of its result."""
+    reached = set(ops[made].made())
+    for op in ops[made + 1 :]:
+        if op.phase == "forward" and not reached.isdisjoint(op.inputs()):
+            reached.update(op.made())
+    return max((deaths.get(values[value].storage, len(ops) + 1) for value in reached), default=0) - 1
+
+
+def takes_number(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a number stands where the operator's schema has a tensor."""
+    return any(True for _ in _numbers(func, args))
+
+
+def _numbers(func: Any, args: Sequence[Any]) -> Iterator[str]:
+    """Names of such arguments."""
+    for argument, given in zip(func._schema.arguments, args, strict=False):
+        if isinstance(given, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType):
+            yield argument.name
+
+
+def kinds(args: Sequence[Any]) -> tuple[Kind, ...] | None:
+    """What must be known of a call's positional arguments; None for one with lists or torch's constants."""
+    if not all(arg is None or isinstance(arg, (Tensor, bool, int, float, complex, str)) for arg in args):
+        return None
+    return tuple(
+        (Tensor, str(arg.dtype)[6:], arg.requires_grad) if isinstance(arg, Tensor) else (type(arg), "", False)
+        for arg in args
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any], ...], in_place: bool) -> int:
+    """Bytes of the numbers that autograd keeps of such a call."""
+    with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
+        args = [_sample(kind, first=in_place and not at) for at, kind in enumerate(given)]
+        try:
+            out = func(*args, **dict(named))
+        except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
+            return 0
+        node = out.grad_fn if isinstance(out, Tensor) else None
+        saved = [getattr(node, f"_saved_{name}", None) for name in _numbers(func, args)]
+    return sum(each.nbytes for each in saved if isinstance(each, Tensor))
+
+
+def _sample(kind: Kind, *, first: bool) -> Any:
+    what, dtype, grad = kind
+    if what is Tensor:
+        tensor = torch.ones(1, dtype=getattr(torch, dtype), requires_grad=grad)
+        return tensor.clone() if first else tensor
+    return None if what is type(None) else what(1)

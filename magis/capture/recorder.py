@@ -18,13 +18,13 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from magis.capture.number_lifetimes import Numbers
+from magis.capture.number_lifetimes import Numbers, kinds, takes_number
 from magis.capture.places import Places
-from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tensors_in, window
+from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tensors_in, window, written_by
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
-from magis.ops.eager_only import kinds, takes_number, unwatched
+from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
 from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
 from magis.ops.operators import op_info
@@ -131,9 +131,7 @@ class Recorder(TorchDispatchMode):
 
     def _expect(self, known: list[int], *, expected: int) -> None:
         """Record that Python reads a truth value or a whole number, and which one."""
-        order = self._generators.setdefault(EXPECT, len(self._storages))
-        if order not in self._storages:
-            self._storages[order], self._versions[order] = Storage(order, 0, "generator"), 0
+        order = self._generator(EXPECT)
         read = sorted({self._values[value].storage for value in known})
         module, line = self.places.of_forward(_get_sequence_nr() - 1)
         self._versions[order] += 1
@@ -206,7 +204,7 @@ class Recorder(TorchDispatchMode):
         graph_kwargs = tuple((name, self._arg(arg, before)) for name, arg in sorted(kwargs.items()))
         random = draws(func, args, kwargs)
         source = self._drawn_from((*args, *kwargs.values()))
-        written = set() if renewed else self._written(func, target, args, kwargs, graph_args, before)
+        written = set() if renewed else self._written(func, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
         reads = sorted(
             (storage, self._versions[storage])
@@ -265,23 +263,11 @@ class Recorder(TorchDispatchMode):
         )  # fmt: skip
 
     def _written(
-        self,
-        func: Any,
-        target: str,
-        args: Any,
-        kwargs: Any,
-        graph_args: tuple[Arg, ...],
-        before: dict[int, int],
+        self, func: Any, args: Any, kwargs: Any, graph_args: tuple[Arg, ...], before: dict[int, int]
     ) -> set[int]:
-        tensors: list[Tensor] = []
-        kept = op_info(target).spared(kwargs)
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write or position == kept:
-                continue
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            tensors.extend(tensors_in(given))
-        for position in op_info(target).undeclared_writes(graph_args):
-            tensors.extend(tensors_in(args[position]))
+        info = op_info(str(func))
+        undeclared = [args[position] for position in info.undeclared_writes(graph_args)]
+        tensors = (*written_by(func, args, kwargs, info.spared(kwargs)), *tensors_in(undeclared))
         return {self._values[before[id(tensor)]].storage for tensor in tensors}
 
     def _is_current(self, tensor: Tensor) -> bool:
@@ -360,13 +346,16 @@ class Recorder(TorchDispatchMode):
         """Storage of the generator that a call is given; else that of the default one."""
         for arg in given:
             name = self._own.name_of(arg, self.places.module) if isinstance(arg, torch.Generator) else ""
-            if name and name not in self._generators:
-                storage = self._generators[name] = len(self._storages)
-                self._storages[storage] = Storage(storage, 0, "generator")
-                self._versions[storage] = 0
             if name:
-                return self._generators[name]
+                return self._generator(name)
         return GENERATOR
+
+    def _generator(self, name: str) -> int:
+        """The storage that stands for a generator, or for what must keep its order."""
+        storage = self._generators.setdefault(name, len(self._storages))
+        if storage not in self._storages:
+            self._storages[storage], self._versions[storage] = Storage(storage, 0, "generator"), 0
+        return storage
 
     # -- what eager kept ----------------------------------------------------------------------------------------
 

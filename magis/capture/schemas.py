@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from magis.errors import CaptureError
 from magis.ops.fake_results import bits_of
@@ -48,13 +47,12 @@ def looks_of(func: Any) -> TensorMeta:
     )
 
 
-def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that a call writes to."""
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], spared: int | None = None) -> list[Tensor]:
+    """The tensors among the arguments that a call writes to, by its schema; but for the argument `spared`."""
     found: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            found.extend(item for item in tree_iter(given) if isinstance(item, Tensor))
+        if argument.alias_info is not None and argument.alias_info.is_write and position != spared:
+            found += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
     return found
 
 
@@ -64,11 +62,11 @@ ONLY_DENSE = "only dense, strided tensors can be captured"
 
 
 def tensors_in(item: Any) -> Iterator[Tensor]:
-    """The tensors of an operator's arguments or results."""
+    """The tensors of arguments or results: of an operator, or of a module."""
     if isinstance(item, Tensor):
         yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
+    elif isinstance(item, (list, tuple, Mapping)):
+        for part in item.values() if isinstance(item, Mapping) else item:
             yield from tensors_in(part)
 
 

@@ -32,9 +32,10 @@ from magis.capture.hollow import Hollow, Made, hollow, hollow_like
 from magis.capture.places import Places
 from magis.capture.python_state import caches_kept, counting_loads, holder_of, runs_later
 from magis.capture.refusals import clear_errors
+from magis.capture.schemas import tensors_in
 from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
 from magis.capture.stand_ins import stand_ins
-from magis.capture.workload import Workload
+from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
 
@@ -109,10 +110,8 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
 
 def _another_batch(work: Workload, made: Made) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """A batch on memory of its own: the next step is not handed what an earlier one has kept or changed."""
-    inputs = {f"input:{index}": tensor for index, tensor in enumerate(work.inputs)}
-    targets = {f"target:{index}": tensor for index, tensor in enumerate(work.targets)}
-    found = hollow_like({**inputs, **targets}, known=is_readable, made=made)
-    return tuple(found[name] for name in inputs), tuple(found[name] for name in targets)
+    found = tuple(hollow_like(batch_by_name(work.inputs, work.targets), known=is_readable, made=made).values())
+    return found[: len(work.inputs)], found[len(work.inputs) :]
 
 
 def observe(
@@ -241,8 +240,7 @@ class _Traced(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out
-        given = [*_tensors(args), *_tensors(tuple((kwargs or {}).values()))]
-        made = list(_tensors(out))
+        given, made = list(tensors_in((args, tuple((kwargs or {}).values())))), list(tensors_in(out))
         for tensor in given:
             self.taken = self.taken or self._left.get(_address(tensor), "")
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
@@ -264,14 +262,6 @@ def _left_behind(first: _Traced, start: Snapshot, between: Snapshot) -> dict[int
 
 def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _tensors(part)
 
 
 @contextmanager

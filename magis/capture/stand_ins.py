@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from magis.capture.workload import batch_by_name
+
 Twins = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Other tensors for given ones, by name, that share memory where these do."""
 
@@ -86,8 +88,7 @@ def _named(
     return {
         **{f"parameter:{name}": tensor for name, tensor in parameters.items()},
         **{f"buffer:{name}": tensor for name, tensor in buffers.items()},
-        **{f"input:{index}": tensor for index, tensor in enumerate(inputs)},
-        **{f"target:{index}": tensor for index, tensor in enumerate(targets)},
+        **batch_by_name(inputs, targets),
     }
 
 

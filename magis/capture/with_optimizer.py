@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
 
 from torch import nn
 
 from magis.capture.captured import Captured
 from magis.capture.optimizer_rule import Apart, step_behind
-from magis.graph import GENERATOR, Graph, Op, Storage, Value
+from magis.graph import GENERATOR, Graph, Op, Value
 from magis.graph.hazards import lifetimes
 from magis.graph.nodes import replace_refs
 from magis.ops.optimizers import OwnOptimizer
@@ -35,11 +34,11 @@ def joined(captured: Captured, graph: Graph, deaths: Mapping[int, int] | None = 
     given = {graph.values[value].name: value for value in graph.inputs}
     returned = graph.outputs[len(graph.outputs) - len(captured.graded) :]
     given |= {f"gradient:{name}": value for name, value in zip(captured.graded, returned, strict=True)}
-    join = _Join(graph, behind.graph, given)
+    whole, storages = _behind(graph, behind.graph, given)
     ends = {storage: last + 1 for storage, last in lives.dies.items() if last < end}
-    ends |= {join.storages[storage]: end + after for storage, after in behind.deaths.items()}
+    ends |= {storages[storage]: end + after for storage, after in behind.deaths.items()}
     numbers = captured.numbers if deaths is not None else ()
-    return replace(captured, graph=join.graph(), deaths=ends, numbers=numbers, listed=None)
+    return replace(captured, graph=whole, deaths=ends, numbers=numbers, listed=None)
 
 
 def before_update(graph: Graph) -> Graph:
@@ -64,71 +63,51 @@ def _named(value: Value) -> str:
 def _with_state(graph: Graph, behind: Apart) -> Graph:
     """The step with the tensors that the optimizer keeps among those that stay."""
     tail = behind.graph
-    storages, values, inputs = dict(graph.storages), dict(graph.values), list(graph.inputs)
-    homes: dict[int, int] = {}
-    new_storage, new_value = count(max(storages) + 1), count(max(values) + 1)
-    for number in tail.inputs:
-        value, storage = tail.values[number], tail.storages[tail.values[number].storage]
-        if not storage.persistent or not _named(value).startswith(_STATE):
-            continue
-        if storage.id not in homes:
-            homes[storage.id] = next(new_storage)
-            storages[homes[storage.id]] = Storage(homes[storage.id], storage.nbytes, "state")
-        inputs.append(next(new_value))
-        values[inputs[-1]] = replace(value, id=inputs[-1], storage=homes[storage.id], name=_named(value))
-    return replace(graph, storages=storages, values=values, inputs=tuple(inputs))
+    inputs = [tail.values[number] for number in tail.inputs]
+    kept = [v for v in inputs if tail.storages[v.storage].persistent and _named(v).startswith(_STATE)]
+    state = Graph(
+        storages={value.storage: replace(tail.storages[value.storage], kind="state") for value in kept},
+        values={value.id: value for value in kept},
+        ops=(),
+        inputs=tuple(value.id for value in kept),
+        outputs=(),
+    )
+    return _behind(graph, state, {})[0]
 
 
-class _Join:
-    """One graph behind another."""
+def _behind(first: Graph, tail: Graph, given: Mapping[str, int]) -> tuple[Graph, Mapping[int, int]]:
+    """The first graph with another one behind it, whose inputs are `given` by name; and where its storages are then."""
+    named = {number: given.get(_named(tail.values[number])) for number in tail.inputs}
+    values = {number: known for number, known in named.items() if known is not None}
+    storages = {tail.values[number].storage: first.values[known].storage for number, known in values.items()}
+    storages[GENERATOR] = GENERATOR
+    new_storages = [each for each in tail.storages.values() if each.id not in storages]
+    new_values = [each for each in tail.values.values() if each.id not in values]
+    storages |= {each.id: max(first.storages) + number for number, each in enumerate(new_storages, 1)}
+    values |= {each.id: max(first.values) + number for number, each in enumerate(new_values, 1)}
+    versions = {storage: version for op in first.ops for storage, version in op.writes}
+    start = max((op.id for op in first.ops), default=-1) + 1
 
-    def __init__(self, first: Graph, tail: Graph, given: Mapping[str, int]) -> None:
-        self._first, self._tail = first, tail
-        self.storages = {GENERATOR: GENERATOR}
-        self._values: dict[int, int] = {}
-        for number in tail.inputs:
-            known = given.get(_named(tail.values[number]))
-            if known is not None:
-                self._values[number] = known
-                self.storages[tail.values[number].storage] = first.values[known].storage
-        next_storage, next_value = max(first.storages) + 1, max(first.values) + 1
-        for offset, storage in enumerate(each for each in tail.storages if each not in self.storages):
-            self.storages[storage] = next_storage + offset
-        known_inputs = {*self._values}
-        new = [each for each in tail.values if each not in known_inputs]
-        self._values |= {number: next_value + offset for offset, number in enumerate(new)}
-        self._new_inputs = [self._values[number] for number in tail.inputs if number not in known_inputs]
-        self._versions = {storage: version for op in first.ops for storage, version in op.writes}
+    def pinned(pairs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple((storages[storage], versions.get(storages[storage], 0) + version) for storage, version in pairs)
 
-    def graph(self) -> Graph:
-        """Both."""
-        first, tail = self._first, self._tail
-        added = {self.storages[s.id]: replace(s, id=self.storages[s.id]) for s in tail.storages.values()}
-        made = {self._values[v.id]: self._value(v) for v in tail.values.values()}
-        start = max((op.id for op in first.ops), default=-1) + 1
-        return replace(
-            first,
-            storages={**added, **first.storages},
-            values={**made, **first.values},
-            ops=(*first.ops, *(self._op(op, start) for op in tail.ops)),
-            inputs=(*first.inputs, *self._new_inputs),
-        )
-
-    def _value(self, value: Value) -> Value:
-        return replace(value, id=self._values[value.id], storage=self.storages[value.storage], name=_named(value))
-
-    def _op(self, op: Op, start: int) -> Op:
+    def moved(op: Op) -> Op:
         return replace(
             op,
             id=start + op.id,
-            args=tuple(replace_refs(arg, self._values) for arg in op.args),
-            kwargs=tuple((name, replace_refs(arg, self._values)) for name, arg in op.kwargs),
-            outputs=tuple(None if value is None else self._values[value] for value in op.outputs),
-            reads=self._pinned(op.reads),
-            writes=self._pinned(op.writes),
+            args=tuple(replace_refs(arg, values) for arg in op.args),
+            kwargs=tuple((name, replace_refs(arg, values)) for name, arg in op.kwargs),
+            outputs=tuple(None if value is None else values[value] for value in op.outputs),
+            reads=pinned(op.reads),
+            writes=pinned(op.writes),
         )
 
-    def _pinned(self, versions: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Storages with their versions behind the first graph."""
-        there = ((self.storages[storage], version) for storage, version in versions)
-        return tuple((storage, self._versions.get(storage, 0) + version) for storage, version in there)
+    described = [replace(v, id=values[v.id], storage=storages[v.storage], name=_named(v)) for v in new_values]
+    whole = replace(
+        first,
+        storages=first.storages | {storages[each.id]: replace(each, id=storages[each.id]) for each in new_storages},
+        values=first.values | {value.id: value for value in described},
+        ops=(*first.ops, *map(moved, tail.ops)),
+        inputs=(*first.inputs, *(values[number] for number, known in named.items() if known is None)),
+    )
+    return whole, storages

@@ -141,9 +141,7 @@ class Batch:
     @property
     def by_name(self) -> dict[str, Tensor]:
         """By the names of the graph's inputs."""
-        found = {f"input:{number}": tensor for number, tensor in enumerate(self.inputs)}
-        found.update({f"target:{number}": tensor for number, tensor in enumerate(self.targets)})
-        return found
+        return batch_by_name(self.inputs, self.targets)
 
     def key(self, places: Mapping[int, int] | None = None) -> Key:
         """`places` are the addresses of memory that the step has besides: the module's parameters and buffers."""
@@ -155,6 +153,12 @@ class Batch:
             )
             for name, tensor in self.by_name.items()
         )  # fmt: skip
+
+
+def batch_by_name(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a batch by the names that they have in graphs."""
+    roles = ("input", inputs), ("target", targets)
+    return {f"{role}:{number}": tensor for role, tensors in roles for number, tensor in enumerate(tensors)}
 
 
 def _strides(tensor: Tensor) -> object:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import rustworkx as rx
 
 from magis.graph import Graph, Op, Storage, Value
+from magis.graph.nodes import side_by_side
 
 
 def is_pure_view(graph: Graph, op: Op) -> bool:
@@ -69,12 +70,7 @@ def fills(value: Value, storage: Storage) -> bool:
 
 def is_dense(value: Value) -> bool:
     """Whether the elements lie side by side without overlap, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return side_by_side(value.shape, value.stride)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from magis.graph.nodes import Arg, Graph, Op, Ref, Storage, Value
+from magis.graph.nodes import Arg, Graph, Op, Ref, Storage, Value, side_by_side
 
 LOOP, PART, JOIN, REDUCE = "magis.loop", "magis.part", "magis.join", "magis.reduce"
 REDUCTIONS = ("sum", "mean", "max", "min", "same")
@@ -105,12 +105,8 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 def _fills(value: Value, storage: Storage) -> bool:
     """Whether a tensor allocated with these strides takes the storage's bytes, each holds one element, and shows it."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(value.stride, value.shape, strict=True) if n != 1):
-        if stride != expected:
-            return value.numel == storage.nbytes == 0 and not value.bits
-        expected *= size
-    return value.offset == 0 and value.nbytes == storage.nbytes and not value.bits
+    dense = value.offset == 0 and side_by_side(value.shape, value.stride)
+    return dense and value.nbytes == storage.nbytes and not value.bits
 
 
 def _looks(value: Value) -> tuple[object, ...]:

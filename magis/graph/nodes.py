@@ -189,6 +189,16 @@ class Loop:
     graph: Graph
 
 
+def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether elements lie side by side without overlap, in some order of the dimensions."""
+    expected = 1
+    for step, size in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
+        if step != expected:
+            return 0 in shape
+        expected *= size
+    return True
+
+
 def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
     """Every operator with the values that its ids mean, bodies of loops included, a loop before its body."""
     for op in graph.ops:

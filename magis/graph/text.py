@@ -230,7 +230,10 @@ def parse(text: str) -> Graph:
             continue
         try:
             if line.strip() == END:
-                _close(readers)
+                if len(readers) == 1:
+                    raise ValueError(f"{END!r} without a loop")
+                body = readers.pop().graph()
+                readers[-1].attach(body)
             elif readers[-1].line(_Line(line)):
                 readers.append(_Reader())
                 if len(readers) > MAX_DEPTH:
@@ -240,14 +243,6 @@ def parse(text: str) -> Graph:
     if len(readers) > 1:
         raise GraphTextError(f"line {len(lines)} of the graph: the text ends within the body of a loop")
     return readers[0].graph()
-
-
-def _close(readers: list[_Reader]) -> None:
-    """The innermost graph read so far is complete: the body of the last operator of the one around it."""
-    if len(readers) == 1:
-        raise ValueError(f"{END!r} without a loop")
-    body = readers.pop().graph()
-    readers[-1].attach(body)
 
 
 def _fresh(key: int, known: Mapping[int, object]) -> int:
@@ -319,11 +314,10 @@ class _Reader:
         key = line.integer()
         many = line.peek() == "("
         if many:
-            line.take("(")
-            outputs = tuple(line.items(")", lambda: self._output(line)))
+            line.take()
+        outputs = tuple(line.items(")" if many else "=", lambda: self._output(line)))
+        if many:
             line.take("=")
-        else:
-            outputs = tuple(line.items("=", lambda: self._output(line)))
         target = line.take()
         if not all(part.isidentifier() for part in target.split(".")):
             raise ValueError(f"expected an operator, found {_short(target)}")

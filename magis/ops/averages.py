@@ -6,7 +6,7 @@ is a named scalar, `average_3_1` say: of the module's third part, in the first c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,28 +30,12 @@ class _Average:
     calls: int = 0
 
 
-@dataclass(frozen=True)
-class Averages:
-    """The parts of a module that average, and how often a step has called them."""
-
-    found: tuple[_Average, ...]
-
-    def check(self, graph: Graph) -> None:
-        """Raise CaptureError where a counter was moved other than by one in every call."""
-        storages = {graph.values[value].name: graph.values[value].storage for value in graph.inputs}
-        for each in self.found:
-            storage = storages.get(f"buffer:{each.path}{'.' if each.path else ''}{_COUNTER}")
-            writes = sum(storage == written for op in graph.ops for written, _ in op.writes)
-            if each.calls != writes:
-                raise CaptureError(
-                    f"{each.path or '(root)'} has momentum None and counts {writes} batches in {each.calls} calls",
-                    hint="give it a momentum, or count one batch a call",
-                )
-
-
 @contextmanager
-def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> Iterator[Averages]:
-    """While a step is recorded, such parts take numbers for their shares that stand for names in `sentinels`."""
+def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> Iterator[Callable[[Graph], None]]:
+    """While a step is recorded, such parts take numbers for their shares that stand for names in `sentinels`.
+
+    Yields a check of the step's graph: CaptureError where a counter was moved other than by one in every call.
+    """
     found = tuple(
         _Average(path, part, number)
         for number, (path, part) in enumerate(module.named_modules())
@@ -66,11 +50,22 @@ def averages_named(module: nn.Module, sentinels: MutableMapping[float, str]) -> 
         each.part.momentum = _SENTINEL * (1 + (0x3A5F1 + len(sentinels)) * 2.0**-47)
         sentinels[each.part.momentum] = f"{_NAME}_{each.number}_{each.calls}"
 
+    def check(graph: Graph) -> None:
+        storages = {graph.values[value].name: graph.values[value].storage for value in graph.inputs}
+        for each in found:
+            storage = storages.get(f"buffer:{each.path}{'.' if each.path else ''}{_COUNTER}")
+            writes = sum(storage == written for op in graph.ops for written, _ in op.writes)
+            if each.calls != writes:
+                raise CaptureError(
+                    f"{each.path or '(root)'} has momentum None and counts {writes} batches in {each.calls} calls",
+                    hint="give it a momentum, or count one batch a call",
+                )
+
     handles = [
         each.part.register_forward_pre_hook(lambda _part, _inputs, each=each: next_share(each)) for each in found
     ]
     try:
-        yield Averages(found)
+        yield check
     finally:
         for each, handle in zip(found, handles, strict=True):
             handle.remove()

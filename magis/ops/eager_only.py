@@ -1,4 +1,4 @@
-"""What eager mode does and a dispatch mode does not see: formulas of products, saved numbers, in-place writes.
+"""What eager mode does and a dispatch mode does not see: formulas of products, in-place writes.
 
 Eager's formulas of products divide by each factor where none is zero. Under a dispatch mode torch does not look for
 zeros, and takes a longer way that holds for them, too, and rounds otherwise. So while a step is watched, `prod` and
@@ -8,9 +8,8 @@ as any branch on data. `max_pool1d` of what needs no gradient is one kernel in e
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from magis.errors import CaptureError
-from magis.graph.nodes import Op, Value
+from magis.graph.nodes import side_by_side
 
 _ATEN = torch.ops.aten
 
@@ -152,100 +151,6 @@ def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Python numbers that autograd keeps as tensors: `x * 3` makes eager keep the 3 until the backward formula has run.
-# Which operators do so is asked of torch, since no schema says it: the operator is called on tensors of one
-# element, and its autograd node looked at.
-
-Kind = tuple[type, str, bool]
-"""Of an argument: its Python type; for a tensor also its data type, and whether it requires a gradient."""
-
-
-@dataclass(frozen=True)
-class TakenNumber:
-    """A call of the forward that is given a number in a tensor's place, and that autograd may keep."""
-
-    made: int
-    """Position of the operator."""
-    sequence: int
-    """Of its autograd node."""
-    func: Any
-    given: tuple[Kind, ...]
-    named: tuple[tuple[str, Any], ...]
-    in_place: bool
-
-
-def takes_number(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a number stands where the operator's schema has a tensor."""
-    return any(True for _ in _numbers(func, args))
-
-
-def _numbers(func: Any, args: Sequence[Any]) -> Iterator[tuple[int, str]]:
-    """Position and name of such arguments."""
-    for position, (argument, given) in enumerate(zip(func._schema.arguments, args, strict=False)):
-        if isinstance(given, (bool, int, float, complex)) and isinstance(argument.type, torch.TensorType):
-            yield position, argument.name
-
-
-def kinds(args: Sequence[Any]) -> tuple[Kind, ...] | None:
-    """What `kept_bytes` must know of a call's positional arguments; None for one with lists or constants of torch's."""
-    if not all(arg is None or isinstance(arg, (Tensor, bool, int, float, complex, str)) for arg in args):
-        return None
-    return tuple(_kind(arg) for arg in args)
-
-
-def _kind(arg: Any) -> Kind:
-    return (Tensor, str(arg.dtype)[6:], arg.requires_grad) if isinstance(arg, Tensor) else (type(arg), "", False)
-
-
-@functools.lru_cache(maxsize=4096)
-def kept_bytes(func: Any, given: tuple[Kind, ...], named: tuple[tuple[str, Any], ...], in_place: bool) -> int:
-    """Bytes of the numbers that autograd keeps of such a call."""
-    with torch.inference_mode(mode=False), torch.enable_grad(), _disable_current_modes():
-        args = [_sample(kind, first=in_place and not at) for at, kind in enumerate(given)]
-        try:
-            out = func(*args, **dict(named))
-        except (RuntimeError, TypeError, ValueError):  # nothing that a single element of ones is good for
-            return 0
-        node = out.grad_fn if isinstance(out, Tensor) else None
-        saved = [getattr(node, f"_saved_{name}", None) for _, name in _numbers(func, args)]
-    return sum(each.nbytes for each in saved if isinstance(each, Tensor))
-
-
-def _sample(kind: Kind, *, first: bool) -> Any:
-    what, dtype, grad = kind
-    if what is Tensor:
-        tensor = torch.ones(1, dtype=getattr(torch, dtype), requires_grad=grad)
-        return tensor.clone() if first else tensor
-    return None if what is type(None) else what(1)
-
-
-def lives(
-    numbers: Sequence[TakenNumber], uses: Mapping[int, Sequence[int]], last_of_node: Mapping[int, int], end: int
-) -> tuple[tuple[int, int, int], ...]:
-    """First and last position, and bytes, of each number as autograd keeps it, in a step of `end` operators.
-
-    `uses` are the positions at which a node passes its number on, `last_of_node` that of its last operator.
-    """
-    found = []
-    for number in numbers:
-        nbytes = kept_bytes(number.func, number.given, number.named, number.in_place)
-        born = number.made + 1
-        for use in uses.get(number.sequence, ()):
-            found.append((born, use - 1, nbytes))
-            born = use + 1
-        found.append((born, last_of_node.get(number.sequence, end), nbytes))
-    return tuple((born, last, nbytes) for born, last, nbytes in found if born <= last and nbytes)
-
-
-def end_unread(number: TakenNumber, ops: Sequence[Op], values: Mapping[int, Value], deaths: Mapping[int, int]) -> int:
-    """The last position before a node that no backward runs goes, with all that the forward made of its result."""
-    reached = {value for value in ops[number.made].outputs if value is not None}
-    for op in ops[number.made + 1 :]:
-        if op.phase == "forward" and not reached.isdisjoint(op.inputs()):
-            reached.update(op.made())
-    return max((deaths.get(values[value].storage, len(ops) + 1) for value in reached), default=0) - 1
-
-
 # What eager writes in place, but not while it is watched.
 # Autograd adds up the gradients of a tensor with several readers in place, and scatters into the zeros that it made
 # for the purpose, when it holds the only reference. Under a dispatch mode, or with fake tensors, it plays safe and
@@ -293,17 +198,8 @@ class Unwatched:
             if before is _ATEN.div.Scalar and node.name().startswith(_ADDING):
                 return func
         tensor, storage = self.alone
-        return form if _references(first) == (tensor + held, storage) and _dense(first) else func
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side without overlap, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        alone = _references(first) == (tensor + held, storage)
+        return form if alone and side_by_side(first.shape, first.stride()) else func
 
 
 def _references(tensor: Any) -> tuple[int, int]:

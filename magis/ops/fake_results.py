@@ -144,11 +144,9 @@ def _frozen(arg: Any) -> Any:
 @functools.lru_cache(maxsize=256)
 def _packed_bytes(target: str, given: tuple[Any, ...]) -> int:
     """The kernel says so for zeros, which are as good as any other floats."""
-    _, name, overload = target.split(".")
-    func = getattr(getattr(torch.ops.aten, name), overload)
     with _disable_current_modes(), torch.enable_grad():
         args = [_zeros(*arg) if _is_looks(arg) else list(arg) if isinstance(arg, tuple) else arg for arg in given]
-        return int(func(*args)[-1].numel())
+        return int(resolve(target)(*args)[-1].numel())
 
 
 def _is_looks(arg: Any) -> bool:
