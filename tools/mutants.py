@@ -51,11 +51,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "magis/simulate/evaluator.py": _EVALUATOR,
     "magis/graph/hazards.py": (
         "tests/graph/test_hazards.py",
-        "tests/graph/test_liveness.py",
-        "tests/graph/test_windows.py",
         "tests/simulate/test_replay.py",
     ),
-    "magis/graph/verify.py": ("tests/graph/test_verify.py",),
+    "magis/graph/verify.py": ("tests/graph/test_verify.py", "tests/graph/test_loops.py"),
     "magis/graph/loop_rules.py": ("tests/graph/test_loops.py",),
     "pytest_magis/verdict.py": tuple(f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_properties")),
 }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 from magis.errors import VerifyError
 from magis.graph import Graph, GraphTextError, Loop, Op, parse, verify
@@ -172,7 +172,7 @@ def refuse(graph: Graph, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def named(mistakes: Mapping[str, Mapping[str, Spoil]]) -> list[ParameterSet]:
+def named(mistakes: Mapping[str, Mapping[str, Spoil]]) -> list[Any]:
     """Each mistake with what is said of it, for `parametrize`."""
     return [
         pytest.param(spoil, message, id=name) for message, spoils in mistakes.items() for name, spoil in spoils.items()

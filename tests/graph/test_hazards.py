@@ -1,7 +1,8 @@
-"""Order constraints: enough of them (no legal order changes a number), and none too many."""
+"""Order constraints: enough of them (no legal order changes a number), and none too many; lives; windows."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from magis.errors import VerifyError
 from magis.graph import GENERATOR, Graph, Op, Ref, Storage, Value, verify
-from magis.graph.hazards import dependency_graph, is_pure_view, order_edges
+from magis.graph.hazards import dependency_graph, fills, is_dense, is_pure_view, last_uses, lifetimes, order_edges
 from magis.graph.verify import problems
 from tests.nets import NETS, Net
 from tests.oracles import captured, interpret, same
@@ -172,3 +173,108 @@ def test_the_graph_of_constraints_has_data_flow_and_versions() -> None:
     dag = dependency_graph(replace(GRAPH, ops=ops))
     assert sorted(dag.edge_list()) == [(0, 1)]
     assert len(dag) == 2
+
+
+# --- lives of storages and values, against definitions read off word by word ------------------------------------------
+
+
+def touching(graph: Graph, storage: int) -> list[int]:
+    return [
+        at
+        for at, op in enumerate(graph.ops)
+        if any(graph.values[value].storage == storage for value in (*op.inputs(), *op.made()))
+    ]
+
+
+@given(schedules(14))
+def test_a_storage_lives_from_its_first_to_its_last_touch(graph: Graph) -> None:
+    lives = lifetimes(graph)
+    returned = {graph.values[value].storage for value in graph.outputs}
+    for storage in graph.storages.values():
+        touched = touching(graph, storage.id)
+        if storage.kind not in ("temporary", "host") or not touched:
+            assert storage.id not in lives.born
+            assert storage.id not in lives.dies
+        else:
+            assert lives.born[storage.id] == touched[0]
+            assert lives.dies[storage.id] == (len(graph.ops) if storage.id in returned else touched[-1])
+
+
+@given(schedules(14), st.data())
+def test_eagers_own_lives_come_first(graph: Graph, data: st.DataObject) -> None:
+    plain = lifetimes(graph)
+    deaths = {
+        storage: data.draw(st.integers(0, len(graph.ops)))
+        for storage in data.draw(st.sets(st.sampled_from(sorted(graph.storages)), max_size=6))
+    }
+    lives = lifetimes(graph, deaths)
+    returned = {graph.values[value].storage for value in graph.outputs}
+    assert lives.born == plain.born
+    for storage, born in plain.born.items():
+        if storage in returned or storage not in deaths:
+            assert lives.dies[storage] == len(graph.ops)
+        else:  # freed after that many operators, the one that made it included
+            assert lives.dies[storage] == max(born, deaths[storage] - 1)
+
+
+@given(schedules(14))
+def test_a_value_is_forgotten_with_its_last_use(graph: Graph) -> None:
+    forgotten = last_uses(graph)
+    assert len(forgotten) == len(graph.ops)
+    kept = {*graph.inputs, *graph.outputs}
+    expected: list[list[int]] = [[] for _ in graph.ops]
+    for value in graph.values:
+        uses = [at for at, op in enumerate(graph.ops) if value in op.inputs() or value in op.made()]
+        if uses and value not in kept:
+            expected[uses[-1]].append(value)
+    assert [list(values) for values in forgotten] == expected
+
+
+def test_a_real_step_forgets_everything_but_its_loss() -> None:
+    graph = captured(NETS["batch-norm"].build()).graph
+    made = {value for op in graph.ops for value in op.made()}
+    assert {value for values in last_uses(graph) for value in values} == made - set(graph.outputs)
+
+
+# --- how values lie on storages, against the set of elements that they touch ------------------------------------------
+
+dims = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 13)), max_size=4)
+
+
+def elements(value: Value) -> list[int]:
+    steps = [[i * step for i in range(size)] for size, step in zip(value.shape, value.stride, strict=True)]
+    return [value.offset + sum(at) for at in itertools.product(*steps)]
+
+
+def value_of(dims: list[tuple[int, int]], offset: int = 0, dtype: str = "float32") -> Value:
+    return Value(0, tuple(n for n, _ in dims), tuple(s for _, s in dims), dtype, 0, offset)
+
+
+@given(dims)
+def test_dense_is_every_element_once_in_one_piece(dims: list[tuple[int, int]]) -> None:
+    found = elements(value_of(dims))
+    whole = sorted(found) == list(range(len(found)))
+    assert is_dense(value_of(dims)) == whole
+
+
+@given(st.permutations([4, 1, 3, 2]), st.permutations([0, 1, 2, 3]))
+def test_permuted_tensors_are_dense(sizes: list[int], order: list[int]) -> None:
+    tensor = torch.empty(sizes).permute(order)
+    assert is_dense(Value(0, tuple(tensor.shape), tuple(tensor.stride()), "float32", 0))
+
+
+@given(dims, st.integers(0, 3), st.integers(0, 300), st.sampled_from(["float32", "float64", "bool"]))
+def test_filling_is_touching_every_byte_once(dims: list[tuple[int, int]], offset: int, nbytes: int, dtype: str) -> None:
+    value = value_of(dims, offset, dtype)
+    item = {"float32": 4, "float64": 8, "bool": 1}[dtype]
+    for size in (nbytes, len(elements(value)) * item):
+        touched = sorted(element * item + byte for element in elements(value) for byte in range(item))
+        assert fills(value, Storage(0, size, "temporary")) == (touched == list(range(size)))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
+def test_few_elements(shape: tuple[int, ...]) -> None:
+    stride = tuple(1 for _ in shape)
+    value = Value(0, shape, stride, "float32", 0)
+    assert fills(value, Storage(0, value.nbytes, "temporary"))
+    assert not fills(value, Storage(0, value.nbytes + 4, "temporary"))

@@ -25,8 +25,6 @@ ADAMW = OptimizerSpec("adamw", weight_decay=0.01)
 NETWORKS = resolve(["all", "seed"])
 QUICK = ("resnet50", "bert", "vit", "unet", "unetpp", "seed-btlm")
 """Networks that have, together, every operator of all."""
-WITH_ADAMW = ("unet", "vit")
-"""Those of them that are captured with that optimizer too: its operators are the same for all weights."""
 
 
 @functools.cache
@@ -55,13 +53,6 @@ def distinct(found: Iterable[Graph]) -> dict[str, Case]:
     return cases
 
 
-@functools.cache
-def quick_cases() -> dict[str, Case]:
-    found = [graph for name in QUICK for graph in graphs(name, SGD)]
-    found += [graph for name in WITH_ADAMW for graph in graphs(name, ADAMW)]
-    return distinct(found)
-
-
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.soak)])
 def test_parts_give_the_whole_in_small_networks(step: int) -> None:
     """Networks with one odd trait each (`tests/nets.py`): groups, indices, recurrences, norms, losses."""
@@ -80,7 +71,8 @@ def unexplained(cases: dict[str, Case]) -> list[str]:
 
 
 def test_every_operator_has_splits_or_a_reason() -> None:
-    cases = quick_cases()
+    steps = [*((name, SGD) for name in QUICK), ("vit", ADAMW)]  # operators of an update are the same for all weights
+    cases = distinct(graph for name, rule in steps for graph in graphs(name, rule))
     assert unexplained(cases) == []
     cut = {case.op.target for case in cases.values() if splits(case.op, case.values)}
     never = {case.op.target for case in cases.values()} - cut
