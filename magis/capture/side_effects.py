@@ -37,7 +37,7 @@ from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
-from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept
+from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
@@ -275,18 +275,14 @@ def _running(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
         if event == "call":
             codes.setdefault(frame.f_code, frame.f_globals)
 
-    before, collecting = sys.getprofile(), gc.isenabled()
+    collecting = gc.isenabled()
     gc.disable()
-    sys.setprofile(called)
     try:
-        yield
+        with called_first(called):
+            yield
     finally:
         if collecting:
             gc.enable()
-        if before is not None and hasattr(before, "enable"):  # cProfile's: no function
-            before.enable()
-        else:
-            sys.setprofile(before)
 
 
 def _reads(codes: Mapping[types.CodeType, dict[str, Any]]) -> Reads:

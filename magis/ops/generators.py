@@ -13,7 +13,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -341,16 +341,26 @@ def states_recorded(
     ):
         replaced.append((place, name, getattr(place, name)))
         setattr(place, name, new)
-    before = sys.getprofile()
-    if own:
-        sys.setprofile(_Refusal(own))
+    try:
+        with called_first(_Refusal(own)) if own else nullcontext():
+            yield
+    finally:
+        for place, name, old in replaced:
+            setattr(place, name, old)
+
+
+@contextmanager
+def called_first(call: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """In the block a function is called before every other one, in place of a profiler that may run."""
+    before: Any = sys.getprofile()
+    sys.setprofile(call)
     try:
         yield
     finally:
-        if own:
+        if hasattr(before, "enable"):  # cProfile's: no function
+            before.enable()
+        else:
             sys.setprofile(before)
-        for place, name, old in replaced:
-            setattr(place, name, old)
 
 
 class _Refusal:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import cProfile
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -176,6 +178,14 @@ def test_each_generator_has_a_storage_of_its_own() -> None:
     text = dump(graph)
     assert "generator=<generator noise>" in text
     assert "<generator more.0>" in text
+
+
+def test_a_profiler_that_runs_goes_on() -> None:
+    """cProfile's is no function that could be set again."""
+    with cProfile.Profile() as profiler:
+        graph = graph_of(OwnGenerators())
+        assert sys.getprofile() is profiler
+    assert graph == graph_of(OwnGenerators())
 
 
 def test_another_generator_is_taken_up() -> None:
