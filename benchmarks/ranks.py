@@ -30,6 +30,7 @@ from typing import Any
 PERSISTENT = 1000
 SECONDS = 600  # for all techniques of one network and number of ranks
 TINY = "tiny-bert"  # with a cheaper update than Adam's
+TINY_BUDGET = 200  # plans that a rank of magis+ddp evaluates there
 
 
 def main() -> int:
@@ -136,7 +137,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.models.decoders import GptNeoConfig, gpt_neo
     from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
-    from magis.planner.planned_ddp import FACTORIES
+    from magis.planner.planned_ddp import FACTORIES, PlannedReplica
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
@@ -160,6 +161,8 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
 
     def named(name: str) -> Technique:
         made = technique(FACTORIES.get(name, name))
+        if isinstance(made, PlannedReplica) and model == TINY:
+            return replace(made, budget=TINY_BUDGET)
         return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made
 
     report: dict[str, Any] = {

@@ -87,14 +87,16 @@ class _OrtCase:
         return self.subject.kind == "cpu" and self.subject.runs
 
     def _predicted(self) -> tuple[Memory, tuple[Term, ...]]:
-        from magis.strategies.ort.ort_step import ort_predicted
+        from magis.strategies.ort.ort_memory import predicted_memory
 
-        return ort_predicted(self._exported(dropout=True), self.subject.traced.name, optimized=self.name.optimized)
+        name, optimized = self.subject.traced.name, self.name.optimized
+        return predicted_memory(self._exported(dropout=True), name=name, optimized=optimized)
 
     def _measured(self) -> Memory:
-        from magis.strategies.ort.ort_step import ort_memory
+        from magis.strategies.ort.ort_memory import measured_memory
 
-        return ort_memory(self._exported(dropout=True), self.subject.traced.name, optimized=self.name.optimized)
+        name, optimized = self.subject.traced.name, self.name.optimized
+        return measured_memory(self._exported(dropout=True), name=name, optimized=optimized)
 
     def _exported(self, *, dropout: bool) -> Exported:
         """The step as ONNX, made once for all cases that run it."""

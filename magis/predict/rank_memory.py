@@ -72,7 +72,7 @@ def rank_peak(
                     ledger.name_rest("communication buckets")
                     ledger.open_window()
                 with watched_by if watched_by is not None and index == warm_steps else nullcontext():
-                    losses.append(_number(step.run(), world))
+                    losses.append(number(step.run(), world))
             ledger.close_window()
             _name(step, ledger)
     finally:
@@ -163,7 +163,8 @@ def _forget_meshes() -> None:
     _redistribute.clear_redistribute_planner_cache()
 
 
-def _number(loss: Tensor | None, world: World) -> float | None:
+def number(loss: Tensor | None, world: World) -> float | None:
+    """The loss as a number; None where this rank sees none, or nothing is computed."""
     return None if loss is None or world.fake else float(loss)
 
 

@@ -7,8 +7,8 @@ kernels. What it rests on, beside the device's constants (magis/cost/devices.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from magis.capture import Workload
 from magis.cost.devices import DeviceModel
 from magis.cost.operator_latency import roofline_ns
-from magis.graph import Const, Op, Ref, Value
+from magis.graph import Op, Ref, Value
+from magis.ops.call import from_torch
 from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
 from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
@@ -85,10 +86,8 @@ class StepTime(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
@@ -183,15 +182,11 @@ def _ns(device: DeviceModel, func: Any, args: Any, kwargs: Mapping[str, Any], re
             looks = (tuple(map(int, item.shape)), tuple(map(int, item.stride())))
             values[number] = Value(number, *looks, str(item.dtype).removeprefix("torch."), storage)
             return Ref(number)
-        if isinstance(item, torch.dtype | torch.device | torch.layout | torch.memory_format):
-            kind = {"dtype": "dtype", "device": "device", "layout": "layout"}.get(type(item).__name__, "memory_format")
-            return Const(kind, str(item).removeprefix("torch."))
-        return item
+        if isinstance(item, (list, tuple)):
+            return tuple(map(known, item))
+        return None if isinstance(item, torch.Generator) else from_torch(item)
 
-    def taken(item: Any) -> Any:
-        return tuple(map(taken, item)) if isinstance(item, (list, tuple)) else known(item)
-
-    given = tuple(map(taken, args)), tuple((key, taken(value)) for key, value in kwargs.items())
+    given = tuple(map(known, args)), tuple((key, known(value)) for key, value in kwargs.items())
     inputs = {value.storage for value in values.values()}
     outputs = tuple(known(leaf).value for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
     if func.is_view:
@@ -215,17 +210,10 @@ def _nbytes(tree: object) -> int:
 
 
 def _group_size(args: tuple[Any, ...]) -> int:
-    """Ranks of the group that a call is for."""
+    """Ranks of the group that a call is for; other texts and objects among the arguments name none."""
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     for arg in args:
-        if isinstance(arg, str):
-            try:
-                return int(resolve(arg).size())
-            except (RuntimeError, ValueError, LookupError):
-                continue
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return int(dist.ProcessGroup.unbox(arg).size())
-            except (RuntimeError, TypeError):
-                continue
+        if isinstance(arg, str | torch.ScriptObject):
+            with suppress(RuntimeError, ValueError, LookupError, TypeError):
+                return int((resolve(arg) if isinstance(arg, str) else dist.ProcessGroup.unbox(arg)).size())
     return 1

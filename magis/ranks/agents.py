@@ -11,13 +11,13 @@ import json
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from magis.errors import MagisError, UsageError
 from magis.ranks.rank_hosts import Attachment, LocalHost, RankHost, cores
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import Store
 
 _MEET_SECONDS = 300.0
@@ -67,9 +67,7 @@ class Agents:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,24 +144,33 @@ class _RemoteHost:
 
 def lead(attachment: Attachment) -> Agents:
     """Lead the other processes of the job, as its rank 0."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    forever = timedelta(seconds=_MEET_SECONDS)
     if attachment.kept_elsewhere:  # by torchrun, which outlives this process: that would not end the others
-        store = TCPStore(attachment.address, 0, None, True, forever, wait_for_workers=False)
-        meeting = TCPStore(attachment.address, attachment.port, None, False, forever, wait_for_workers=False)
-        meeting.set(_WHERE, str(store.port))
+        store = _store(attachment, 0, keep=True)
+        _store(attachment, attachment.port).set(_WHERE, str(store.port))
     else:
         try:
-            store = TCPStore(attachment.address, attachment.port, None, True, forever, wait_for_workers=False)
+            store = _store(attachment, attachment.port, keep=True)
         except RuntimeError as error:
             raise UsageError(
                 f"port {attachment.port} of {attachment.address}, where the processes of the job are to meet, "
                 f"cannot be used: {str(error).splitlines()[0]}",
                 hint="set MASTER_ADDR to this machine and MASTER_PORT to a free port of it, for all of them",
             ) from error
-    return Agents(attachment, PrefixStore("magis", store))
+    return Agents(attachment, _prefixed(store))
+
+
+def _store(attachment: Attachment, port: int, *, keep: bool = False) -> TCPStore:
+    """The store at a port of rank 0's machine; ``keep``: kept by this process."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    wait = timedelta(seconds=_MEET_SECONDS)
+    return TCPStore(attachment.address, port, None, keep, wait, wait_for_workers=False)
+
+
+def _prefixed(store: Store) -> Store:
+    from torch.distributed.distributed_c10d import PrefixStore
+
+    return PrefixStore("magis", store)
 
 
 def serve(attachment: Attachment) -> int:
@@ -183,23 +190,17 @@ def serve(attachment: Attachment) -> int:
 
 
 def _met(attachment: Attachment) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    wait = timedelta(seconds=_MEET_SECONDS)
     try:
         port = attachment.port
         if attachment.kept_elsewhere:
-            meeting = TCPStore(attachment.address, port, None, False, wait, wait_for_workers=False)
-            port = int(meeting.get(_WHERE))
-        store = TCPStore(attachment.address, port, None, False, wait, wait_for_workers=False)
+            port = int(_store(attachment, port).get(_WHERE))
+        return _prefixed(_store(attachment, port))
     except RuntimeError as error:
         raise MagisError(
             f"rank 0 of the job was not found at {attachment.address} within {_MEET_SECONDS:g} s: "
             f"{str(error).splitlines()[0]}",
             hint="see what it has printed",
         ) from error
-    return PrefixStore("magis", store)
 
 
 class _Agent:

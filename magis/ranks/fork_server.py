@@ -20,7 +20,6 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
-import json
 import os
 import selectors
 import signal
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from magis.quiet import before_torch
-from magis.ranks.records import JsonLines, last_words, stack
+from magis.ranks.records import JsonLines, last_words, stack, write_line
 
 _PRELOADED = (
     "magis.ranks.worker",
@@ -128,8 +127,7 @@ class _Keeper:
                 self._emit("killed")
 
     def _emit(self, event: str, **fields: object) -> None:
-        line = json.dumps({"event": event, "generation": self._generation, **fields}) + "\n"
-        _write_all(self._events, line.encode())
+        write_line(self._events, {"event": event, "generation": self._generation, **fields})
 
     def _tell(self, message: dict[str, Any]) -> None:
         child = self._children.get(message["rank"])
@@ -137,7 +135,7 @@ class _Keeper:
             return
         os.ftruncate(child.log, 0)  # what it prints from now on belongs to this command
         with contextlib.suppress(BrokenPipeError):  # dead: the next look says so
-            _write_all(child.commands, (json.dumps(message["line"]) + "\n").encode())
+            write_line(child.commands, message["line"])
 
     def _hear(self, child: _Child) -> None:
         """Pass on what a rank has said so far."""
@@ -244,11 +242,6 @@ class _Keeper:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _unnamed_file() -> int:

@@ -24,7 +24,7 @@ from torch.autograd.profiler import profile, record_function
 
 from magis.capture import Workload
 from magis.models import registry
-from magis.predict.rank_memory import rank_peak, warm_steps_of
+from magis.predict.rank_memory import number, rank_peak, warm_steps_of
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
 from magis.runtime.measure import allocations, device_identity
@@ -156,7 +156,7 @@ def _peak_and_times(
         step = _prepared(job, technique, where, dropout=True)
         for _ in range(warm_steps_of(technique, where.world)):
             step.prepare()
-            losses.append(_number(step.run()))
+            losses.append(number(step.run(), where.world))
             gc.collect()
         step.prepare()
         where.meet()
@@ -166,7 +166,7 @@ def _peak_and_times(
         with record_function(_MARK):
             loss = step.run()
             where.finish()
-        losses.append(_number(loss))
+        losses.append(number(loss, where.world))
         where.meet()
         _let_threads_rest()
     if on_gpu:
@@ -176,10 +176,6 @@ def _peak_and_times(
         del log
     times = _times(job, step, where, losses)
     return peak, reserved, times, tuple(losses[:_COMPARED])
-
-
-def _number(loss: Tensor | None) -> float | None:
-    return None if loss is None else float(loss)
 
 
 def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
@@ -193,7 +189,7 @@ def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | Non
             loss = step.run()
             where.finish()
             times.append((time.perf_counter_ns() - start) / 1e6)
-            losses.append(_number(loss))
+            losses.append(number(loss, where.world))
     return tuple(times)
 
 
@@ -203,7 +199,7 @@ def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | 
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()
-        found.append(_number(step.run()))
+        found.append(number(step.run(), where.world))
     where.meet()
     return tuple(found)
 

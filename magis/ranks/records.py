@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Sequence
@@ -105,6 +106,13 @@ class JsonLines:
         """The messages that ``data`` completes."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in whole if line]
+
+
+def write_line(descriptor: int, message: object) -> None:
+    """The message as a line, all of it."""
+    data = (json.dumps(message) + "\n").encode()
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def last_words(text: str) -> str:

@@ -24,12 +24,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from magis.errors import MagisError, UsageError
 from magis.plain_records import from_plain, to_plain
 from magis.ranks.job import measured
-from magis.ranks.records import RankJob, RankReport
+from magis.ranks.records import RankJob, RankReport, write_line
 from magis.runtime.exhausted import is_out_of_memory
 from magis.strategies.rank_step import World
 
 _LOOPBACK = "127.0.0.1"
-_COLLECTIVE_SECONDS = 3600
+_COLLECTIVE = timedelta(hours=1)
 """After that a collective gives up by itself; whoever leads the ranks has done so long before."""
 
 
@@ -56,9 +56,7 @@ def serve(rank: int, start: Mapping[str, Any], commands: int, events: int) -> No
     """Obey the commands that come until they end; ``start`` is the command that this rank was started by."""
 
     def say(message: dict[str, Any]) -> None:
-        data = (json.dumps(message) + "\n").encode()
-        while data:
-            data = data[os.write(events, data) :]
+        write_line(events, message)
 
     place = _Place(rank, start["size"], start["device"], len(start["ranks"]) == 1, say)
     say({"hello": os.getpid()})
@@ -78,10 +76,8 @@ def _obey(place: _Place, message: dict[str, Any]) -> None:
             case "join":
                 place.enter("start")
                 if place.store is None:
-                    timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
-                    place.store = TCPStore(
-                        message["address"], message["port"], place.size, False, timeout, wait_for_workers=False
-                    )
+                    where = message["address"], message["port"]
+                    place.store = TCPStore(*where, place.size, False, _COLLECTIVE, wait_for_workers=False)
                 _take_device(place)
                 place.say({"joined": True})
             case "run":
@@ -108,7 +104,7 @@ def _run(place: _Place, job: RankJob, number: int) -> RankReport:
         store=PrefixStore(f"job {number}", place.store),
         rank=place.rank,
         world_size=place.size,
-        timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
+        timeout=_COLLECTIVE,
     )
     report = measured(job, World(place.size, place.rank, place.device), place.enter)
     _leave()
@@ -127,14 +123,13 @@ def _leave() -> None:
 
 def _hosted_store(address: str, size: int) -> tuple[Store, int]:
     """The ranks' store at a free port; on this machine alone where that is all that it needs."""
-    timeout = timedelta(seconds=_COLLECTIVE_SECONDS)
     if address != _LOOPBACK:
-        store = TCPStore(address, 0, size, True, timeout, wait_for_workers=False)
+        store = TCPStore(address, 0, size, True, _COLLECTIVE, wait_for_workers=False)
         return store, store.port
     with socket.create_server((_LOOPBACK, 0)) as server:
         port = int(server.getsockname()[1])
         listening = os.dup(server.fileno())  # the store closes its own
-    return TCPStore(address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listening), port
+    return TCPStore(address, port, size, True, _COLLECTIVE, wait_for_workers=False, master_listen_fd=listening), port
 
 
 def _take_device(place: _Place) -> None:

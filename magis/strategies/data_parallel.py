@@ -40,13 +40,11 @@ class Replicated:
     plain: str
     amp: bool = False
 
+    group = 1
+
     @property
     def name(self) -> str:
         return f"amp+{self.plain}" if self.amp else self.plain
-
-    @property
-    def group(self) -> int:
-        return 1
 
     @property
     def warm_steps(self) -> int:
@@ -62,15 +60,11 @@ class Replicated:
             sharded = _sharded(optimizer)
             release = _reduce_to_owners(sharded, world)
             return PlainStep(module, work, sharded, world, self.amp, module, after_backward=release)
-        call = BucketedReplica(module) if world.fake else _replica(module)
+        with quiet():
+            call = BucketedReplica(module) if world.fake else DistributedDataParallel(module)
         if self.plain == "oss":
             optimizer = _sharded(optimizer)
         return PlainStep(module, work, optimizer, world, self.amp, call)
-
-
-def _replica(module: nn.Module) -> nn.Module:
-    with quiet():
-        return DistributedDataParallel(module)
 
 
 def _sharded(optimizer: Optimizer) -> ZeroRedundancyOptimizer:
@@ -161,15 +155,12 @@ class FullyShard:
 
     amp: bool = False
 
+    group = 1
     warm_steps = 1
 
     @property
     def name(self) -> str:
         return "amp+fsdp" if self.amp else "fsdp"
-
-    @property
-    def group(self) -> int:
-        return 1
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
         """The step on this rank's share of the batch."""

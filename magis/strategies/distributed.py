@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.attention import SelfAttention
-from magis.ops.optimizers import OptimizerSpec, torch_optimizer
+from magis.ops.optimizers import torch_optimizer
 from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,13 +79,6 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def spec_of_these(rule: OptimizerSpec, names: Iterable[str]) -> OptimizerSpec:
-    """The rule for a rank that holds only some of the parameters: groups without the names of the others."""
-    own = frozenset(names)
-    groups = tuple(replace(g, parameters=tuple(n for n in g.parameters if n in own)) for g in rule.groups)
-    return replace(rule, groups=groups)
-
-
 def check_update(work: Workload, technique: str) -> None:
     """Raise UsageError for an optimizer that a technique of ranks or of ONNX Runtime cannot run."""
     own = work.optimizer.own
@@ -97,7 +90,8 @@ def check_update(work: Workload, technique: str) -> None:
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], technique: str) -> Optimizer:
     """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
     check_update(work, technique)
-    rule = spec_of_these(work.optimizer, params)
+    groups = (replace(g, parameters=tuple(n for n in g.parameters if n in params)) for g in work.optimizer.groups)
+    rule = replace(work.optimizer, groups=tuple(groups))
     with quiet():  # a stage may well be left without a parameter of some group
         optimizer = torch_optimizer(rule, params)
     if optimizer is None:
@@ -319,7 +313,9 @@ class Masters(Optimizer):
 
     def __init__(self, weights: Mapping[str, nn.Parameter], make: Callable[[Mapping[str, Tensor]], Optimizer]) -> None:
         super().__init__([{"params": list(weights.values())}], {})
-        self._pairs = [(weight, _master(weight)) for weight in weights.values()]
+        self._pairs = [
+            (weight, nn.Parameter(weight.detach().float().clone(), weight.requires_grad)) for weight in weights.values()
+        ]
         self._inner = make(dict(zip(weights, (master for _, master in self._pairs), strict=True)))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -341,7 +337,3 @@ class Masters(Optimizer):
         for state in self._inner.state.values():
             found += [("optimizer state", local(item)) for item in state.values() if isinstance(item, Tensor)]
         return found
-
-
-def _master(weight: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(weight.detach().float().clone(), weight.requires_grad)

@@ -11,7 +11,7 @@ import difflib
 import re
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from magis.errors import UsageError
 
@@ -38,14 +38,6 @@ class _Parsed:
     """Ranks that share each block."""
     stages: int = 1
     half: bool = False
-
-
-class _Grouped(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def group(self) -> int: ...
 
 
 def technique(name: str) -> Technique:
@@ -105,7 +97,7 @@ def group_of(name: str) -> int:
     return 1 if parsed is None else parsed.tensor * parsed.stages
 
 
-def check_world(technique: _Grouped, size: int) -> None:
+def check_world(technique: Technique, size: int) -> None:
     """Raise UsageError unless a world of ``size`` ranks holds whole groups of the technique."""
     if size < 1 or size % technique.group:
         raise UsageError(

@@ -45,47 +45,33 @@ SAVED = frozenset(
 
 
 @contextmanager
-def checkpointed(module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True) -> Iterator[nn.Module]:
+def checkpointed(
+    module: nn.Module, blocks: Sequence[str], *, selective: bool = False, preserve_rng_state: bool = True
+) -> Iterator[nn.Module]:
     """The module with the forward of each named sub-module under ``torch.utils.checkpoint`` (non-reentrant).
 
-    The module is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is
-    compiled, which keeps no states.
+    ``selective``: results of products, convolutions and attention (``SAVED``) are kept, not computed again. The module
+    is changed for the duration of the context only. ``preserve_rng_state`` False is for code that is compiled, which
+    keeps no states.
     """
-    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state):
-        yield module
-
-
-@contextmanager
-def selectively_checkpointed(
-    module: nn.Module, blocks: Sequence[str], *, preserve_rng_state: bool = True
-) -> Iterator[nn.Module]:
-    """The same, but results of products, convolutions and attention (``SAVED``) are kept, not computed again."""
-    context_fn = partial(create_selective_checkpoint_contexts, _policy)
-    with _replaced(module, blocks, preserve_rng_state=preserve_rng_state, context_fn=context_fn):
-        yield module
-
-
-def _policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@contextmanager
-def _replaced(module: nn.Module, blocks: Sequence[str], **options: Any) -> Iterator[None]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     wrapped: list[nn.Module] = []
     for path in blocks:
         block = module.get_submodule(path)
         # On the instance: found before the class's forward, and gone again with one ``del``.
-        block.forward = _under_checkpoint(block.forward, options)
+        block.forward = partial(checkpoint, block.forward, **options)
         wrapped.append(block)
     try:
-        yield
+        yield module
     finally:
         for block in wrapped:
             del block.forward
 
 
-def _under_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False, **options)
+def _policy(_context: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 BUDGET = 0.5
@@ -191,11 +177,9 @@ class Local:
     ) -> AbstractContextManager[object]:
         """The context in which the module's blocks are under the technique. Without ``states`` nobody keeps those of
         the generator, as in compiled code."""
-        if self.blocks == "checkpoint":
-            return checkpointed(module, blocks, preserve_rng_state=states)
-        if self.blocks:
-            return selectively_checkpointed(module, blocks, preserve_rng_state=states)
-        return nullcontext()
+        if not self.blocks:
+            return nullcontext()
+        return checkpointed(module, blocks, selective=self.blocks != "checkpoint", preserve_rng_state=states)
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -206,7 +190,9 @@ class Local:
             if self.offloads:
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.device == "cuda"))
             if self.compiled == "compile-budget":
-                stack.enter_context(_less_kept())
+                from torch._functorch import config
+
+                stack.enter_context(config.patch(activation_memory_budget=BUDGET))
             yield
 
     def step(self, work: Workload) -> EagerStep:
@@ -272,13 +258,6 @@ def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
             ) from None
 
     return compiled
-
-
-def _less_kept() -> AbstractContextManager[object]:
-    from torch._functorch import config
-
-    found: AbstractContextManager[object] = config.patch(activation_memory_budget=BUDGET)
-    return found
 
 
 # What compiled code needs, without compiling: AOTAutograd's forward and backward on fake tensors.

@@ -21,8 +21,8 @@ optimizer on the piece of each parameter in the part, and a bucket is reduced be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from magis.capture import Workload
-from magis.strategies.distributed import PlainStep, half, held_by, make_optimizer, of_kind, trained
-from magis.strategies.flat_parameter import Flat
+from magis.strategies.distributed import PlainStep, half, held_by, make_optimizer, of_kind, quiet, trained
 from magis.strategies.rank_step import World, share_of_batch
 
 BUCKET_ELEMENTS = 500_000_000
@@ -54,15 +53,12 @@ class Zero:
     bucket_elements: int = BUCKET_ELEMENTS
     persistent: int = PERSISTENT
 
+    group = 1
     warm_steps = 1
 
     @property
     def name(self) -> str:
         return f"amp+zero{self.stage}" if self.amp else f"zero{self.stage}"
-
-    @property
-    def group(self) -> int:
-        return 1
 
     def prepare(self, work: Workload, world: World) -> PlainStep:
         """The step on this rank's share of the batch."""
@@ -100,6 +96,105 @@ def _cut(technique: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
     return [*units, *(Flat(unit, dtype, sharded=True) for unit in (*inside, rest) if unit)]
 
 
+Piece = tuple[str, int, int, int]
+"""A parameter's name, where its piece starts in the parameter and in the rank's part, and how many elements it has."""
+
+
+class Flat:
+    """Parameters as views of one buffer, padded to a multiple of the ranks; each rank owns one part of it.
+
+    ``dtype`` is the type of weights and gradients; where it is not the parameters' own, ``master`` is this rank's part
+    in float32, else the part itself. ``sharded``: the part is a tensor of its own, and the whole buffer only has memory
+    between `gather` and `release`. Tensors that autograd saved are views of the buffer, and see it come back.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], dtype: torch.dtype, *, sharded: bool = False) -> None:
+        self.named = dict(named)
+        self.sharded = sharded
+        count, rank = dist.get_world_size(), dist.get_rank()
+        total = sum(p.numel() for p in self.named.values())
+        self.length = -(-total // count)
+        first = next(iter(self.named.values()))
+        with torch.no_grad():
+            whole = torch.zeros(self.length * count, dtype=first.dtype, device=first.device)
+            for parameter, start in self._starts():
+                whole[start : start + parameter.numel()].copy_(parameter.detach().reshape(-1))
+            mine = slice(rank * self.length, (rank + 1) * self.length)
+            self.whole = whole.to(dtype)
+            own = self.whole[mine]
+            self.own = own.clone() if sharded else own
+            self.master = self.own if dtype == first.dtype else whole[mine].clone()
+            for parameter, start in self._starts():
+                parameter.data = self.whole[start : start + parameter.numel()].view(parameter.shape)
+        self._first = rank * self.length
+        self._nbytes = self.whole.untyped_storage().nbytes()
+        self._held = True
+        if sharded:
+            self.release()
+
+    def _starts(self) -> Iterator[tuple[nn.Parameter, int]]:
+        start = 0
+        for parameter in self.named.values():
+            yield parameter, start
+            start += parameter.numel()
+
+    def start(self, parameter: nn.Parameter) -> int:
+        """Where a parameter starts in the whole buffer."""
+        return next(start for each, start in self._starts() if each is parameter)
+
+    def pieces(self) -> Iterator[Piece]:
+        """What of this rank's part belongs to which parameter."""
+        for (name, parameter), (_, start) in zip(self.named.items(), self._starts(), strict=True):
+            low = max(start, self._first)
+            high = min(start + parameter.numel(), self._first + self.length)
+            if low < high:
+                yield name, low - start, low - self._first, high - low
+
+    def gather(self) -> None:
+        """Make the whole buffer there, from every rank's part; nothing where it is."""
+        if self.sharded and not self._held:
+            self.whole.untyped_storage().resize_(self._nbytes)
+            self._collect()
+            self._held = True
+
+    def release(self) -> None:
+        """Give the memory of the whole buffer back."""
+        if self.sharded and self._held:
+            self.whole.untyped_storage().resize_(0)
+            self._held = False
+
+    def updated(self) -> None:
+        """After the update of this rank's part: into the lower type, and to all ranks that hold the whole."""
+        with torch.no_grad():
+            if self.master is not self.own:
+                self.own.copy_(self.master)
+        if not self.sharded:
+            self._collect()
+
+    def _collect(self) -> None:
+        # a tensor of its own version: autograd must not take this for a write to what it saved
+        with quiet(), torch.no_grad():
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            gather(self.whole.data, self.own)
+
+    def reduce(self, grads: Mapping[str, Tensor | None]) -> Tensor:
+        """This rank's part of the mean gradient over the ranks; missing gradients count as zeros."""
+        count = dist.get_world_size()
+        with of_kind("communication buckets"):
+            flat = torch.zeros(self.length * count, dtype=self.own.dtype, device=self.own.device)
+        for (name, parameter), (_, start) in zip(self.named.items(), self._starts(), strict=True):
+            grad = grads.get(name)
+            if grad is not None:
+                flat[start : start + parameter.numel()].copy_(grad.reshape(-1))
+        flat.div_(count)
+        with of_kind("gradients"):
+            mine = torch.empty_like(self.own)
+        with quiet():
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            scatter(mine, flat)
+        return mine
+
+
 class _Partitioned:
     """The flat buffers of one rank, and what moves between them and the gradients."""
 
@@ -120,7 +215,8 @@ class _Partitioned:
         before: Callable[[], None] | None = None
         if technique.stage == 3:
             before = self._hook_blocks()
-            self._hook_units()
+            for number, flat in enumerate(self._flats):
+                self._hook_unit(number, flat)
             finish = self._end_backward
         else:
             buckets = _Buckets(self._flats[0], technique, self._parts)
@@ -157,24 +253,19 @@ class _Partitioned:
 
     def _hook_blocks(self) -> Callable[[], None]:
         """Gather and release each block around its forward and backward; returns what gathers the rest."""
-        by_first = {next(iter(flat.named)): flat for flat in self._flats if flat.sharded}
-        inside = []
+        rest = list(self._flats)
         for block in self._work.blocks:
-            flat = next((f for name, f in by_first.items() if name.startswith(f"{block}.")), None)
+            inside = (f for f in rest if f.sharded and next(iter(f.named)).startswith(f"{block}."))
+            flat = next(inside, None)
             if flat is not None:
-                inside.append(flat)
+                rest.remove(flat)
                 _hook_block(self._module.get_submodule(block), flat)
-        rest = [flat for flat in self._flats if all(flat is not each for each in inside)]
 
         def start() -> None:
             for flat in rest:
                 flat.gather()
 
         return start
-
-    def _hook_units(self) -> None:
-        for number, flat in enumerate(self._flats):
-            self._hook_unit(number, flat)
 
     def _hook_unit(self, number: int, flat: Flat) -> None:
         missing: set[str] = set(flat.named)
@@ -303,18 +394,18 @@ def _owners(start: int, count: int, length: int) -> Iterator[tuple[int, int, int
 
 @dataclass
 class _ZeroStep(PlainStep):
-    flats: list[Flat] | None = None
-    parts: dict[int, Tensor] | None = None
+    flats: Sequence[Flat] = ()
+    parts: dict[int, Tensor] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Gradients to None, and this rank's parts of them."""
         super().prepare()
-        (self.parts or {}).clear()
+        self.parts.clear()
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        for flat in self.flats or ():
+        for flat in self.flats:
             yield "parameters", flat.own
             if flat.master is not flat.own:
                 yield "optimizer state", flat.master
-        yield from (("gradients", part) for part in (self.parts or {}).values())
+        yield from (("gradients", part) for part in self.parts.values())
         yield from held_by(self.module, self.optimizer, self.work)

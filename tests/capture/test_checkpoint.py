@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from magis.graph import verify
 from magis.simulate.simulator import replay
-from magis.strategies.single_device import checkpointed, selectively_checkpointed
+from magis.strategies.single_device import checkpointed
 from tests.nets import ADAMW, Built, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history, measured, workspaces
 
@@ -64,7 +64,7 @@ def test_the_recomputation_is_part_of_the_graph() -> None:
 
 def test_selective_checkpointing_computes_products_once_and_all_else_again() -> None:
     built = net()
-    with selectively_checkpointed(built.module, BLOCKS, preserve_rng_state=False):
+    with checkpointed(built.module, BLOCKS, selective=True, preserve_rng_state=False):
         step = captured(built)
     verify(step.graph)
 
@@ -75,7 +75,7 @@ def test_selective_checkpointing_computes_products_once_and_all_else_again() -> 
     assert phases("aten.tanh.default") == ["forward"] * 4 + ["backward"] * 4
     profile = replay(step.graph, workspaces().of(step.graph), deaths=step.deaths, numbers=step.numbers)
     eager = eager_step(built)
-    with selectively_checkpointed(eager.module, BLOCKS, preserve_rng_state=False):
+    with checkpointed(eager.module, BLOCKS, selective=True, preserve_rng_state=False):
         assert measured(eager, step.graph.persistent_bytes()) == (profile.peak_bytes, profile.tensor_bytes)
     with checkpointed(built.module, BLOCKS, preserve_rng_state=False):
         whole = captured(built)

@@ -28,10 +28,10 @@ from magis.planner.bench import Bench
 from magis.results import Case
 from magis.runtime.steps import EagerStep
 from magis.strategies.distributed import has_dropout
-from magis.strategies.ort.ort_step import check_installed, export_step, make_ort_step, ort_memory, ort_predicted
+from magis.strategies.ort.ort_step import check_installed, export_step, make_ort_step
 
 pytest.importorskip("onnxruntime")
-pytest.importorskip("onnx")
+ort_memory = pytest.importorskip("magis.strategies.ort.ort_memory")
 
 GPT = GptConfig(4, 16, layers=2, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
 BERT = BertConfig(4, 16, layers=1, width=32, heads=2, vocab_size=50, max_positions=16, dropout=0.0)
@@ -162,8 +162,8 @@ def test_inference_is_the_forward_in_evaluation_mode() -> None:
 def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized: bool) -> None:
     work = NETWORKS[name]()
     exported = export_step(work)
-    measured = ort_memory(exported, work.name, optimized=optimized)
-    predicted, terms = ort_predicted(exported, work.name, optimized=optimized)
+    measured = ort_memory.measured_memory(exported, name=work.name, optimized=optimized)
+    predicted, terms = ort_memory.predicted_memory(exported, name=work.name, optimized=optimized)
     assert predicted.tensor_bytes == pytest.approx(measured.tensor_bytes, rel=0.01)
     assert measured.tensor_bytes <= measured.peak_bytes <= (measured.reserved_bytes or 0)
     assert sum(term.nbytes for term in terms) == predicted.peak_bytes
@@ -177,7 +177,10 @@ def test_predicted_bytes_are_those_that_onnx_runtime_counts(name: str, optimized
 def test_prediction_needs_no_real_tensor() -> None:
     with FakeTensorMode():
         fake = NETWORKS["gpt"]()
-    assert ort_predicted(export_step(fake), "gpt") == ort_predicted(export_step(NETWORKS["gpt"]()), "gpt")
+    there, not_there = (
+        ort_memory.predicted_memory(export_step(work), name="gpt", optimized=True) for work in (NETWORKS["gpt"](), fake)
+    )
+    assert there == not_there
     with pytest.raises(UsageError, match="gpt: ONNX Runtime cannot run a step on fake tensors"):
         in_ort(fake)
 
@@ -218,7 +221,7 @@ def test_a_step_says_nothing_on_any_stream() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_step_is_exported_once_for_all_cases_that_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_exported_once_for_all_cases_and_rough_ratios_can_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, bool, bool]] = []
 
     def counted(work: Workload, *, precision: str, inference: bool) -> Any:
@@ -228,7 +231,11 @@ def test_a_step_is_exported_once_for_all_cases_that_run_it(monkeypatch: pytest.M
     monkeypatch.setattr("magis.strategies.ort.ort_step.export_step", counted)
     bench = Bench()
     for strategy in ("ort", "ort-unoptimized", "amp+ort", "ort-inference"):
-        run_case(Case("tests.ranks.techniques:small_net", strategy, "cpu", "small"), cache=bench, rough=True)
+        case = Case("tests.ranks.techniques:small_net", strategy, "cpu", "small")
+        result = run_case(case, cache=bench, rough=True)
+        assert result.identity["onnxruntime"] == version("onnxruntime")
+        ratio = result.ratio
+        assert strategy == "ort-inference" if ratio is None else 0 < ratio.low <= ratio.ratio <= ratio.high < math.inf
     assert sorted(made) == [
         ("amp-float16", False, False),
         ("amp-float16", False, True),
@@ -236,11 +243,3 @@ def test_a_step_is_exported_once_for_all_cases_that_run_it(monkeypatch: pytest.M
         ("float32", False, True),
         ("float32", True, True),
     ]
-
-
-def test_a_rough_ratio_can_be_stored() -> None:
-    case = Case("tests.ranks.techniques:small_net", "ort", "cpu", "small")
-    result = run_case(case, rough=True)
-    assert result.ratio is not None
-    assert 0 < result.ratio.low <= result.ratio.ratio <= result.ratio.high < math.inf
-    assert result.identity["onnxruntime"] == version("onnxruntime")

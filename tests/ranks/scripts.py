@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from magis.errors import MagisError
-from magis.ranks import Agents, RankJob, RankPool, attached, lead, serve
+from magis.ranks import Agents, Attachment, RankJob, RankPool, attached, lead, serve
 from tests.ranks.processes import SIGN
 
 HERE = "tests.ranks.techniques"
@@ -25,11 +25,16 @@ def hang() -> None:
         pool.run(RankJob(f"{HERE}:small_net", f"{HERE}:starts_processes"))
 
 
-def together() -> None:
-    """One process of a job: rank 0 runs a job that does well and one that fails, in a pool over all of them."""
+def place_in_job() -> Attachment:
     place = attached()
     if place is None:
         raise SystemExit("not attached")
+    return place
+
+
+def together() -> None:
+    """One process of a job: rank 0 runs a job that does well and one that fails, in a pool over all of them."""
+    place = place_in_job()
     if place.rank > 0:
         say(f"rank {place.rank} served {serve(place) > 0}")
         return
@@ -68,9 +73,7 @@ def wait_together() -> None:
 
 def _led() -> Agents | None:
     """The other processes, for rank 0; they say how it ends."""
-    place = attached()
-    if place is None:
-        raise SystemExit("not attached")
+    place = place_in_job()
     if place.rank == 0:
         return lead(place)
     try:

@@ -78,13 +78,13 @@ def test_a_batch_script_is_not_one_of_several_processes() -> None:
     assert attached({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}) is None
 
 
+NO_PORT = "the environment has RANK=3, WORLD_SIZE=4, MASTER_ADDR=node7, but no MASTER_PORT; start"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"MASTER_PORT": None},
-            "the environment has RANK=3, WORLD_SIZE=4, MASTER_ADDR=node7, but no MASTER_PORT; start",
-        ),
+        ({"MASTER_PORT": None}, NO_PORT),
         ({"RANK": None}, "but no RANK"),
         ({"WORLD_SIZE": ""}, "but no WORLD_SIZE"),
         ({"RANK": "4"}, "RANK is 4 in a job of 4; it is 0 to 3"),
@@ -135,29 +135,10 @@ def test_only_rank_0_of_pytest_has_a_session(repository: Path, tmp_path: Path) -
     assert printed[1] == "magis: rank 1 of 2 served rank 0, which ran the tests (1 commands)\n"
 
 
-@pytest.mark.parametrize(
-    "asked", [(), ("--magis-strategies=amp*",), ("--magis-strategies=ddp", "--magis-device=sim:v100")]
-)
-def test_a_run_without_ranks_of_its_own_is_no_part_of_any_job(
-    repository: Path, tmp_path: Path, asked: tuple[str, ...]
-) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmagis_strategies = ddp\n")
-    done = subprocess.run(
+def collected(repository: Path, tmp_path: Path, *asked: str) -> subprocess.CompletedProcess[str]:
+    """A run of pytest in half an environment of a job."""
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "--magis-models=mlp", *asked, "--collect-only", "-q"],
-        cwd=tmp_path,
-        env=environment(repository, tmp_path / "sign", RANK="1"),  # half an environment, which nobody looks at
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "magis::mlp[" in done.stdout
-
-
-def test_half_an_environment_ends_pytest_with_its_exit_code(repository: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--magis-models=mlp", "--magis-strategies=d*", "--collect-only"],
         cwd=tmp_path,
         env=environment(repository, tmp_path / "sign", RANK="1"),
         capture_output=True,
@@ -165,6 +146,22 @@ def test_half_an_environment_ends_pytest_with_its_exit_code(repository: Path, tm
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    "asked", [(), ("--magis-strategies=amp*",), ("--magis-strategies=ddp", "--magis-device=sim:v100")]
+)
+def test_a_run_without_ranks_of_its_own_is_no_part_of_any_job(
+    repository: Path, tmp_path: Path, asked: tuple[str, ...]
+) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmagis_strategies = ddp\n")
+    done = collected(repository, tmp_path, *asked)
+    assert done.returncode == 0, done.stderr
+    assert "magis::mlp[" in done.stdout
+
+
+def test_half_an_environment_ends_pytest_with_its_exit_code(repository: Path, tmp_path: Path) -> None:
+    done = collected(repository, tmp_path, "--magis-strategies=d*")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "no WORLD_SIZE, MASTER_ADDR, MASTER_PORT" in done.stderr
     assert os.linesep * 2 not in done.stderr.strip()

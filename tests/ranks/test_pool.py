@@ -135,21 +135,17 @@ def test_running_out_of_memory_is_told_apart(pool: RankPool) -> None:
 def test_a_job_that_all_ranks_refuse_costs_no_process(pool: RankPool) -> None:
     pool.run(job())
     before = pool.pids
-    with pytest.raises(UsageError, match=r"^this needs 16 ranks, and there are 2; use 16$"):
-        pool.run(job("refuses"))
-    with pytest.raises(UsageError, match="nonesuch"):
-        pool.run(RankJob("nonesuch", "ddp"))
-    with pytest.raises(UsageError, match="no distributed technique"):
-        pool.run(RankJob(NET, "nonesuch"))
-    with pytest.raises(UsageError, match="tp4"):
-        pool.run(RankJob(NET, f"{HERE}:groups_of_four"))
+    for refused, says in (
+        (job("refuses"), r"^this needs 16 ranks, and there are 2; use 16$"),
+        (RankJob("nonesuch", "ddp"), "nonesuch"),
+        (RankJob("no_such_module:net", "ddp"), "no_such_module"),
+        (RankJob(NET, "nonesuch"), "no distributed technique"),
+        (RankJob(NET, f"{HERE}:groups_of_four"), "tp4"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            pool.run(refused)
     pool.run(job())
     assert pool.pids == before
-
-
-def test_a_user_s_network_that_fails_to_build_is_named(pool: RankPool) -> None:
-    with pytest.raises(UsageError, match=r"no_such_module"):
-        pool.run(RankJob("no_such_module:net", "ddp"))
 
 
 def test_what_ranks_have_started_is_killed_with_them(pool: RankPool, sign: Path) -> None:

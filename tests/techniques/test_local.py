@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from magis.capture.workload import Workload, fake_tensors
 from magis.errors import UsageError
 from magis.runtime.steps import EagerStep
 from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
-from magis.strategies.strategy_names import LISTED, family, is_local, ort_name
+from magis.strategies.strategy_names import LISTED, PLANNED_CODE, PLANS, family, is_local, ort_name
+from pytest_magis.strategies import Magis, by_name
 from tests.api.nets import blocks
 
 
@@ -69,11 +72,8 @@ def test_every_listed_name_is_of_one_family() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "magis+checkpoint", "amp+", "ort+amp", "amp+ort-x", "eager+amp", "a b:c", ":f"])
-def test_other_names_are_of_none(name: str) -> None:
+def test_other_names_are_of_none_but_a_factory_of_the_users_own_is_distributed(name: str) -> None:
     assert family(name) is None
-
-
-def test_a_factory_of_the_users_own_is_distributed() -> None:
     assert family("package.module:factory") == "distributed"
 
 
@@ -109,7 +109,7 @@ def steps_of(name: str) -> list[float]:
 def test_what_only_moves_or_recomputes_keeps_every_number(name: str) -> None:
     assert local(name, "cpu").keeps_numbers
     work = small()
-    expected = losses(EagerStep(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer))
+    expected = losses(EagerStep(*work.parts))
     assert steps_of(name) == expected
 
 
@@ -144,10 +144,7 @@ def test_a_step_whose_gradients_overflow_is_left_out() -> None:
     work = small()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # float16 ends at 65504
     technique = local("amp-float16", "cpu")
-    step = technique.step(work)
-    step = EagerStep(
-        work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, around=technique.around, scaler=scaler
-    )
+    step = EagerStep(*work.parts, around=technique.around, scaler=scaler)
     before = copy.deepcopy(work.module.state_dict())
     step.prepare()
     step.run()
@@ -194,3 +191,38 @@ def test_a_budget_keeps_less_of_compiled_code() -> None:
     less = window_of_compiled(local("compile-budget", "cpu"), small())
     gradients = sum(p.nbytes for p in small().module.parameters())
     assert gradients < less < 0.9 * whole
+
+
+def test_planned_code_is_a_local_technique_with_limits() -> None:
+    assert PLANNED_CODE not in LISTED, "all would compile each model once more for every limit"
+    assert PLANNED_CODE not in PLANS
+    assert is_local(PLANNED_CODE)
+    assert family(PLANNED_CODE) == "local"
+    assert isinstance(by_name(PLANNED_CODE), Magis)  # one case for each limit
+    technique = local(PLANNED_CODE, "cpu", memory_ratio=0.6)
+    assert not technique.is_captured
+    assert not technique.keeps_numbers
+    assert technique.limits == (("memory_ratio", 0.6),)
+    assert local(PLANNED_CODE, "cpu", latency_ratio=1.1).limits == (("latency_ratio", 1.1),)
+    assert local("compile", "cpu", memory_ratio=0.6).limits == ()
+
+
+@pytest.mark.parametrize("name", ["amp+magis+compile", "magis+compile+checkpoint", "magis+compile-budget"])
+def test_nothing_combines_with_planned_code(name: str) -> None:
+    assert family(name) is None
+    with pytest.raises(UsageError, match="unknown part 'magis'"):
+        local(name, "cpu")
+
+
+def test_the_step_of_planned_code_asks_for_the_backend_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def compile_(call: Callable[[], Any], **settings: Any) -> Callable[[], Any]:
+        asked.append(settings)
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    step = local(PLANNED_CODE, "cpu", memory_ratio=0.6).step(small())
+    step.prepare()
+    assert step.run().isfinite()
+    assert asked == [{"backend": "magis", "options": {"inductor": True, "memory_ratio": 0.6}}]

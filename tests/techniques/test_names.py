@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, check_world, is_distributed, technique
+from magis.strategies.distributed_names import DISTRIBUTED, check_world, group_of, is_distributed, technique
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,16 @@ from magis.strategies.distributed_names import DISTRIBUTED, check_world, is_dist
         ("tp+pp", "tp2+pp2", 4),
         ("tp4+pp4", "tp4+pp4", 16),
         ("amp+tp3+pp", "amp+tp3+pp2", 6),
+        ("half+ddp", "half+ddp", 1),
+        ("half+tp4", "half+tp4", 4),
+        ("half+tp2+pp2", "half+tp2+pp2", 4),
+        ("half+pp", "half+pp2", 2),
     ],
 )
 def test_a_name_says_precision_kind_and_group(name: str, full: str, group: int) -> None:
     found = technique(name)
-    assert (found.name, found.group) == (full, group)
+    assert is_distributed(name)
+    assert (found.name, found.group, group_of(name)) == (full, group, group)
     assert technique(found.name) == found
 
 
@@ -36,9 +41,12 @@ def test_every_listed_name_is_a_technique_of_its_own() -> None:
     assert len({(type(each), each) for each in made}) == 2 * len(DISTRIBUTED)
 
 
-@pytest.mark.parametrize(
-    "name", ["dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2"]
-)
+WRONG = ("dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2")
+NOT_HALVED = ("half+zero1", "half+oss", "half+fsdp", "half+amp+ddp", "half+half+ddp", "half+")
+"""Those that have half precision of their own, or shard their optimizer."""
+
+
+@pytest.mark.parametrize("name", [*WRONG, *NOT_HALVED])
 def test_an_unknown_name_is_one_clear_line(name: str) -> None:
     assert not is_distributed(name)
     with pytest.raises(UsageError, match=r"is no distributed technique") as caught:

@@ -23,10 +23,9 @@ from magis.models.mlp import MlpConfig, mlp
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, technique
-from magis.strategies.distributed import LossScaler, _buckets, average_gradients, without_dropout
-from magis.strategies.flat_parameter import Flat
+from magis.strategies.distributed import LossScaler, Masters, _buckets, average_gradients, without_dropout
 from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
-from magis.strategies.zero import Zero, _owners
+from magis.strategies.zero import Flat, Zero, _owners
 
 
 def small(name: str, style: Style = REAL) -> Workload:
@@ -183,6 +182,31 @@ def test_half_precision_keeps_float32_masters() -> None:
         assert {p.dtype for p in masters} == {torch.float32}
         rounded = torch.cat([p.to(torch.bfloat16).flatten() for p in masters])
         assert torch.equal(rounded, torch.cat([p.detach().flatten() for p in step.module.parameters()]))
+
+
+def test_masters_move_as_float32_weights_would_and_the_weights_are_their_copies() -> None:
+    torch.manual_seed(0)
+    half = nn.Linear(5, 3).to(torch.bfloat16)
+    alone = [nn.Parameter(p.detach().float()) for p in half.parameters()]
+    rule = OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1)
+    ours = Masters(dict(half.named_parameters()), lambda given: torch_optimizer(rule, dict(given)))
+    theirs = torch_optimizer(rule, {str(index): p for index, p in enumerate(alone)})
+    assert theirs is not None
+    for _ in range(4):
+        half(torch.randn(2, 5, dtype=torch.bfloat16)).float().square().sum().backward()
+        for weight, master in zip(half.parameters(), alone, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        ours.step()
+        theirs.step()
+        assert all(weight.grad is None for weight in half.parameters())
+    masters = [tensor for kind, tensor in ours.held() if kind == "master weights"]
+    for master, expected, weight in zip(masters, alone, half.parameters(), strict=True):
+        assert master.dtype == torch.float32
+        assert torch.equal(master, expected)
+        assert torch.equal(weight, expected.to(torch.bfloat16))
+    small = [float((m - w.float()).detach().abs().max()) for m, w in zip(masters, half.parameters(), strict=True)]
+    assert max(small) > 0, "the masters are no finer than the weights"
 
 
 def scaled_step(scaler: LossScaler, grad: float) -> tuple[Tensor, Tensor]:

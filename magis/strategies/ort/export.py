@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,10 +125,6 @@ def _without_identities(nodes: Sequence[onnx.NodeProto], outputs: set[str]) -> l
             renamed.setdefault(node.input[0], node.output[0])
     kept = [node for node in nodes if node.op_type != "Identity" or renamed.get(node.input[0]) != node.output[0]]
     for node in kept:
-        _rename(node, renamed)
+        for names in (node.input, node.output):
+            names[:] = [renamed.get(name, name) for name in names]
     return kept
-
-
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    node.input[:] = [names.get(name, name) for name in node.input]
-    node.output[:] = [names.get(name, name) for name in node.output]

@@ -162,7 +162,13 @@ def trace(captured: Captured) -> Traced:
     names = tuple(value.name or f"constant:{value.id}" for value in values)
     written = {storage for op in graph.ops for storage, _ in op.writes} - {GENERATOR}
     changed = [index for index, value in enumerate(values) if value.storage in written]
-    _check_alone([value.storage for value in values], names, changed)
+    for index in changed:
+        shared = [name for name, value in zip(names, values, strict=True) if value.storage == values[index].storage]
+        if len(shared) > 1:
+            raise UsageError(
+                f"ONNX Runtime cannot update {' and '.join(shared)} in the memory that they share",
+                hint="give each tensor memory of its own, or leave out the strategy ort",
+            )
 
     def step(*given: Tensor) -> tuple[Tensor, ...]:
         # written memory must not be that of the arguments: functionalization would write the result back
@@ -181,16 +187,6 @@ def trace(captured: Captured) -> Traced:
     returned = (*(f"output:{index}" for index in range(len(graph.outputs))), *(NEW + names[index] for index in changed))
     constants = {names[graph.inputs.index(value)]: data for value, data in graph.constants.items()}
     return Traced(module, names, returned, constants, {number: name for name, number in marks.items()})
-
-
-def _check_alone(storages: list[int], names: tuple[str, ...], changed: list[int]) -> None:
-    for index in changed:
-        shared = [name for name, storage in zip(names, storages, strict=True) if storage == storages[index]]
-        if len(shared) > 1:
-            raise UsageError(
-                f"ONNX Runtime cannot update {' and '.join(shared)} in the memory that they share",
-                hint="give each tensor memory of its own, or leave out the strategy ort",
-            )
 
 
 def _run(graph: Graph, inputs: list[Tensor], numbers: Mapping[str, float]) -> list[Tensor]:

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from magis.errors import UsageError
-from magis.strategies.ort.onnx_operators import Operator, in_float
+from magis.strategies.ort.onnx_operators import Operator, by_operator, first_of, in_float, kind_of
 from magis.strategies.ort.writer import Made, Writer, value_of
 
 
 def _product(writer: Writer, node: Node) -> Made:
-    dtype = value_of(node).dtype
-    return writer.emit("MatMul", *(writer.tensor(arg, dtype) for arg in node.args))  # type: ignore[no-any-return]
+    return writer.emit("MatMul", *(writer.tensor(arg, value_of(node).dtype) for arg in node.args))
 
 
 def _addmm(writer: Writer, node: Node) -> Made:
     bias, first, second = node.args[:3]
-    alpha, beta = (float(node.kwargs.get(key, 1)) for key in ("alpha", "beta"))  # type: ignore[arg-type]
-    dtype = value_of(node).dtype
-    names = [writer.tensor(arg, dtype) for arg in (first, second, bias)]
-    return writer.emit("Gemm", *names, alpha=alpha, beta=beta)  # type: ignore[no-any-return]
+    alpha, beta = (float(cast("float", node.kwargs.get(key, 1))) for key in ("alpha", "beta"))
+    names = [writer.tensor(arg, value_of(node).dtype) for arg in (first, second, bias)]
+    return writer.emit("Gemm", *names, alpha=alpha, beta=beta)
 
 
 def _convolution(writer: Writer, node: Node) -> Made:
     x, weight, bias, stride, padding, dilation, transposed, extra, groups = node.args
     dims = value_of(node).dim() - 2
-    names = [writer.tensor(arg) for arg in (x, weight, bias) if arg is not None]
-    return writer.emit(  # type: ignore[no-any-return]
+    return writer.emit(
         "ConvTranspose" if transposed else "Conv",
-        *names,
+        *(writer.tensor(arg) for arg in (x, weight, bias) if arg is not None),
         strides=_each(stride, dims),
         pads=_each(padding, dims) * 2,
         dilations=_each(dilation, dims),
@@ -42,27 +39,24 @@ def _convolution(writer: Writer, node: Node) -> Made:
     )
 
 
-def _each(numbers: Any, dims: int) -> list[int]:
+def _each(numbers: Any, dims: int = 2) -> list[int]:
     """One number for every dimension."""
     found = list(numbers) if isinstance(numbers, Sequence) else [numbers]
     return found * dims if len(found) == 1 else found
 
 
+def _window(kernel: Any, stride: Any, padding: Any, ceil: object) -> dict[str, Any]:
+    """ONNX's attributes of a window that is pooled."""
+    sizes = {"kernel_shape": _each(kernel), "strides": _each(stride or kernel), "pads": _each(padding) * 2}
+    return {**sizes, "ceil_mode": int(bool(ceil))}
+
+
 def _max_pool(writer: Writer, node: Node) -> Made:
     """Values, and their positions counted through the whole tensor, where torch counts within each plane."""
-    given: list[Any] = [*node.args[1:], *([], 0, 1, False)[len(node.args) - 2 :]]
-    kernel, stride, padding, dilation, ceil = given
-    made: tuple[str, str] = writer.emit(
-        "MaxPool",
-        writer.tensor(node.args[0]),
-        kernel_shape=_each(kernel, 2),
-        strides=_each(stride or kernel, 2),
-        pads=_each(padding, 2) * 2,
-        dilations=_each(dilation, 2),
-        ceil_mode=int(bool(ceil)),
-        outputs=2,
-    )
-    return made
+    given: list[Any] = [*node.args, *([], 0, 1, False)[len(node.args) - 2 :]]
+    x, kernel, stride, padding, dilation, ceil = given
+    how = _window(kernel, stride, padding, ceil)
+    return writer.emit_several("MaxPool", writer.tensor(x), **how, dilations=_each(dilation), outputs=2)
 
 
 def _max_pool_backward(writer: Writer, node: Node) -> Made:
@@ -81,54 +75,41 @@ def _average_pool(writer: Writer, node: Node) -> Made:
     x, kernel, stride, padding, ceil, count_padding, divisor = given
     if divisor is not None:
         raise UsageError("ONNX Runtime cannot run avg_pool2d with a divisor of its own", hint="leave out ort")
-    return writer.emit(  # type: ignore[no-any-return]
-        "AveragePool",
-        writer.tensor(x),
-        kernel_shape=_each(kernel, 2),
-        strides=_each(stride or kernel, 2),
-        pads=_each(padding, 2) * 2,
-        ceil_mode=int(bool(ceil)),
-        count_include_pad=int(bool(count_padding)),
-    )
+    how = _window(kernel, stride, padding, ceil)
+    return writer.emit("AveragePool", writer.tensor(x), **how, count_include_pad=int(bool(count_padding)))
 
 
 def _layer_norm(writer: Writer, node: Node) -> Made:
     """Output, mean and 1 / deviation; computed in float32, as torch's kernels do."""
-    x, shape, weight, bias, eps = node.args
+    x, sizes, weight, bias, eps = cast("Any", node.args)
     outs: Any = node.meta["val"]
-    sizes: Any = shape
     dtype = in_float(outs[0].dtype)
-    kind = str(dtype).removeprefix("torch.")
-    scale = writer.array(np.ones(sizes, dtype=kind)) if weight is None else writer.tensor(weight, dtype)
+    scale = writer.array(np.ones(sizes, dtype=kind_of(dtype))) if weight is None else writer.tensor(weight, dtype)
     names = [writer.tensor(x, dtype), scale] + ([] if bias is None else [writer.tensor(bias, dtype)])
     axis = outs[0].dim() - len(sizes)
-    made = writer.emit("LayerNormalization", *names, axis=axis, epsilon=eps, outputs=3)
+    made = writer.emit_several("LayerNormalization", *names, axis=axis, epsilon=eps, outputs=3)
     return tuple(writer.cast(each, dtype, out.dtype) for each, out in zip(made, outs, strict=True))
 
 
 def _bilinear(writer: Writer, node: Node) -> Made:
     """Interpolation is linear along each dimension: a matrix from the left, another one from the right."""
-    out, x = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
-    return _between(writer, node, x.shape, out.shape, bool(node.args[2]), transposed=False)
+    small, large = first_of(node).shape, value_of(node).shape
+    rows, columns = (_weights(small[i], large[i], bool(node.args[2])) for i in (2, 3))
+    return _between(writer, node, rows, columns.T)
 
 
 def _bilinear_backward(writer: Writer, node: Node) -> Made:
-    out, gradient = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
-    corners = bool(node.args[3])
-    return _between(writer, node, out.shape, gradient.shape, corners, transposed=True)
+    small, large = value_of(node).shape, first_of(node).shape
+    rows, columns = (_weights(small[i], large[i], bool(node.args[3])) for i in (2, 3))
+    return _between(writer, node, rows.T, columns)
 
 
-def _between(
-    writer: Writer, node: Node, small: Sequence[int], large: Sequence[int], corners: bool, *, transposed: bool
-) -> str:
-    rows, columns = (_weights(small[i], large[i], corners) for i in (2, 3))
-    left, right = (rows.T, columns) if transposed else (rows, columns.T)
+def _between(writer: Writer, node: Node, left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> str:
     dtype = value_of(node).dtype
     first, last = (
         writer.cast(writer.array(np.ascontiguousarray(each)), torch.float32, dtype) for each in (left, right)
     )
-    made: str = writer.emit("MatMul", first, writer.tensor(node.args[0], dtype))
-    return writer.emit("MatMul", made, last)  # type: ignore[no-any-return]
+    return writer.emit("MatMul", writer.emit("MatMul", first, writer.tensor(node.args[0], dtype)), last)
 
 
 def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:
@@ -140,18 +121,17 @@ def _weights(inputs: int, outputs: int, corners: bool) -> np.ndarray[Any, Any]:
     return columns
 
 
-_aten: Any = torch.ops.aten
-
-LAYERS: Mapping[Any, Operator] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
-    _aten.addmm.default: _addmm,
-    _aten.convolution.default: _convolution,
-    _aten.max_pool2d_with_indices.default: _max_pool,
-    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
-    _aten.avg_pool2d.default: _average_pool,
-    _aten.native_layer_norm.default: _layer_norm,
-    _aten.upsample_bilinear2d.default: _bilinear,
-    _aten.upsample_bilinear2d_backward.default: _bilinear_backward,
-}
+LAYERS: Mapping[Any, Operator] = by_operator(
+    {
+        "mm.default bmm.default": _product,
+        "addmm.default": _addmm,
+        "convolution.default": _convolution,
+        "max_pool2d_with_indices.default": _max_pool,
+        "max_pool2d_with_indices_backward.default": _max_pool_backward,
+        "avg_pool2d.default": _average_pool,
+        "native_layer_norm.default": _layer_norm,
+        "upsample_bilinear2d.default": _bilinear,
+        "upsample_bilinear2d_backward.default": _bilinear_backward,
+    }
+)
 """Operator -> what writes it."""

@@ -1,23 +1,35 @@
 """What each ATen operator of a traced step is in ONNX (operator set 20), one function or row each.
 
-Written out here, since torch.onnx.export traces and decomposes the step twice more: 18 to 32 seconds for the small
-networks, which this takes a fraction of a second for (docs/strategies.md).
+Written out here, since torch.onnx.export loses what a step writes in place, and gets gradients wrong
+(docs/strategies.md).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.fx import Node
 
+from magis.ops.call import resolve
 from magis.strategies.ort.writer import ELEMENT, Fill, Made, Writer, value_of
 
 Operator = Callable[[Writer, Node], Made]
 """Writes the ONNX form of one FX node."""
+
+
+def by_operator(forms: Mapping[str, Operator]) -> dict[Any, Operator]:
+    """ATen operator -> its form, from rows of several operators' names."""
+    return {resolve(f"aten.{name}"): form for names, form in forms.items() for name in names.split()}
+
+
+def first_of(node: Node) -> Tensor:
+    """The fake tensor of the first argument."""
+    return value_of(cast("Node", node.args[0]))
 
 
 def _dims(node: Node, at: int, rank: int) -> list[int]:
@@ -31,23 +43,24 @@ def _arg(node: Node, at: int, name: str, default: Any = None) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, default)
 
 
-def _elementwise(kind: str) -> Operator:
+def kind_of(dtype: torch.dtype) -> str:
+    """The name of a data type, as numpy says it."""
+    return str(dtype).removeprefix("torch.")
+
+
+# Element by element.
+
+
+def _elementwise(kind: str, whole_numbers: str = "") -> Operator:
+    """``whole_numbers``: the form for their bits, where ``kind`` is for booleans (what else is not zero is True)."""
+
     def write(writer: Writer, node: Node) -> Made:
         out = value_of(node)
         names = writer.operands(node.args, [out.dtype] * len(node.args), out.shape)
         if "alpha" in node.kwargs:
             factor: Any = node.kwargs["alpha"]
             names[1] = writer.emit("Mul", names[1], writer.number(float(factor), out.dtype))
-        made: str = writer.emit(kind, *names)
-        return made
-
-    return write
-
-
-def _unary(kind: str) -> Operator:
-    def write(writer: Writer, node: Node) -> Made:
-        made: str = writer.emit(kind, writer.tensor(node.args[0], value_of(node).dtype))
-        return made
+        return writer.emit(whole_numbers if whole_numbers and out.dtype != torch.bool else kind, *names)
 
     return write
 
@@ -58,28 +71,41 @@ def _compared(kind: str, *, negated: bool = False) -> Operator:
         dtype = torch.result_type(kinds[0], kinds[1])
         if dtype == torch.bool and kind != "Equal":
             dtype = torch.uint8
-        made: str = writer.emit(kind, *writer.operands(node.args, [dtype] * 2, value_of(node).shape))
+        made = writer.emit(kind, *writer.operands(node.args, [dtype] * 2, value_of(node).shape))
         return writer.emit("Not", made) if negated else made
 
     return write
 
 
-def _logical(kind: str, whole_numbers: str) -> Operator:
-    """``kind`` for booleans (what else is not zero counts as True), ``whole_numbers`` for bits."""
+def _rsqrt(writer: Writer, node: Node) -> Made:
+    return writer.emit("Reciprocal", writer.emit("Sqrt", writer.tensor(node.args[0])))
 
-    def write(writer: Writer, node: Node) -> Made:
-        out = value_of(node)
-        names = writer.operands(node.args, [out.dtype] * len(node.args), out.shape)
-        made: str = writer.emit(kind if out.dtype == torch.bool else whole_numbers, *names)
-        return made
 
-    return write
+def _where(writer: Writer, node: Node) -> Made:
+    out = value_of(node)
+    return writer.emit("Where", *writer.operands(node.args, [torch.bool, out.dtype, out.dtype], out.shape))
+
+
+def _clamp(writer: Writer, node: Node) -> Made:
+    out = value_of(node)
+    name = writer.tensor(node.args[0], out.dtype)
+    for kind, bound in (("Max", _arg(node, 1, "min")), ("Min", _arg(node, 2, "max"))):
+        if bound is not None:
+            name = writer.emit(kind, name, writer.tensor(bound, out.dtype))
+    return name
+
+
+def _gelu(writer: Writer, node: Node) -> Made:
+    return writer.emit("Gelu", writer.tensor(node.args[0]), approximate=_arg(node, 1, "approximate", "none"))
+
+
+# Tensors out of nothing, and copies.
 
 
 def _same(writer: Writer, node: Node) -> Made:
     """The tensor itself: nothing is ever written to it."""
     arg = node.args[0]
-    return writer.found(arg) if isinstance(arg, Node) else Fill(arg)  # type: ignore[arg-type]
+    return writer.found(arg) if isinstance(arg, Node) else Fill(cast("float", arg))
 
 
 def _to_copy(writer: Writer, node: Node) -> Made:
@@ -95,10 +121,7 @@ def _copy(writer: Writer, node: Node) -> Made:
 
 
 def _fill(position: int) -> Operator:
-    def write(_writer: Writer, node: Node) -> Made:
-        return Fill(node.args[position])  # type: ignore[arg-type]  # a number, by the operator's schema
-
-    return write
+    return lambda _writer, node: Fill(cast("float", node.args[position]))
 
 
 def _zeros(_writer: Writer, _node: Node) -> Made:
@@ -108,44 +131,47 @@ def _zeros(_writer: Writer, _node: Node) -> Made:
 
 def _arange(writer: Writer, node: Node) -> Made:
     ends: Any = node.args
-    kind = str(value_of(node).dtype).removeprefix("torch.")
-    return writer.array(np.arange(*ends).astype(kind))
+    return writer.array(np.arange(*ends).astype(kind_of(value_of(node).dtype)))
+
+
+def _drawn(writer: Writer, out: Tensor) -> str:
+    """Numbers of ONNX Runtime's own generator, uniform between 0 and 1, in float32."""
+    made = writer.emit("RandomUniform", shape=list(out.shape) or [1], dtype=ELEMENT[torch.float32])
+    return made if out.dim() else writer.emit("Reshape", made, writer.ints([]))
 
 
 def _random(writer: Writer, node: Node) -> Made:
-    """Numbers of ONNX Runtime's own generator, uniform between 0 and 1."""
     out = value_of(node)
-    shape = list(out.shape) or [1]
-    made: str = writer.emit("RandomUniform", shape=shape, dtype=ELEMENT[torch.float32])
-    if not out.dim():
-        made = writer.emit("Reshape", made, writer.ints([]))
-    return writer.cast(made, torch.float32, out.dtype)
+    return writer.cast(_drawn(writer, out), torch.float32, out.dtype)
 
 
 def _bernoulli(writer: Writer, node: Node) -> Made:
     out = value_of(node)
-    shape = list(out.shape) or [1]
-    drawn = writer.emit("RandomUniform", shape=shape, dtype=ELEMENT[torch.float32])
-    chosen = writer.emit("Less", drawn, writer.number(float(node.args[1]), torch.float32))  # type: ignore[arg-type]
-    return writer.cast(chosen, torch.bool, out.dtype)
+    chance = writer.number(float(cast("float", node.args[1])), torch.float32)
+    return writer.cast(writer.emit("Less", _drawn(writer, out), chance), torch.bool, out.dtype)
 
 
-def _view(writer: Writer, node: Node) -> Made:
-    made = _same(writer, node)
-    if isinstance(made, Fill):
-        return made
-    return writer.emit("Reshape", writer.tensor(node.args[0]), writer.ints(value_of(node).shape))  # type: ignore[no-any-return]
+# Elements in other places.
 
 
-def _expand(writer: Writer, node: Node) -> Made:
-    made = _same(writer, node)
-    if isinstance(made, Fill):
-        return made
-    return writer.emit("Expand", writer.tensor(node.args[0]), writer.ints(value_of(node).shape))  # type: ignore[no-any-return]
+def _moved(form: Operator) -> Operator:
+    """The form of an operator that moves elements: those of a fill are everywhere already."""
+
+    def write(writer: Writer, node: Node) -> Made:
+        made = _same(writer, node)
+        return made if isinstance(made, Fill) else form(writer, node)
+
+    return write
+
+
+def _shaped(kind: str) -> Operator:
+    return _moved(
+        lambda writer, node: writer.emit(kind, writer.tensor(node.args[0]), writer.ints(value_of(node).shape))
+    )
 
 
 def _permute(writer: Writer, node: Node) -> Made:
-    made, rank = _same(writer, node), value_of(node).dim()
+    rank = value_of(node).dim()
     order = list(range(rank))
     if len(node.args) == 3:  # transpose
         given: Any = node.args[1:]
@@ -153,60 +179,56 @@ def _permute(writer: Writer, node: Node) -> Made:
         order[first], order[second] = second, first
     else:
         order = _dims(node, 1, rank) if len(node.args) == 2 else order[::-1]
-    return made if isinstance(made, Fill) else writer.emit("Transpose", writer.tensor(node.args[0]), perm=order)
+    return writer.emit("Transpose", writer.tensor(node.args[0]), perm=order)
 
 
 def _select(writer: Writer, node: Node) -> Made:
-    made = _same(writer, node)
-    if isinstance(made, Fill):
-        return made
-    like = value_of(node.args[0])  # type: ignore[arg-type]  # a tensor, by the operator's schema
-    dim = int(node.args[1]) % like.dim()  # type: ignore[arg-type]
-    index = int(node.args[2]) % like.shape[dim]  # type: ignore[arg-type]
-    position = writer.array(np.array(index, dtype=np.int64))
-    return writer.emit("Gather", writer.tensor(node.args[0]), position, axis=dim)  # type: ignore[no-any-return]
+    shape, (x, at, index) = first_of(node).shape, cast("Any", node.args)
+    dim = at % len(shape)
+    position = writer.array(np.array(index % shape[dim], dtype=np.int64))
+    return writer.emit("Gather", writer.tensor(x), position, axis=dim)
 
 
 def _slice(writer: Writer, node: Node) -> Made:
-    made = _same(writer, node)
-    like = value_of(node.args[0])  # type: ignore[arg-type]
-    dim = _arg(node, 1, "dim", 0) % like.dim()
+    shape = first_of(node).shape
+    dim = _arg(node, 1, "dim", 0) % len(shape)
     start, end, step = _arg(node, 2, "start"), _arg(node, 3, "end"), _arg(node, 4, "step", 1)
-    if isinstance(made, Fill) or tuple(like.shape) == tuple(value_of(node).shape):
-        return made
-    numbers = (start or 0, like.shape[dim] if end is None else end, dim, step)
-    return writer.emit("Slice", writer.tensor(node.args[0]), *(writer.ints([number]) for number in numbers))  # type: ignore[no-any-return]
+    if shape == value_of(node).shape:
+        return _same(writer, node)
+    numbers = (start or 0, shape[dim] if end is None else end, dim, step)
+    return writer.emit("Slice", writer.tensor(node.args[0]), *(writer.ints([number]) for number in numbers))
 
 
 def _split(writer: Writer, node: Node) -> Made:
     parts = node.meta["val"]
     dim = _arg(node, 2, "dim", 0) % parts[0].dim()
     lengths = writer.ints(part.shape[dim] for part in parts)
-    made = writer.emit("Split", writer.tensor(node.args[0]), lengths, axis=dim, outputs=len(parts))
-    return (made,) if isinstance(made, str) else tuple(made)
+    return writer.emit_several("Split", writer.tensor(node.args[0]), lengths, axis=dim, outputs=len(parts))
 
 
 def _getitem(writer: Writer, node: Node) -> Made:
-    made = _same(writer, node)
-    return made[node.args[1]]  # type: ignore[index]  # of an operator with several results
+    made: Any = _same(writer, node)  # of an operator with several results
+    return cast("Made", made[node.args[1]])
 
 
 def _cat(writer: Writer, node: Node) -> Made:
-    out = value_of(node)
-    parts = [part for part in node.args[0] if value_of(part).numel()]  # type: ignore[union-attr, arg-type]
-    names = [writer.tensor(part, out.dtype) for part in parts]
-    return writer.emit("Concat", *names, axis=_arg(node, 1, "dim", 0) % out.dim())  # type: ignore[no-any-return]
+    out, given = value_of(node), cast("Sequence[Node]", node.args[0])
+    names = [writer.tensor(part, out.dtype) for part in given if value_of(part).numel()]
+    return writer.emit("Concat", *names, axis=_arg(node, 1, "dim", 0) % out.dim())
+
+
+# Reductions and indices.
 
 
 def _reduced(kind: str) -> Operator:
     def write(writer: Writer, node: Node) -> Made:
-        out, like = value_of(node), value_of(node.args[0])  # type: ignore[arg-type]
-        if not like.dim():
-            return writer.tensor(node.args[0], out.dtype)
-        name = writer.tensor(node.args[0], out.dtype)
-        axes = writer.ints(_dims(node, 1, like.dim()))
-        made: str = writer.emit(kind, name, axes, keepdims=int(bool(_arg(node, 2, "keepdim", False))))
-        return made
+        rank = first_of(node).dim()
+        name = writer.tensor(node.args[0], value_of(node).dtype)
+        if not rank:
+            return name
+        return writer.emit(
+            kind, name, writer.ints(_dims(node, 1, rank)), keepdims=int(bool(_arg(node, 2, "keepdim", False)))
+        )
 
     return write
 
@@ -214,30 +236,9 @@ def _reduced(kind: str) -> Operator:
 def _along(kind: str) -> Operator:
     def write(writer: Writer, node: Node) -> Made:
         out = value_of(node)
-        made: str = writer.emit(kind, writer.tensor(node.args[0], out.dtype), axis=_dims(node, 1, out.dim() or 1)[0])
-        return made
+        return writer.emit(kind, writer.tensor(node.args[0], out.dtype), axis=_dims(node, 1, out.dim() or 1)[0])
 
     return write
-
-
-def _where(writer: Writer, node: Node) -> Made:
-    out = value_of(node)
-    names = writer.operands(node.args, [torch.bool, out.dtype, out.dtype], out.shape)
-    return writer.emit("Where", *names)  # type: ignore[no-any-return]
-
-
-def _clamp(writer: Writer, node: Node) -> Made:
-    out = value_of(node)
-    name = writer.tensor(node.args[0], out.dtype)
-    for kind, bound in (("Max", _arg(node, 1, "min")), ("Min", _arg(node, 2, "max"))):
-        if bound is not None:
-            name = writer.emit(kind, name, writer.tensor(bound, out.dtype))
-    return name
-
-
-def _gelu(writer: Writer, node: Node) -> Made:
-    kind = _arg(node, 1, "approximate", "none")
-    return writer.emit("Gelu", writer.tensor(node.args[0]), approximate=kind)  # type: ignore[no-any-return]
 
 
 def in_float(dtype: torch.dtype) -> torch.dtype:
@@ -245,7 +246,7 @@ def in_float(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _one_hot_sums(writer: Writer, node: Node) -> Made:
+def _index_put(writer: Writer, node: Node) -> Made:
     """index_put(x, [index], values, accumulate): rows of x, where index names them."""
     given: Any = node.args[1]
     mode = "add" if _arg(node, 3, "accumulate", False) else "none"
@@ -259,113 +260,83 @@ def _one_hot_sums(writer: Writer, node: Node) -> Made:
 
 
 def _embedding(writer: Writer, node: Node) -> Made:
-    return writer.emit("Gather", *(writer.tensor(arg) for arg in node.args[:2]), axis=0)  # type: ignore[no-any-return]
+    return writer.emit("Gather", *(writer.tensor(arg) for arg in node.args[:2]), axis=0)
 
 
 def _gather(writer: Writer, node: Node) -> Made:
-    names = [writer.tensor(node.args[0]), writer.tensor(node.args[2])]
-    return writer.emit("GatherElements", *names, axis=node.args[1])  # type: ignore[no-any-return]
+    return writer.emit("GatherElements", writer.tensor(node.args[0]), writer.tensor(node.args[2]), axis=node.args[1])
 
 
 def _scatter(writer: Writer, node: Node) -> Made:
-    out, index = value_of(node), node.args[2]
-    source = writer.tensor(node.args[3], out.dtype)
-    if not isinstance(node.args[3], Node):
-        source = writer.emit("Expand", source, writer.ints(value_of(index).shape))  # type: ignore[arg-type]
-    names = [writer.tensor(node.args[0]), writer.tensor(index), source]
-    return writer.emit("ScatterElements", *names, axis=node.args[1])  # type: ignore[no-any-return]
+    x, dim, index, given = cast("Any", node.args)
+    source = writer.tensor(given, value_of(node).dtype)
+    if not isinstance(given, Node):
+        source = writer.emit("Expand", source, writer.ints(value_of(index).shape))
+    return writer.emit("ScatterElements", writer.tensor(x), writer.tensor(index), source, axis=dim)
 
 
-_aten: Any = torch.ops.aten
-
-OPERATORS: Mapping[Any, Operator] = {
-    _aten.add.Tensor: _elementwise("Add"),
-    _aten.add.Scalar: _elementwise("Add"),
-    _aten.sub.Tensor: _elementwise("Sub"),
-    _aten.sub.Scalar: _elementwise("Sub"),
-    _aten.mul.Tensor: _elementwise("Mul"),
-    _aten.mul.Scalar: _elementwise("Mul"),
-    _aten.div.Tensor: _elementwise("Div"),
-    _aten.div.Scalar: _elementwise("Div"),
-    _aten.pow.Tensor_Scalar: _elementwise("Pow"),
-    _aten.pow.Tensor_Tensor: _elementwise("Pow"),
-    _aten.maximum.default: _elementwise("Max"),
-    _aten.minimum.default: _elementwise("Min"),
-    _aten.neg.default: _unary("Neg"),
-    _aten.abs.default: _unary("Abs"),
-    _aten.sqrt.default: _unary("Sqrt"),
-    _aten.exp.default: _unary("Exp"),
-    _aten.log.default: _unary("Log"),
-    _aten.erf.default: _unary("Erf"),
-    _aten.sin.default: _unary("Sin"),
-    _aten.cos.default: _unary("Cos"),
-    _aten.tanh.default: _unary("Tanh"),
-    _aten.relu.default: _unary("Relu"),
-    _aten.sigmoid.default: _unary("Sigmoid"),
-    _aten.reciprocal.default: _unary("Reciprocal"),
-    _aten.rsqrt.default: lambda w, n: w.emit("Reciprocal", w.emit("Sqrt", w.tensor(n.args[0]))),
-    _aten.eq.Scalar: _compared("Equal"),
-    _aten.eq.Tensor: _compared("Equal"),
-    _aten.ne.Scalar: _compared("Equal", negated=True),
-    _aten.ne.Tensor: _compared("Equal", negated=True),
-    _aten.lt.Scalar: _compared("Less"),
-    _aten.lt.Tensor: _compared("Less"),
-    _aten.le.Scalar: _compared("LessOrEqual"),
-    _aten.le.Tensor: _compared("LessOrEqual"),
-    _aten.gt.Scalar: _compared("Greater"),
-    _aten.gt.Tensor: _compared("Greater"),
-    _aten.ge.Scalar: _compared("GreaterOrEqual"),
-    _aten.ge.Tensor: _compared("GreaterOrEqual"),
-    _aten.logical_and.default: _logical("And", "And"),
-    _aten.logical_or.default: _logical("Or", "Or"),
-    _aten.logical_not.default: _logical("Not", "Not"),
-    _aten.bitwise_and.Tensor: _logical("And", "BitwiseAnd"),
-    _aten.bitwise_or.Tensor: _logical("Or", "BitwiseOr"),
-    _aten.bitwise_not.default: _logical("Not", "BitwiseNot"),
-    _aten.where.self: _where,
-    _aten.clamp.default: _clamp,
-    _aten.gelu.default: _gelu,
-    _aten.clone.default: _same,
-    _aten.alias.default: _same,
-    _aten.detach.default: _same,
-    _aten.lift_fresh_copy.default: _same,
-    _aten.copy.default: _copy,
-    _aten._to_copy.default: _to_copy,
-    _aten.full.default: _fill(1),
-    _aten.full_like.default: _fill(1),
-    _aten.scalar_tensor.default: _fill(0),
-    _aten.empty.memory_format: _zeros,
-    _aten.empty_permuted.default: _zeros,
-    _aten.arange.start_step: _arange,
-    _aten.rand.default: _random,
-    _aten.rand_like.default: _random,
-    _aten.bernoulli.p: _bernoulli,
-    _aten.view.default: _view,
-    _aten.reshape.default: _view,
-    _aten.unsqueeze.default: _view,
-    _aten.squeeze.dims: _view,
-    _aten.squeeze.dim: _view,
-    _aten.expand.default: _expand,
-    _aten.permute.default: _permute,
-    _aten.transpose.int: _permute,
-    _aten.t.default: _permute,
-    _aten.select.int: _select,
-    _aten.slice.Tensor: _slice,
-    _aten.split_with_sizes.default: _split,
-    operator.getitem: _getitem,
-    _aten.cat.default: _cat,
-    _aten.sum.dim_IntList: _reduced("ReduceSum"),
-    _aten.sum.default: _reduced("ReduceSum"),
-    _aten.mean.dim: _reduced("ReduceMean"),
-    _aten.mean.default: _reduced("ReduceMean"),
-    _aten.amax.default: _reduced("ReduceMax"),
-    _aten.amin.default: _reduced("ReduceMin"),
-    _aten._softmax.default: _along("Softmax"),
-    _aten._log_softmax.default: _along("LogSoftmax"),
-    _aten.embedding.default: _embedding,
-    _aten.gather.default: _gather,
-    _aten.scatter.value: _scatter,
-    _aten.scatter.src: _scatter,
-    _aten.index_put.default: _one_hot_sums,
+_ELEMENTWISE = {
+    "Add": "add.Tensor add.Scalar",
+    "Sub": "sub.Tensor sub.Scalar",
+    "Mul": "mul.Tensor mul.Scalar",
+    "Div": "div.Tensor div.Scalar",
+    "Pow": "pow.Tensor_Scalar pow.Tensor_Tensor",
+    "Max": "maximum.default",
+    "Min": "minimum.default",
+    "Neg": "neg.default",
+    "Abs": "abs.default",
+    "Sqrt": "sqrt.default",
+    "Exp": "exp.default",
+    "Log": "log.default",
+    "Erf": "erf.default",
+    "Sin": "sin.default",
+    "Cos": "cos.default",
+    "Tanh": "tanh.default",
+    "Relu": "relu.default",
+    "Sigmoid": "sigmoid.default",
+    "Reciprocal": "reciprocal.default",
 }
+_FORMS: Mapping[str, Operator] = {
+    **{names: _elementwise(kind) for kind, names in _ELEMENTWISE.items()},
+    "logical_and.default bitwise_and.Tensor": _elementwise("And", "BitwiseAnd"),
+    "logical_or.default bitwise_or.Tensor": _elementwise("Or", "BitwiseOr"),
+    "logical_not.default bitwise_not.default": _elementwise("Not", "BitwiseNot"),
+    "eq.Scalar eq.Tensor": _compared("Equal"),
+    "ne.Scalar ne.Tensor": _compared("Equal", negated=True),
+    "lt.Scalar lt.Tensor": _compared("Less"),
+    "le.Scalar le.Tensor": _compared("LessOrEqual"),
+    "gt.Scalar gt.Tensor": _compared("Greater"),
+    "ge.Scalar ge.Tensor": _compared("GreaterOrEqual"),
+    "rsqrt.default": _rsqrt,
+    "where.self": _where,
+    "clamp.default": _clamp,
+    "gelu.default": _gelu,
+    "clone.default alias.default detach.default lift_fresh_copy.default": _same,
+    "copy.default": _copy,
+    "_to_copy.default": _to_copy,
+    "full.default full_like.default": _fill(1),
+    "scalar_tensor.default": _fill(0),
+    "empty.memory_format empty_permuted.default": _zeros,
+    "arange.start_step": _arange,
+    "rand.default rand_like.default": _random,
+    "bernoulli.p": _bernoulli,
+    "view.default reshape.default unsqueeze.default squeeze.dims squeeze.dim": _shaped("Reshape"),
+    "expand.default": _shaped("Expand"),
+    "permute.default transpose.int t.default": _moved(_permute),
+    "select.int": _moved(_select),
+    "slice.Tensor": _moved(_slice),
+    "split_with_sizes.default": _split,
+    "cat.default": _cat,
+    "sum.dim_IntList sum.default": _reduced("ReduceSum"),
+    "mean.dim mean.default": _reduced("ReduceMean"),
+    "amax.default": _reduced("ReduceMax"),
+    "amin.default": _reduced("ReduceMin"),
+    "_softmax.default": _along("Softmax"),
+    "_log_softmax.default": _along("LogSoftmax"),
+    "embedding.default": _embedding,
+    "gather.default": _gather,
+    "scatter.value scatter.src": _scatter,
+    "index_put.default": _index_put,
+}
+OPERATORS: Mapping[Any, Operator] = {operator.getitem: _getitem, **by_operator(_FORMS)}
 """Operator -> what writes it; those of layers are in `layers`."""

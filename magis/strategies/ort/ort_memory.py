@@ -265,26 +265,22 @@ def measured_memory(exported: Exported, *, optimized: bool, name: str) -> Memory
     return Memory(tensor_bytes=always + tensors, peak_bytes=always + peak, reserved_bytes=always + held)
 
 
-def predicted_memory(exported: Exported, *, optimized: bool, name: str) -> Memory:
-    """Peak bytes of tensors without running anything: ONNX Runtime loads and optimizes the graph, and its allocation
-    planner is replayed over that. The tensors may have been fake."""
+def predicted_memory(exported: Exported, *, optimized: bool, name: str) -> tuple[Memory, tuple[Term, ...]]:
+    """Peak bytes of tensors, and the terms that they consist of, without running anything: ONNX Runtime loads and
+    optimizes the graph, and its allocation planner is replayed over that. The tensors may have been fake."""
     peak = persistent_bytes(exported) + planned_peak(_as_run(exported.model, optimized, name))
-    return Memory(tensor_bytes=peak, peak_bytes=peak)
-
-
-def terms(exported: Exported, predicted: Memory) -> tuple[Term, ...]:
-    """What a predicted peak consists of; they sum up to it."""
     groups: dict[str, int] = {}
     for port in exported.inputs:
         kind = port.name.partition(":")[0]
         groups[kind] = groups.get(kind, 0) + port.nbytes
     made = sum(port.nbytes for port in exported.outputs) + 4 * len(exported.scalars)
-    rest = predicted.peak_bytes - sum(groups.values()) - made
-    return (
+    rest = peak - sum(groups.values()) - made
+    terms = (
         *(Term(kind, nbytes) for kind, nbytes in groups.items()),
         Term("outputs", made, "new weights and state are written beside the old ones"),
         Term("tensors of the step", rest, PREDICTED),
     )
+    return Memory(tensor_bytes=peak, peak_bytes=peak), terms
 
 
 def _as_run(model: onnx.ModelProto, optimized: bool, name: str) -> onnx.ModelProto:

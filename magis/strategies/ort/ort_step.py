@@ -14,7 +14,6 @@ from torch._subclasses import FakeTensor
 from magis.capture import Workload
 from magis.capture.captured import Captured, capture
 from magis.errors import UsageError
-from magis.results import Memory, Term
 
 if TYPE_CHECKING:
     from magis.strategies.ort.export import Exported
@@ -64,21 +63,6 @@ def make_ort_step(work: Workload, exported: Exported, *, optimized: bool = True)
     batch.update((f"target:{index}", tensor) for index, tensor in enumerate(work.targets))
     rule = replace(work.optimizer, kind="none") if exported.inference else work.optimizer
     return OrtStep(exported, work.module, batch, rule, optimized=optimized, name=work.name)
-
-
-def ort_memory(exported: Exported, name: str, *, optimized: bool = True) -> Memory:
-    """Measured bytes of a step (`memory.measured_memory`); ``name`` is the model's, for errors."""
-    from magis.strategies.ort.ort_memory import measured_memory
-
-    return measured_memory(exported, optimized=optimized, name=name)
-
-
-def ort_predicted(exported: Exported, name: str, *, optimized: bool = True) -> tuple[Memory, tuple[Term, ...]]:
-    """Predicted bytes of a step, and the terms that they consist of; nothing is run."""
-    from magis.strategies.ort.ort_memory import predicted_memory, terms
-
-    memory = predicted_memory(exported, optimized=optimized, name=name)
-    return memory, terms(exported, memory)
 
 
 def _captured(work: Workload, autocast: str | None, inference: bool) -> Captured:

@@ -55,12 +55,16 @@ class Writer:
         self._casts: dict[tuple[str, int], str] = {}
         self._numbers = itertools.count()
 
-    def emit(self, kind: str, *inputs: str, outputs: int = 1, **attributes: Any) -> Any:
-        """One ONNX operator; the name of its output, a tuple of names where there are several."""
+    def emit(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        """One ONNX operator; the name of its output."""
+        return self.emit_several(kind, *inputs, outputs=1, **attributes)[0]
+
+    def emit_several(self, kind: str, *inputs: str, outputs: int, **attributes: Any) -> tuple[str, ...]:
+        """One ONNX operator with so many outputs; their names."""
         names = tuple(f"v{next(self._numbers)}" for _ in range(outputs))
         given = {key: value for key, value in attributes.items() if value is not None}
         self.nodes.append(helper.make_node(kind, inputs, names, **given))
-        return names[0] if outputs == 1 else names
+        return names
 
     def keep(self, node: Node, made: Made) -> None:
         """What an FX node became."""
