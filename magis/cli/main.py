@@ -111,7 +111,10 @@ def _fit(asked: argparse.Namespace) -> int:
         raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
     from magis import api
 
-    amounts = {"most": _whole("--most", asked.most), "precision": _number("--precision", asked.precision)}
+    amounts: dict[str, Any] = {
+        "most": _whole("--most", asked.most),
+        "precision": _number("--precision", asked.precision),
+    }
     found = api.fit(
         models[0],
         memory_limit=limit,

@@ -159,8 +159,9 @@ def gpt_neo(
     vocab_size: int = 50257,
 ) -> Built:
     """GPT-Neo over [batch_size, seq_len] tokens; the defaults are GPT-Neo-1.3B."""
-    sizes = {"vocab_size": vocab_size, "max_positions": seq_len}
-    config = decoders.GptNeoConfig(batch_size, seq_len, layers, width, heads, **sizes)
+    config = decoders.GptNeoConfig(
+        batch_size, seq_len, layers, width, heads, vocab_size=vocab_size, max_positions=seq_len
+    )
     return _describe("gpt_neo", decoders.gpt_neo, config, "token logits")
 
 

@@ -116,21 +116,17 @@ class Partitioner(CustomPartitionerFn):
 
     options: Options
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], *, num_fwd_outputs: int, **further: Any
-    ) -> Halves:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
         """Forward and backward of a joint graph; as inductor splits it, with a warning, where it cannot be planned."""
-        found = _planned(
-            gm,
-            num_fwd_outputs,
-            self.options,
-            lambda captured, planned: _halves(gm, kept_nodes(captured, planned), num_fwd_outputs),
-        )
+        count: int = further["num_fwd_outputs"]
+
+        def split(captured: Joint, planned: Graph) -> Halves:
+            return _halves(gm, kept_nodes(captured, planned), count)
+
+        found = _planned(gm, count, self.options, split)
         if found is not None:
             return found
-        forward, backward = partitioners.min_cut_rematerialization_partition(
-            gm, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further
-        )
+        forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **further)
         return forward, backward
 
     def uuid(self) -> None:
