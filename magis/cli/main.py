@@ -111,7 +111,7 @@ def _fit(asked: argparse.Namespace) -> int:
         raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
     from magis import api
 
-    amounts: dict[str, Any] = {
+    given: dict[str, Any] = {
         "most": _whole("--most", asked.most),
         "precision": _number("--precision", asked.precision),
     }
@@ -127,7 +127,7 @@ def _fit(asked: argparse.Namespace) -> int:
         budget=_whole("--budget", asked.budget),
         run=asked.measured,
         progress=_tell,
-        **{name: amount for name, amount in amounts.items() if amount is not None},  # the others have defaults
+        **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
     )
     for line in _table(found):
         print(line)  # noqa: T201
