@@ -196,14 +196,14 @@ def _turned(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -
     turn = Op(0, TURN, (tuple(Ref(value) for value in taken),), (), tangents, many=True, reads=tuple(met))
     made = {graph.values[value].storage for value in tangents}
     phases = [*((op, "forward") for op in first), *((op, "backward") for op in (turn, *rest))]
-    storages = {
+    known = {
         key: Storage(key, storage.nbytes, "temporary") if key in made else storage
         for key, storage in graph.storages.items()
     }
     return replace(
         graph,
         ops=tuple(replace(op, id=number, phase=phase) for number, (op, phase) in enumerate(phases)),
-        storages=storages,
+        storages=known,
         inputs=tuple(value for value in graph.inputs if value not in tangents),
     )
 
