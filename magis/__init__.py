@@ -2,7 +2,7 @@
 
 The public names live in the modules listed below and are loaded on first use, so that `import magis` costs
 nothing: it imports neither torch nor numpy nor any other module of this package. To export one more name, add
-it to `_EXPORTS`, to `__all__` and to the `TYPE_CHECKING` block.
+a row to `_EXPORTS`, the name to `__all__` and an import to the `TYPE_CHECKING` block.
 """
 
 from __future__ import annotations
@@ -42,20 +42,32 @@ __all__ = [
     "run_case",
 ]
 
-# public names by the module that they are loaded from
+# public name -> the module that defines it
 _EXPORTS = {
-    "magis.api": ("Bench", "OptimizerSpec", "Workload", "estimate", "fit", "pareto", "peak", "run_case"),
-    "magis.errors": ("BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError"),
-    "magis.frontends.checkpointing.choose": ("checkpoint_policy",),
-    "magis.frontends.checkpointing.policy": ("RegionPolicies",),
-    "magis.frontends.optimize": ("OptimizedStep", "optimize"),
-    "magis.report": ("read_results",),
+    "BaselineError": "magis.errors",
+    "Bench": "magis.api",
+    "CaptureError": "magis.errors",
+    "MagisError": "magis.errors",
+    "OptimizedStep": "magis.frontends.optimize",
+    "OptimizerSpec": "magis.api",
+    "RegionPolicies": "magis.frontends.checkpointing.policy",
+    "UsageError": "magis.errors",
+    "VerifyError": "magis.errors",
+    "Workload": "magis.api",
+    "checkpoint_policy": "magis.frontends.checkpointing.choose",
+    "estimate": "magis.api",
+    "fit": "magis.api",
+    "optimize": "magis.frontends.optimize",
+    "pareto": "magis.api",
+    "peak": "magis.api",
+    "read_results": "magis.report",
+    "run_case": "magis.api",
 }
 
 
 def __getattr__(name: str) -> object:
     """Load a public name from its module on first use; AttributeError for any other name."""
-    module = next((module for module, names in _EXPORTS.items() if name in names), None)
+    module = _EXPORTS.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
     return getattr(import_module(module), name)
