@@ -7,10 +7,9 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__
-from magis.cli.estimate import add_estimate
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
@@ -20,9 +19,66 @@ from magis.report.merge_results import case_name, merge_results
 from magis.units import format_bytes, format_milliseconds, parse_bytes
 
 if TYPE_CHECKING:
-    from magis.frontends.profiling import Recording
-if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
+    from magis.frontends.profiling import Recording
+
+USAGE_ERROR = 4
+"""pytest's exit code for wrong input."""
+FAILED, INTERRUPTED = 1, 130
+
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"  # noqa: SLF001 (argparse has no other name for it)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what argparse would print over several lines."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, hint=f"see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. Arguments are those of the process unless they are given."""
+    parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
+    parser.add_argument("--version", action="version", version=f"magis {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_profile, _add_merge, _add_fit, _add_estimate):
+        add(commands)
+    try:
+        asked = parser.parse_args(arguments)
+        before_torch()
+        return int(asked.run(asked))
+    except UsageError as error:
+        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
+        return USAGE_ERROR
+    except MagisError as error:
+        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return INTERRUPTED
+
+
+# What several commands share.
+
+
+def _look_here() -> None:
+    """Find factories where the command is given, as with `python -m`."""
+    sys.path.insert(0, str(Path.cwd()))
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _add_model(commands: Commands, name: str, text: str, description: str) -> argparse.ArgumentParser:
+    """Add a command on one model."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=description)
+    parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
+    parser.add_argument("--device", metavar="NAME", help="as --magis-device")
+    parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
+    parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
+    return parser
+
 
 # `magis fit`: the largest batch, or sequence, that fits a memory limit: in eager mode, and optimized.
 
@@ -34,14 +90,9 @@ NOTHING_FITS = 1
 HEADER = ("strategy", "size", "peak", "measured", "step", "latency ratio")
 
 
-def add_fit(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
-    parser = commands.add_parser("fit", help="the largest batch that fits a memory limit", description=FIT_DESCRIPTION)
-    parser.add_argument("model", metavar="MODEL", help="package.module:factory, or a registered name")
+def _add_fit(commands: Commands) -> None:
+    parser = _add_model(commands, "fit", "the largest batch that fits a memory limit", FIT_DESCRIPTION)
     parser.add_argument("--memory-limit", metavar="BYTES", required=True, help='such as "8 GiB"')
-    parser.add_argument("--device", metavar="NAME", help="as --magis-device")
-    parser.add_argument("--preset", metavar="NAME", help="as --magis-preset, of registered names")
-    parser.add_argument("--dtype", metavar="NAME", help="as --magis-dtype")
     parser.add_argument("--dim", metavar="N", help="the dimension of the batch to vary (default: 0)")
     parser.add_argument("--keyword", metavar="NAME", help="vary this keyword of the factory instead")
     parser.add_argument("--latency-ratio", metavar="R", help="the most that the optimized step may take, times eager's")
@@ -53,13 +104,17 @@ def add_fit(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _fit(asked: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path.cwd()))  # a factory may lie where the command is given, as with `python -m`
+    _look_here()
     limit = parse_bytes(asked.memory_limit)
     models = resolve([asked.model])
     if len(models) != 1:
         raise UsageError(f"{asked.model!r} are {len(models)} models", hint="name one")
     from magis import api
 
+    given: dict[str, Any] = {
+        "most": _whole("--most", asked.most),
+        "precision": _number("--precision", asked.precision),
+    }
     found = api.fit(
         models[0],
         memory_limit=limit,
@@ -68,24 +123,15 @@ def _fit(asked: argparse.Namespace) -> int:
         dtype=asked.dtype,
         dim=_whole("--dim", asked.dim) or 0,
         keyword=asked.keyword,
-        latency_ratio=_fit_number("--latency-ratio", asked.latency_ratio),
+        latency_ratio=_number("--latency-ratio", asked.latency_ratio),
         budget=_whole("--budget", asked.budget),
-        **_given(most=_whole("--most", asked.most), precision=_fit_number("--precision", asked.precision)),
         run=asked.measured,
         progress=_tell,
+        **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
     )
     for line in _table(found):
         print(line)  # noqa: T201
     return NOTHING_FITS if found.eager is None and found.magis is None else 0
-
-
-def _given(**amounts: Any) -> dict[str, Any]:
-    """Those that were given: the others have defaults."""
-    return {name: amount for name, amount in amounts.items() if amount is not None}
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _whole(flag: str, text: str | None) -> int | None:
@@ -96,11 +142,9 @@ def _whole(flag: str, text: str | None) -> int | None:
     return int(text)
 
 
-def _fit_number(flag: str, text: str | None) -> float | None:
-    if text is None:
-        return None
+def _number(flag: str, text: str | None) -> float | None:
     try:
-        return float(text)
+        return None if text is None else float(text)
     except ValueError:
         raise UsageError(f"{flag}: {text!r} is not a number") from None
 
@@ -132,6 +176,46 @@ def _table(found: Fit) -> Iterator[str]:
         yield "note: memory does not grow with every size here: a size between those that were tried may fit as well"
 
 
+# `magis estimate`: what a training step will need on a device, and what would make it fit.
+
+ESTIMATE_DESCRIPTION = """
+Predict what a training step needs on a device: peak and reserved bytes, by kind and module, and whether it fits.
+Where it does not, checkpointing, a plan and adapters (LoRA, where PEFT is installed) are tried. Nothing of the model's
+size is allocated. Exit code 1 where the step does not fit.
+"""
+DOES_NOT_FIT = 1
+
+
+def _add_estimate(commands: Commands) -> None:
+    parser = _add_model(commands, "estimate", "what a training step needs on a device", ESTIMATE_DESCRIPTION)
+    parser.add_argument("--memory-limit", metavar="BYTES", help='in place of the device\'s memory: "24 GiB"')
+    parser.add_argument("--largest-batch", action="store_true", help="also the largest batch that fits")
+    parser.add_argument("--no-remedies", action="store_true", help="do not try what would make it fit")
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(asked: argparse.Namespace) -> int:
+    _look_here()
+    from magis import api
+
+    found = api.estimate(
+        asked.model, device=asked.device, preset=asked.preset, dtype=asked.dtype, memory_limit=asked.memory_limit
+    )
+    print(found)  # noqa: T201
+    if not found.fits() and not asked.no_remedies:
+        for remedy in found.remedies:
+            verdict = "fits" if remedy.fits else "does not fit"
+            print(  # noqa: T201
+                f"{remedy.name}: {format_bytes(remedy.needed_bytes)}, {verdict}, "
+                f"{remedy.latency_ratio:.2f} times the time ({remedy.how})"
+            )
+    if asked.largest_batch:
+        print(f"largest batch that fits: {found.largest_batch() or 'none'}")  # noqa: T201
+    return 0 if found.fits() else DOES_NOT_FIT
+
+
+# `magis profile`: operators measured on this machine.
+
 PROFILE_DESCRIPTION = """
 Measure every distinct operator of the models, the sizes that fission asks for included: median time of repeated calls
 with cold caches, and scratch memory. What the file knows already is not measured again, and it is replaced after every
@@ -143,8 +227,7 @@ SHOWN = 3
 """Operators that are named where some could not be measured."""
 
 
-def add_profile(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
+def _add_profile(commands: Commands) -> None:
     parser = commands.add_parser("profile", help="measure operators on this machine", description=PROFILE_DESCRIPTION)
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: cuda where there is a GPU)")
     parser.add_argument("--models", metavar="NAMES", default="all", help="as --magis-models (default: all)")
@@ -158,11 +241,9 @@ def add_profile(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _profile(asked: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path.cwd()))  # as of `magis fit`
-    seconds, threads = (
-        _profile_number("--seconds", asked.seconds),
-        _profile_number("--threads", asked.threads, whole=True),
-    )
+    _look_here()
+    seconds = _above_zero("--seconds", asked.seconds)
+    threads = _above_zero("--threads", asked.threads, whole=True)
     models = resolve(asked.models.split(","))
     from magis import api
 
@@ -186,17 +267,13 @@ def _profile(asked: argparse.Namespace) -> int:
         dtypes=dtypes,
         parts=not asked.no_parts,
         seconds=seconds,
-        progress=_say,
+        progress=_tell,
     )
     print(_summary(path, found))  # noqa: T201
     return 0 if found.in_time else UNFINISHED
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _profile_number(flag: str, text: str | None, *, whole: bool = False) -> float | None:
+def _above_zero(flag: str, text: str | None, *, whole: bool = False) -> float | None:
     if text is None:
         return None
     try:
@@ -218,43 +295,6 @@ def _summary(path: Path, found: Recording) -> str:
     return f"{text}, {len(found.missing)} of them not measured (refused, or too large): {names}"
 
 
-USAGE_ERROR = 4
-"""pytest's exit code for wrong input."""
-FAILED, INTERRUPTED = 1, 130
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises what argparse would print over several lines."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, hint=f"see {self.prog} --help")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code. Arguments are those of the process unless they are given."""
-    parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
-    parser.add_argument("--version", action="version", version=f"magis {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    add_profile(commands)
-    add_merge(commands)
-    add_fit(commands)
-    add_estimate(commands)
-    try:
-        asked = parser.parse_args(arguments)
-        before_torch()
-        run = asked.run
-        return int(run(asked))
-    except UsageError as error:
-        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
-        return USAGE_ERROR
-    except MagisError as error:
-        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
-        return FAILED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
-        return INTERRUPTED
-
-
 # `magis merge`: the results of several machines as one file, and whether any case is red.
 
 MERGE_DESCRIPTION = """
@@ -264,8 +304,7 @@ the red ones. Exit code 1 if there is a red one, 4 for files that are no results
 RED = 1
 
 
-def add_merge(commands: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
+def _add_merge(commands: Commands) -> None:
     parser = commands.add_parser("merge", help="join the results of several runs", description=MERGE_DESCRIPTION)
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="results.csv of a run")
     parser.add_argument("-o", "--out", metavar="FILE", type=Path, help="where to write all rows (default: nowhere)")

@@ -133,7 +133,8 @@ class _Sizes:
     case: Case
     dim: int
     keyword: str | None
-    _refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Why sizes are not taken, of those that were asked for."""
     _peaks: dict[int, int] = field(default_factory=dict)
 
     @cached_property
@@ -157,19 +158,15 @@ class _Sizes:
 
     def taken(self, size: int) -> Subject | None:
         """The same; None where the model does not take the size."""
-        if size in self._refused:
+        if size in self.refused:
             return None
         try:
             subject = self.subject(size)
             _ = subject.captured
         except (CaptureError, UsageError) as error:
-            self._refused[size] = str(error)
+            self.refused[size] = str(error)
             return None
         return subject
-
-    def refusal(self, size: int) -> str:
-        """Why the model did not take a size; empty where it did, or was not asked."""
-        return self._refused.get(size, "")
 
     def peak(self, size: int) -> float:
         """Bytes of eager's step; infinite where the model does not take the size."""
@@ -226,7 +223,14 @@ def fit(
     say = progress or (lambda _text: None)
     _ = sizes.subject(min(sizes.start, most)).captured  # what is wrong with the model itself is told at once
     eager = _eager(sizes, limit, most, say)
-    ceiling = largest(partial(_is_possible, sizes, limit, say), max(eager or 0, 1), most)
+
+    def is_possible(size: int) -> bool:
+        """Whether the lower bound of a size leaves room for a plan."""
+        say(f"lower bound at {size}")
+        subject = sizes.taken(size)
+        return subject is not None and subject.lower_bound <= limit
+
+    ceiling = largest(is_possible, max(eager or 0, 1), most)
     plans: dict[int, Plan] = {}
     best = _optimized(sizes, limit, latency_ratio, eager, ceiling, precision, plans, say)
     last = max((size for size in (eager, ceiling) if size is not None), default=0)
@@ -245,7 +249,7 @@ def fit(
         bound=ceiling,
         most=most,
         is_monotone=sizes.is_monotone,
-        refused=sizes.refusal(last + 1),
+        refused=sizes.refused.get(last + 1, ""),
     )
 
 
@@ -280,13 +284,6 @@ def _eager(sizes: _Sizes, limit: int, most: int, say: Progress) -> int | None:
     return found
 
 
-def _is_possible(sizes: _Sizes, limit: int, say: Progress, size: int) -> bool:
-    """Whether the lower bound of a size leaves room for a plan."""
-    say(f"lower bound at {size}")
-    subject = sizes.taken(size)
-    return subject is not None and subject.lower_bound <= limit
-
-
 def _optimized(
     sizes: _Sizes,
     limit: int,
@@ -307,9 +304,19 @@ def _optimized(
         if subject is None:
             return False
         say(f"searching at {size}")
-        found = _plan(subject, limit, sizes.case)
-        plans[size] = found
-        return found.feasible and (latency_ratio is None or _ratio(subject, found) <= latency_ratio)
+        case = sizes.case
+        found = plans[size] = plan(
+            subject,
+            memory_limit=limit,
+            latency_limit_ns=None,
+            budget=case.budget,
+            seconds=None,
+            seed=case.seed,
+            stored=None,
+        )
+        return found.feasible and (
+            latency_ratio is None or latency_ratio_of(subject, found.latency_ns) <= latency_ratio
+        )
 
     start = max(1, min(ceiling, round(1.25 * eager) if eager else ceiling))
     found = largest(fits, start, ceiling, precision=precision)
@@ -320,20 +327,9 @@ def _optimized(
     return eager
 
 
-def _plan(subject: Subject, limit: int, case: Case) -> Plan:
-    return plan(
-        subject,
-        memory_limit=limit,
-        latency_limit_ns=None,
-        budget=case.budget,
-        seconds=None,
-        seed=case.seed,
-        stored=None,
-    )
-
-
-def _ratio(subject: Subject, found: Plan) -> float:
-    return found.latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
+def latency_ratio_of(subject: Subject, latency_ns: int) -> float:
+    """Predicted: a step of this latency / eager's."""
+    return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
 def _eager_point(subject: Subject, size: int, *, run: bool) -> FitPoint:
@@ -350,4 +346,4 @@ def _planned_point(subject: Subject, size: int, found: Plan, limit: int, *, run:
         raise UsageError(f"fit: the plan at {size} needs {peak:,} bytes here, more than the limit of {limit:,}")
     alone = run_alone(subject, lambda: subject.generated(found.graph)) if run and subject.may_run else None
     measured = None if alone is None else alone.memory.peak_bytes
-    return FitPoint(size, peak, found.latency_ns / 1e6, _ratio(subject, found), measured)
+    return FitPoint(size, peak, found.latency_ns / 1e6, latency_ratio_of(subject, found.latency_ns), measured)

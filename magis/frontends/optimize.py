@@ -260,7 +260,7 @@ class OptimizedStep:
         )  # fmt: skip
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
-        return _Bound(found, step, module, state, self._optimizer, self._choice, self._loss_fn, self._eager, undo)
+        return _Bound(found, step, module, state, self._optimizer, self._loss_fn, self._eager, undo)
 
     def _eager(self, batch: Batch) -> Tensor:
         """Forward, loss and backward as the loop's own."""
@@ -304,7 +304,6 @@ class _Bound:
     module: nn.Module
     state: OptimizerState | None
     optimizer: Optimizer | None
-    choice: _Choice
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
     undo: Undo | None

@@ -24,13 +24,13 @@ from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
 from magis.errors import MagisError, UsageError
 from magis.frontends.branching import check_outlines, outline
+from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.optimizer_state import Guards
 from magis.graph import Graph, Value, dump, parse, verify
 from magis.ops.call import undone
 from magis.ops.generators import generators_kept, seed_all
 from magis.planner.kept_plans import foreign_operator
 from magis.planner.planning import plan
-from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.report import write_text_atomically
@@ -205,30 +205,38 @@ def planned(
     limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
     if graph is not None:
         _check_fits(graph, captured.graph)
-        kept = sum((undone(graph) or {}).values())
-        peak, latency = behind.peak(subject.simulate_graph(graph).peak_bytes + kept), subject.latency_ns(graph)
-        report = PlanReport(original, peak, limit, _ratio(latency, subject), 0, 0, "as saved", update, 0.0)
+        peak = behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
+        ratio = latency_ratio_of(subject, subject.latency_ns(graph))
+        report = PlanReport(original, peak, limit, ratio, 0, 0, "as saved", update, 0.0)
         return made(graph=graph, report=report)
-    kept = sum((undone(captured.graph) or {}).values())
     latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
     found = plan(
         subject,
-        memory_limit=None if limit is None else max(1, limit - behind.state_bytes - kept),
+        memory_limit=None if limit is None else max(1, limit - behind.state_bytes - _kept_bytes(captured.graph)),
         latency_limit_ns=latency_limit,
         budget=limits.budget,
         seconds=limits.seconds,
         seed=0,
         stored=None,
     )
-    kept = sum((undone(found.graph) or {}).values())
-    peak = behind.peak(found.peak + kept)
+    peak = behind.peak(found.peak + _kept_bytes(found.graph))
     if limit is not None and (peak > limit or not found.feasible):
         raise UsageError(
             f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
             f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
             hint="raise the limit",
         )
-    report = _report(found, subject, original, peak, limit, update)
+    report = PlanReport(
+        original,
+        peak,
+        limit,
+        latency_ratio_of(subject, found.latency_ns),
+        found.recomputed_ops,
+        found.swapped_bytes,
+        found.fission,
+        update,
+        found.seconds,
+    )
     return made(graph=found.graph, report=report)
 
 
@@ -248,6 +256,11 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
             draws = True
 
 
+def _kept_bytes(graph: Graph) -> int:
+    """Of copies of what a step changes before it knows that all branches go as expected."""
+    return sum((undone(graph) or {}).values())
+
+
 def _check_fits(graph: Graph, step: Graph) -> None:
     """A graph from a file may hold operators and tensors of the step that it is for, and what plans make of them;
     UsageError."""
@@ -265,24 +278,6 @@ def _check_fits(graph: Graph, step: Graph) -> None:
 
 def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
     return value.name, value.dtype, value.shape
-
-
-def _report(found: Plan, subject: Subject, original: int, peak: int, limit: int | None, update: str) -> PlanReport:
-    return PlanReport(
-        original,
-        peak,
-        limit,
-        _ratio(found.latency_ns, subject),
-        found.recomputed_ops,
-        found.swapped_bytes,
-        found.fission,
-        update,
-        found.seconds,
-    )
-
-
-def _ratio(latency_ns: int, subject: Subject) -> float:
-    return latency_ns / max(1, subject.latency_ns(subject.captured.original.graph))
 
 
 def subject_now(

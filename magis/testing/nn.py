@@ -11,26 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from magis.capture.workload import Workload
+from magis.models import convnets, decoders, encoders
+from magis.models import unet as unets
 from magis.models.building import SEED, Style, choose
-from magis.models.convnets import DENSENETS, RESNETS, VGGS, DenseNetConfig, ResNetConfig, VggConfig
-from magis.models.convnets import densenet as make_densenet
-from magis.models.convnets import resnet as make_resnet
-from magis.models.convnets import vgg as make_vgg
-from magis.models.decoders import BtlmConfig, GptConfig, GptNeoConfig
-from magis.models.decoders import btlm as make_btlm
-from magis.models.decoders import gpt as make_gpt
-from magis.models.decoders import gpt_neo as make_gpt_neo
-from magis.models.encoders import BERT_SIZES, VIT_SIZES, BertConfig, VitConfig
-from magis.models.encoders import bert as make_bert
-from magis.models.encoders import vit as make_vit
 from magis.models.mlp import MlpConfig
 from magis.models.mlp import mlp as make_mlp
-from magis.models.unet import UNetConfig, UNetPlusPlusConfig
-from magis.models.unet import unet as make_unet
-from magis.models.unet import unetpp as make_unetpp
 
 C = TypeVar("C")
 
@@ -55,118 +43,98 @@ class SeedOutput:
 Built = tuple[SeedGraph, SeedOutput]
 
 
+class Pictures(Protocol):
+    """A builder of a network that reads pictures."""
+
+    def __call__(self, batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built: ...
+
+
+class GrowingPictures(Protocol):
+    """The same of one whose layers add channels."""
+
+    def __call__(self, batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built: ...
+
+
+def _resnet(name: str, text: str) -> Pictures:
+    def build(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
+        config = convnets.ResNetConfig(batch_size, image_size, *convnets.RESNETS[name], width)
+        return _describe(name, convnets.resnet, config, "class logits")
+
+    build.__name__ = name
+    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; `width` channels in the stem."
+    return build
+
+
+def _vgg(name: str, text: str) -> Pictures:
+    def build(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
+        config = convnets.VggConfig(batch_size, image_size, convnets.VGGS[name], width)
+        return _describe(name, convnets.vgg, config, "class logits")
+
+    build.__name__ = name
+    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."
+    return build
+
+
+def _densenet(name: str, text: str) -> GrowingPictures:
+    def build(batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built:
+        config = convnets.DenseNetConfig(batch_size, image_size, convnets.DENSENETS[name], growth)
+        return _describe(name, convnets.densenet, config, "class logits")
+
+    build.__name__ = name
+    build.__doc__ = f"{text} over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."
+    return build
+
+
+def _describe(name: str, make: Callable[[C, Style, str, int], Workload], config: C, what: str) -> Built:
+    graph = SeedGraph(name=name, make=partial(make, config, SEED, f"seed-{name}"))
+    return graph, SeedOutput(graph=name, what=what)
+
+
+resnet34 = _resnet("resnet34", "ResNet-34")
+resnet50 = _resnet("resnet50", "ResNet-50")
+resnet101 = _resnet("resnet101", "ResNet-101")
+resnet152 = _resnet("resnet152", "ResNet-152")
+wide_resnet50_2 = _resnet("wide_resnet50_2", "ResNet-50, with inner convolutions twice as wide,")
+wide_resnet101_2 = _resnet("wide_resnet101_2", "ResNet-101, with inner convolutions twice as wide,")
+vgg11 = _vgg("vgg11", "VGG-11")
+vgg13 = _vgg("vgg13", "VGG-13")
+vgg16 = _vgg("vgg16", "VGG-16")
+vgg19 = _vgg("vgg19", "VGG-19")
+densenet121 = _densenet("densenet121", "DenseNet-121")
+densenet169 = _densenet("densenet169", "DenseNet-169")
+densenet201 = _densenet("densenet201", "DenseNet-201")
+
+
 def mlp(batch_size: int = 16384, inputs: int = 1024, hidden: int = 1024, layers: int = 12) -> Built:
     """Perceptron of `layers` hidden layers over [batch_size, inputs]."""
-    config = MlpConfig(batch_size=batch_size, inputs=inputs, hidden=hidden, layers=layers)
-    return _describe("mlp", make_mlp, config, "class logits")
-
-
-def resnet34(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-34 over [batch_size, 3, image_size, image_size]; `width` channels in the stem."""
-    return _resnet("resnet34", batch_size, image_size, width)
-
-
-def resnet50(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-50 over [batch_size, 3, image_size, image_size]; `width` channels in the stem."""
-    return _resnet("resnet50", batch_size, image_size, width)
-
-
-def resnet101(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-101 over [batch_size, 3, image_size, image_size]; `width` channels in the stem."""
-    return _resnet("resnet101", batch_size, image_size, width)
-
-
-def resnet152(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-152 over [batch_size, 3, image_size, image_size]; `width` channels in the stem."""
-    return _resnet("resnet152", batch_size, image_size, width)
-
-
-def wide_resnet50_2(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-50 with inner convolutions twice as wide."""
-    return _resnet("wide_resnet50_2", batch_size, image_size, width)
-
-
-def wide_resnet101_2(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """ResNet-101 with inner convolutions twice as wide."""
-    return _resnet("wide_resnet101_2", batch_size, image_size, width)
-
-
-def vgg11(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """VGG-11 over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."""
-    return _vgg("vgg11", batch_size, image_size, width)
-
-
-def vgg13(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """VGG-13 over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."""
-    return _vgg("vgg13", batch_size, image_size, width)
-
-
-def vgg16(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """VGG-16 over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."""
-    return _vgg("vgg16", batch_size, image_size, width)
-
-
-def vgg19(batch_size: int = 64, image_size: int = 224, width: int = 64) -> Built:
-    """VGG-19 over [batch_size, 3, image_size, image_size]; `width` channels in the first stage."""
-    return _vgg("vgg19", batch_size, image_size, width)
-
-
-def densenet121(batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built:
-    """DenseNet-121 over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."""
-    return _densenet("densenet121", batch_size, image_size, growth)
-
-
-def densenet169(batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built:
-    """DenseNet-169 over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."""
-    return _densenet("densenet169", batch_size, image_size, growth)
-
-
-def densenet201(batch_size: int = 64, image_size: int = 224, growth: int = 32) -> Built:
-    """DenseNet-201 over [batch_size, 3, image_size, image_size]; each layer adds `growth` channels."""
-    return _densenet("densenet201", batch_size, image_size, growth)
+    return _describe("mlp", make_mlp, MlpConfig(batch_size, inputs, hidden, layers), "class logits")
 
 
 def unet(batch_size: int = 32, image_size: int = 256, width: int = 64, levels: int = 4) -> Built:
     """U-Net over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
-    config = UNetConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
-    return _describe("unet", make_unet, config, "pixel logits")
+    config = unets.UNetConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
+    return _describe("unet", unets.unet, config, "pixel logits")
 
 
 def unetpp(batch_size: int = 16, image_size: int = 256, width: int = 32, levels: int = 4) -> Built:
     """U-Net++ over [batch_size, 3, image_size, image_size]; `width` channels at full resolution."""
-    config = UNetPlusPlusConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
-    return _describe("unetpp", make_unetpp, config, "pixel logits")
+    config = unets.UNetPlusPlusConfig(batch_size=batch_size, image_size=image_size, width=width, levels=levels)
+    return _describe("unetpp", unets.unetpp, config, "pixel logits")
 
 
 def bert(size: str = "base", batch_size: int = 32, seq_len: int = 512, vocab_size: int = 30522) -> Built:
     """BERT "tiny", "mini", "small", "medium", "base" or "large" over [batch_size, seq_len] tokens."""
-    layers, width, heads = choose("bert", "size", BERT_SIZES, size)
-    config = BertConfig(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocab_size=vocab_size,
-        max_positions=seq_len,  # the seed's net has no position table that would bound the length
-    )
-    return _describe(f"bert-{size}", make_bert, config, "token logits, sentence logits")
+    layers, width, heads = choose("bert", "size", encoders.BERT_SIZES, size)
+    # the seed's net has no position table that would bound the length
+    config = encoders.BertConfig(batch_size, seq_len, layers, width, heads, vocab_size, max_positions=seq_len)
+    return _describe(f"bert-{size}", encoders.bert, config, "token logits, sentence logits")
 
 
 def vit(size: str = "base-16", batch_size: int = 64, image_size: int = 224, classes: int = 1000) -> Built:
     """ViT of a size out of `VIT_SIZES` ("base-16": base with 16-pixel patches), [batch_size, 3, image_size, ...]."""
-    layers, width, inner, heads, patch = choose("vit", "size", VIT_SIZES, size)
-    config = VitConfig(
-        batch_size=batch_size,
-        image_size=image_size,
-        patch_size=patch,
-        layers=layers,
-        width=width,
-        inner=inner,
-        heads=heads,
-        classes=classes,
-    )
-    return _describe(f"vit-{size}", make_vit, config, "class logits")
+    layers, width, inner, heads, patch = choose("vit", "size", encoders.VIT_SIZES, size)
+    config = encoders.VitConfig(batch_size, image_size, patch, layers, width, inner, heads, classes)
+    return _describe(f"vit-{size}", encoders.vit, config, "class logits")
 
 
 def gpt(
@@ -178,16 +146,8 @@ def gpt(
     vocab_size: int = 50304,
 ) -> Built:
     """GPT-2-like decoder over [batch_size, seq_len] tokens; the defaults have 1.3 billion parameters."""
-    config = GptConfig(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocab_size=vocab_size,
-        max_positions=seq_len,
-    )
-    return _describe("gpt", make_gpt, config, "token logits")
+    config = decoders.GptConfig(batch_size, seq_len, layers, width, heads, vocab_size, max_positions=seq_len)
+    return _describe("gpt", decoders.gpt, config, "token logits")
 
 
 def gpt_neo(
@@ -199,16 +159,10 @@ def gpt_neo(
     vocab_size: int = 50257,
 ) -> Built:
     """GPT-Neo over [batch_size, seq_len] tokens; the defaults are GPT-Neo-1.3B."""
-    config = GptNeoConfig(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocab_size=vocab_size,
-        max_positions=seq_len,
+    config = decoders.GptNeoConfig(
+        batch_size, seq_len, layers, width, heads, vocab_size=vocab_size, max_positions=seq_len
     )
-    return _describe("gpt_neo", make_gpt_neo, config, "token logits")
+    return _describe("gpt_neo", decoders.gpt_neo, config, "token logits")
 
 
 def btlm(
@@ -221,41 +175,5 @@ def btlm(
     vocab_size: int = 50257,
 ) -> Built:
     """BTLM over [batch_size, seq_len] tokens, `inner` wide in its feed-forward; the defaults are BTLM-3B."""
-    config = BtlmConfig(
-        batch_size=batch_size,
-        seq_len=seq_len,
-        layers=layers,
-        width=width,
-        heads=heads,
-        inner=inner,
-        vocab_size=vocab_size,
-    )
-    return _describe("btlm", make_btlm, config, "token logits")
-
-
-def _resnet(name: str, batch_size: int, image_size: int, width: int) -> Built:
-    stages, expansion, widening = RESNETS[name]
-    config = ResNetConfig(
-        batch_size=batch_size,
-        image_size=image_size,
-        stages=stages,
-        expansion=expansion,
-        widening=widening,
-        width=width,
-    )
-    return _describe(name, make_resnet, config, "class logits")
-
-
-def _vgg(name: str, batch_size: int, image_size: int, width: int) -> Built:
-    config = VggConfig(batch_size=batch_size, image_size=image_size, stages=VGGS[name], width=width)
-    return _describe(name, make_vgg, config, "class logits")
-
-
-def _densenet(name: str, batch_size: int, image_size: int, growth: int) -> Built:
-    config = DenseNetConfig(batch_size=batch_size, image_size=image_size, stages=DENSENETS[name], growth=growth)
-    return _describe(name, make_densenet, config, "class logits")
-
-
-def _describe(name: str, make: Callable[[C, Style, str, int], Workload], config: C, what: str) -> Built:
-    graph = SeedGraph(name=name, make=partial(make, config, SEED, f"seed-{name}"))
-    return graph, SeedOutput(graph=name, what=what)
+    config = decoders.BtlmConfig(batch_size, seq_len, layers, width, inner, heads, vocab_size)
+    return _describe("btlm", decoders.btlm, config, "token logits")

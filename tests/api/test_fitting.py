@@ -9,12 +9,10 @@ import pytest
 
 import magis
 from magis.errors import CaptureError, UsageError
-from magis.frontends.fitting import Fit, _at_size, fit
-from magis.models.registry import get
+from magis.frontends.fitting import Fit, _Sizes, fit
 from magis.planner.bench import Bench
 from magis.planner.planning import plan
 from magis.planner.subject import Subject
-from magis.planner.workload_source import Source
 from magis.results import Case
 
 STACK, NORMED, TOKENS = (f"tests.api.fit_nets:{name}" for name in ("stack", "normed", "tokens"))
@@ -22,9 +20,13 @@ DEVICE = "sim:rtx3090"
 MOST = 24
 
 
+BENCH = Bench()
+"""Models at their sizes, captured once for all tests."""
+fit_here = partial(fit, device=DEVICE, cache=BENCH)
+
+
 def at(model: str, size: int, dim: int = 0) -> Subject:
-    make = partial(_at_size, get(model).build, "small", dim, size)
-    return Subject(Source(model, make, "", DEVICE, 0))
+    return _Sizes(BENCH, Case(model, "magis", DEVICE, "paper"), dim, None).subject(size)
 
 
 def eager_peaks(model: str, most: int, dim: int = 0) -> dict[int, int]:
@@ -47,7 +49,7 @@ def peaks() -> dict[int, int]:
 @pytest.mark.parametrize("short", [0, 1])
 def test_eager_is_exact(peaks: dict[int, int], size: int, short: int) -> None:
     limit = peaks[size] - short
-    found = fit(STACK, memory_limit=limit, device=DEVICE, budget=20, precision=0.5, most=MOST)
+    found = fit_here(STACK, memory_limit=limit, budget=20, precision=0.5, most=MOST)
     expected = max((each for each, peak in peaks.items() if peak <= limit), default=None)
     assert (found.eager.size if found.eager else None) == expected
     assert found.is_monotone
@@ -59,7 +61,7 @@ def test_eager_is_exact(peaks: dict[int, int], size: int, short: int) -> None:
 
 def test_the_optimized_size_is_that_of_searching_at_every_size(peaks: dict[int, int]) -> None:
     limit = peaks[8]
-    found = fit(STACK, memory_limit=limit, device=DEVICE, budget=100, precision=0.0, most=MOST)
+    found = fit_here(STACK, memory_limit=limit, budget=100, precision=0.0, most=MOST)
     feasible = []
     for size in range(1, MOST + 1):
         planned = plan(
@@ -77,7 +79,7 @@ def test_the_optimized_size_is_that_of_searching_at_every_size(peaks: dict[int, 
 def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> None:
     sizes = []
     for ratio in (None, 1.000001):
-        found = fit(STACK, memory_limit=peaks[8], device=DEVICE, budget=100, latency_ratio=ratio, most=MOST)
+        found = fit_here(STACK, memory_limit=peaks[8], budget=100, latency_ratio=ratio, most=MOST)
         assert found.magis is not None
         assert ratio is None or found.magis.latency_ratio <= ratio
         sizes.append(found.magis.size)
@@ -85,7 +87,7 @@ def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> N
 
 
 def test_a_keyword_finds_what_resizing_finds(peaks: dict[int, int]) -> None:
-    asked = partial(fit, STACK, memory_limit=peaks[10], device=DEVICE, budget=20, most=16)
+    asked = partial(fit_here, STACK, memory_limit=peaks[10], budget=20, most=16)
     resized, keyword = asked(), asked(keyword="batch_size")
     assert (resized.what, keyword.what) == ("dimension 0", "batch_size")
     assert dataclasses.replace(keyword, what="dimension 0") == resized
@@ -94,13 +96,13 @@ def test_a_keyword_finds_what_resizing_finds(peaks: dict[int, int]) -> None:
 def test_sizes_that_the_model_does_not_take_do_not_fit() -> None:
     sizes = eager_peaks(NORMED, 6)
     assert min(sizes) == 2  # batch statistics of one row
-    found = fit(NORMED, memory_limit=sizes[2], device=DEVICE, budget=10, most=6)
+    found = fit_here(NORMED, memory_limit=sizes[2], budget=10, most=6)
     assert found.eager is not None
     assert found.eager.size == 2
 
 
 def test_a_sequence_grows_until_the_model_refuses() -> None:
-    found = fit(TOKENS, memory_limit="1 GiB", device=DEVICE, dim=1, budget=10)
+    found = fit_here(TOKENS, memory_limit="1 GiB", dim=1, budget=10)
     assert found.eager is not None
     assert found.magis is not None
     assert (found.eager.size, found.magis.size, found.bound) == (24, 24, 24)
@@ -154,6 +156,6 @@ def test_mistakes_are_one_line(asked: dict[str, object], said: str) -> None:
 
 def test_a_factory_that_reads_its_data_is_built_on_real_tensors() -> None:
     limit = at(STACK, 4).original.peak_bytes
-    found = fit("tests.api.fit_nets:counted", memory_limit=limit, device=DEVICE, budget=20, precision=0.5, most=MOST)
+    found = fit_here("tests.api.fit_nets:counted", memory_limit=limit, budget=20, precision=0.5, most=MOST)
     assert found.eager is not None
     assert found.eager.size == MOST

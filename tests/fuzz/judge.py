@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,11 +60,8 @@ class Outcome:
         return self.kind in ("wrong", "traceback", "died", "hung")
 
 
-@dataclass(frozen=True)
-class Seen:
-    """All that a user can see after a step, by name."""
-
-    tensors: Mapping[str, Any]
+Seen: TypeAlias = Mapping[str, Any]
+"""All that a user can see after a step, by name."""
 
 
 class Loop:
@@ -111,7 +108,7 @@ class Loop:
             found["state"] = copy.deepcopy(optimizer.state_dict())
         for number, tensor in enumerate((*batch[0], *batch[1])):
             found[f"batch {number}"] = tensor.clone()
-        return Seen(found)
+        return found
 
 
 def eager(script: Script) -> list[Seen]:
@@ -142,7 +139,7 @@ def trains(script: Script) -> list[Seen] | None:
         first, second = eager(script), eager(script)
     except Exception:  # noqa: BLE001 (of any kind: the script is at fault)
         return None
-    if not first or different(first, second) or not any(seen.tensors["loss"].isfinite().all() for seen in first):
+    if not first or different(first, second) or not any(seen["loss"].isfinite().all() for seen in first):
         return None
     return first
 
@@ -300,13 +297,13 @@ def different(theirs: list[Seen], ours: list[Seen], *, roughly: float = 0.0) -> 
     if len(theirs) != len(ours):
         return f"{len(ours)} steps, eager has {len(theirs)}"
     for number, (their, our) in enumerate(zip(theirs, ours, strict=True)):
-        for name in [*their.tensors, *(name for name in our.tensors if name not in their.tensors)]:
-            if name not in our.tensors or name not in their.tensors:
-                side = "eager" if name in their.tensors else "ours"
+        for name in [*their, *(name for name in our if name not in their)]:
+            if name not in our or name not in their:
+                side = "eager" if name in their else "ours"
                 return f"{_kind(name)} differs: {name} of step {number} is only in {side}"
             if roughly and name == "state":
                 continue
-            found = _unlike(their.tensors[name], our.tensors[name], roughly)
+            found = _unlike(their[name], our[name], roughly)
             if found:
                 return f"{_kind(name)} differs: {name} of step {number}: {found}"
     return ""

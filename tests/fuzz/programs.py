@@ -10,10 +10,10 @@ from torch import Tensor
 from tests.fuzz.functions import PRELUDE
 from tests.fuzz.judge import Seen, trains
 from tests.fuzz.maker import DTYPES, Maker
-from tests.fuzz.operators import HOST, TEMPLATES
+from tests.fuzz.operators import HOST
 from tests.fuzz.script import Script, shortened
 
-__all__ = ["drawn_program", "single_operator"]
+__all__ = ["drawn_program"]
 
 LIMITS = (
     ("memory_ratio", 1.0),
@@ -91,20 +91,8 @@ def _settled(script: Script) -> tuple[Script, list[Seen]] | None:
     return None
 
 
-def single_operator(seed: int) -> tuple[Script, list[Seen]] | None:
-    """A program of hardly more than one template: `seed` counts through them; None for one that fits nothing here."""
-    templates = [(kind, line) for kind, (_, lines) in TEMPLATES.items() for line in lines]
-    chosen = templates[seed % len(templates)]
-    for attempt in range(60):
-        script = _script(random.Random(1000 * seed + attempt), chosen)
-        seen = _settled(script) if script else None
-        if seen is not None and len(seen[0].forward) == 3:
-            return seen
-    return None
-
-
-def _script(chance: random.Random, alone: tuple[str, str] | None = None) -> Script | None:
-    """A program at random, or (`alone`: kind and template) of one statement between two."""
+def _script(chance: random.Random) -> Script | None:
+    """A program at random."""
     torch.manual_seed(chance.randrange(2**31))
     dtype = chance.choice(DTYPES)
     lines, takes, targets = _batch(chance, dtype)
@@ -114,12 +102,7 @@ def _script(chance: random.Random, alone: tuple[str, str] | None = None) -> Scri
     maker = Maker(chance, dtype, {name: space[name] for name in takes}, mixed=chance.random() < 0.15)
     if chance.random() < 0.25:  # an attribute that counts calls
         maker.init.append("self.calls = 0")
-    if alone is not None:
-        found = maker.add("{x} * {w}", "pointwise") and maker.add(alone[1], alone[0])
-        if not (found and maker.add("{x} * 0.5" if "{c}" not in alone[1] else "{c} * 0.5", "pointwise")):
-            return None
-    else:
-        maker.extend(chance.randint(5, 20))
+    maker.extend(chance.randint(5, 20))
     if chance.random() < SELDOM:
         maker.add(chance.choice(HOST.strip().splitlines()), "host")
     loss = _loss(chance, maker, len(space["t0"]) if targets else -1)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from magis import optimize
+from magis.cases.check import check_case
+from magis.cases.run_case import run_case
 from magis.frontends.optimize import OptimizedStep
+from magis.models import from_function
+from magis.planner.bench import Bench
+from magis.results import Case, CaseResult
 
 BUDGET = 150
 """Plans per search: enough for small networks, and quick."""
@@ -41,40 +47,51 @@ class Loops:
     def __init__(
         self,
         module: nn.Module,
-        make: Callable[[Any], torch.optim.Optimizer],
+        make: Callable[[Any], torch.optim.Optimizer] | None,
         loss_fn: Any = loss_of,
         example: Any = None,
         **limits: Any,
     ) -> None:
         self.module, self.twin = module, copy.deepcopy(module)
-        self.optimizer, self.other = make(self.module.parameters()), make(self.twin.parameters())
-        self.loss_fn = loss_fn
+        twins = (self.module, self.twin)
+        self.optimizer, self.other = (None if make is None else make(each.parameters()) for each in twins)
+        self.loss_fn, self.cast = loss_fn or itemgetter("loss"), limits.get("autocast")
         settings = {"memory_ratio": 0.95, "budget": BUDGET, **limits}
         example = batch() if example is None else example
         self.step: OptimizedStep = optimize(self.module, loss_fn, self.optimizer, example, **settings)
         assert not self.step.report().fission  # parts sum in another order: not bit by bit
 
-    def eager(self, inputs: Any, targets: Any) -> Tensor:
-        self.other.zero_grad(set_to_none=True)
+    def eager(self, inputs: Any = (), targets: Any = (), **keywords: Tensor) -> Tensor:
+        if self.other is not None:
+            self.other.zero_grad(set_to_none=True)
         inputs, targets = (each if isinstance(each, tuple) else (each,) for each in (inputs, targets))
-        loss: Tensor = self.loss_fn(self.twin(*inputs), *targets)
+        with torch.autocast("cpu", self.cast, enabled=self.cast is not None):
+            loss: Tensor = self.loss_fn(self.twin(*inputs, **keywords), *targets)  # nothing else holds the output
         loss.backward()
-        self.other.step()
+        if self.other is not None:
+            self.other.step()
         return loss.detach()
 
     def agree(self, steps: int = 3, **how: Any) -> None:
         """Both loops go so many steps, with the same random numbers; everything must be the same, bit for bit."""
         for seed in range(steps):
-            data = batch(seed=seed, **how)
-            torch.manual_seed(seed)
-            ours = self.step(*data)
-            torch.manual_seed(seed)
-            assert torch.equal(ours, self.eager(*data))
+            self.agree_on(*batch(seed=seed, **how), seed=seed)
         self.same()
+
+    def agree_on(self, *data: Any, seed: int = 0, **keywords: Tensor) -> None:
+        """One step of both loops with the same random numbers, which they leave alike: losses are the same."""
+        torch.manual_seed(seed)
+        ours, state = self.step(*data, **keywords), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(ours, self.eager(*data, **keywords))
+        assert torch.equal(torch.get_rng_state(), state)
 
     def same(self) -> None:
         assert_same(self.module.state_dict(), self.twin.state_dict())
-        assert_same(self.optimizer.state_dict(), self.other.state_dict())
+        if self.other is None:
+            assert_same(*([each.grad for each in module.parameters()] for module in (self.module, self.twin)))
+        else:
+            assert_same(self.optimizer.state_dict(), self.other.state_dict())
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -91,3 +108,15 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert_same(our, their)
     else:
         assert ours == theirs
+
+
+def gate(made: tuple[object, ...], ratio: float = 0.95, seed: int = 0) -> CaseResult:
+    """A case of the gate: bytes exactly as they are measured, and eager's numbers."""
+    make, bench = from_function("own", lambda: made), Bench()
+    case = Case("own", "magis", "cpu", "small", memory_ratio=ratio, budget=BUDGET, timing_rounds=1, seed=seed)
+    check_case(case, cache=bench, make=make)
+    result = run_case(case, cache=bench, make=make, rough=True)
+    assert result.numbers == "bit-identical"
+    assert result.original.simulated == result.original.measured
+    assert result.optimized.simulated == result.optimized.measured
+    return result

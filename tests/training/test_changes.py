@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from magis import UsageError, optimize
+from tests.nets import Block
 from tests.training.loops import Loops, batch, loss_of, net
 
 ANY: dict[str, Any] = {"memory_ratio": 1.0, "budget": 1}
@@ -343,7 +344,7 @@ def test_batches_whose_tensors_overlap_or_are_strided_are_told_apart() -> None:
     for first in ("one", "overlap"):
         loops = Loops(net(depth=2), MOMENTUM, example=given[first], **ANY)
         for data in given.values():
-            assert torch.equal(loops.step(*data), loops.eager(*data))
+            loops.agree_on(*data)
         loops.same()
 
 
@@ -352,22 +353,16 @@ def test_windows_of_one_data_set_share_a_plan() -> None:
     loops = Loops(net(depth=2), MOMENTUM, example=(data[:64], data[:64]), **ANY)
     for start in (0, 7, 100):
         window = data[start : start + 64]
-        assert torch.equal(loops.step(window, window), loops.eager(window, window))
+        loops.agree_on(window, window)
     assert len(loops.step._entries) == 1
 
 
 def test_a_batch_in_the_memory_of_a_buffer_is_another_kind() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net(depth=2)
-            self.register_buffer("shift", torch.zeros(64, 32))
+    def shifted(m: Any, x: Tensor) -> Tensor:
+        m.shift.add_(1.0)
+        return m.body(x) + m.shift
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.shift.add_(1.0)  # type: ignore[operator]
-            return self.body(x) + self.shift
-
-    loops = Loops(Shifted(), MOMENTUM, **ANY)
+    loops = Loops(Block(shifted, body=net(depth=2), shift=torch.zeros(64, 32)), MOMENTUM, **ANY)
     loops.agree(1)
     ours, theirs = (each.get_buffer("shift") for each in (loops.module, loops.twin))
     assert torch.equal(loops.step(ours, batch()[1]), loops.eager(theirs, batch()[1]))
@@ -389,20 +384,12 @@ def test_contexts_in_which_eager_would_not_train_are_refused() -> None:
 
 
 def test_the_default_data_type_is_noticed() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net(depth=2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) * torch.full((), 1 / 3)
-
     data = batch()
-    loops = Loops(Scaled(), MOMENTUM, **ANY)
-    assert torch.equal(loops.step(*data), loops.eager(*data))
+    loops = Loops(Block(lambda m, x: m.body(x) * torch.full((), 1 / 3), body=net(depth=2)), MOMENTUM, **ANY)
+    loops.agree_on(*data)
     torch.set_default_dtype(torch.float64)
     try:
-        assert torch.equal(loops.step(*data), loops.eager(*data))
+        loops.agree_on(*data)
     finally:
         torch.set_default_dtype(torch.float32)
     loops.same()

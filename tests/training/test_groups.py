@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
 from magis import UsageError, optimize
-from tests.training.loops import Loops, assert_same, batch, loss_of, net
+from tests.training.loops import Loops, batch, loss_of, net
 
 GROUPS = {
     "sgd": (SGD, {"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.1}),
@@ -51,24 +50,19 @@ def test_groups_of_a_module_that_takes_keywords() -> None:
             super().__init__()
             self.body = net(depth=2)
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return loss_of(self.body(x), y)
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": loss_of(self.body(x), y)}
 
-    module = Named()
-    twin = copy.deepcopy(module)
-    ours, theirs = (
-        SGD([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}], lr=0.01, foreach=False)
-        for params in (list(module.parameters()), list(twin.parameters()))
-    )
-    x, y = batch()
-    step = optimize(module, None, ours, {"x": x, "y": y}, memory_ratio=0.95, budget=150)
-    assert step.report().update == "part of the step"
+    def make(params: Any) -> torch.optim.Optimizer:
+        first, *others = params
+        return SGD([{"params": [first]}, {"params": others, "lr": 0.5}], lr=0.01, foreach=False)
+
+    data = dict(zip("xy", batch(), strict=True))
+    loops = Loops(Named(), make, None, data)
+    assert loops.step.report().update == "part of the step"
     for _ in range(2):
-        step(x=x, y=y)
-        theirs.zero_grad()
-        twin(x=x, y=y).backward()
-        theirs.step()
-    assert_same(module.state_dict(), twin.state_dict())
+        loops.agree_on(**data)
+    loops.same()
 
 
 def test_rates_that_part_ways_need_no_other_plan() -> None:

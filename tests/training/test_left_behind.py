@@ -15,6 +15,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from magis import CaptureError, optimize
+from tests.nets import Block
 from tests.training.loops import Loops, batch, loss_of, net
 
 ANY: dict[str, Any] = {"memory_ratio": 1.0, "budget": 1}
@@ -105,21 +106,16 @@ def test_what_the_first_call_sets_up_and_results_that_are_kept_are_fine() -> Non
 
 
 def test_statistics_of_what_the_forward_writes_over_are_taken_in_time() -> None:
-    class Noting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net(depth=2)
-            for name in ("first", "second", "third"):
-                self.register_buffer(name, torch.zeros(32))
+    buffers = {name: torch.zeros(32) for name in ("first", "second", "third")}
 
-        def forward(self, x: Tensor) -> Tensor:
-            for name in ("first", "second", "third"):
-                self.get_buffer(name).lerp_(x[0], 0.1)
-                x.mul_(2)
-            return self.body(x)
+    def noting(m: nn.Module, x: Tensor) -> Tensor:
+        for name in ("first", "second", "third"):
+            m.get_buffer(name).lerp_(x[0], 0.1)
+            x.mul_(2)
+        return m.body(x)
 
     ours, theirs = batch(), batch()
-    loops = Loops(Noting(), MOMENTUM, **ANY)
+    loops = Loops(Block(noting, body=net(depth=2), **buffers), MOMENTUM, **ANY)
     for _ in range(2):
         assert torch.equal(loops.step(*ours), loops.eager(*theirs))
     assert torch.equal(ours[0], theirs[0])

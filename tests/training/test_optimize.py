@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from magis import CaptureError, UsageError, optimize
 from magis.frontends.optimize import KEPT
 from magis.runtime.measure import window_peak
+from tests.nets import Block
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -77,53 +78,48 @@ def test_states_are_saved_and_loaded_as_ever() -> None:
     loops.agree(2)
 
 
+def one_eager(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    inputs, targets = batch(seed=seed)
+    loss_of(module(inputs), targets).backward()
+    optimizer.step()
+
+
 def test_training_goes_on_where_eager_left_off() -> None:
     """Moments and counters that the optimizer has already are taken over."""
     module = net()
     optimizer = plain(module.parameters())
     for seed in range(3):
-        optimizer.zero_grad()
-        inputs, targets = batch(seed=seed)
-        loss_of(module(inputs), targets).backward()
-        optimizer.step()
-    twin = copy.deepcopy(module)
-    other = plain(twin.parameters())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    loops = Loops.__new__(Loops)
-    loops.module, loops.twin, loops.optimizer, loops.other, loops.loss_fn = module, twin, optimizer, other, loss_of
-    loops.step = optimize(module, loss_of, optimizer, batch(), memory_ratio=0.95, budget=BUDGET)
+        one_eager(module, optimizer, seed)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        made = plain(params)
+        made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return made
+
+    loops = Loops(module, make)
     loops.agree(2)
     # and eager goes on where the step left off
-    for _ in range(2):
-        data = batch(seed=9)
-        optimizer.zero_grad()
-        loss_of(module(data[0]), data[1]).backward()
-        optimizer.step()
-        loops.eager(*data)
+    for seed in range(2):
+        one_eager(module, loops.optimizer, seed)
+        loops.eager(*batch(seed=seed))
     loops.optimizer.zero_grad()
     loops.other.zero_grad()
     loops.same()
 
 
 def test_without_an_optimizer_gradients_are_left_for_clipping_and_accumulation() -> None:
-    module = net()
-    twin = copy.deepcopy(module)
-    step = optimize(module, loss_of, None, batch(), memory_ratio=0.9, budget=BUDGET)
-    assert step.report().update == "left to the caller"
-    ours, theirs = RMSprop(module.parameters(), lr=1e-3), RMSprop(twin.parameters(), lr=1e-3)
+    loops = Loops(net(), None, memory_ratio=0.9)
+    assert loops.step.report().update == "left to the caller"
+    twins = loops.module, loops.twin
+    updaters = [RMSprop(each.parameters(), lr=1e-3) for each in twins]
     for _ in range(2):
-        for seed in range(3):
-            data = batch(seed=seed)
-            assert torch.equal(step(*data), loss_of(twin(data[0]), data[1]).detach())
-            loss_of(twin(data[0]), data[1]).backward()
-        grads = [[p.grad for p in each.parameters()] for each in (module, twin)]
-        assert_same(grads[0], grads[1])
-        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (module, twin)]
-        assert torch.equal(norms[0], norms[1])
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(module.state_dict(), twin.state_dict())
+        loops.agree(3)  # gradients of all steps are summed up
+        assert torch.equal(*(nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in twins))
+        for updater in updaters:
+            updater.step()
+            updater.zero_grad()
+    loops.same()
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW, partial(SGD, momentum=0.9)])
@@ -220,56 +216,34 @@ class Keywords(nn.Module):
 
 
 def test_a_batch_of_keywords_and_a_loss_of_the_models_own() -> None:
-    module = Keywords()
-    twin = copy.deepcopy(module)
-    ours, theirs = plain(module.parameters()), plain(twin.parameters())
     data = {"ids": torch.randint(0, 50, (8, 12)), "labels": torch.randint(0, 50, (8, 12))}
-    step = optimize(module, None, ours, data, memory_ratio=0.95, budget=BUDGET)
+    loops = Loops(Keywords(), plain, None, data)
     for _ in range(3):
-        theirs.zero_grad()
-        loss = twin(**data)["loss"]
-        loss.backward()
-        theirs.step()
-        assert torch.equal(step(**data), loss.detach())
-    assert_same(module.state_dict(), twin.state_dict())
-    assert torch.equal(step(data), twin(**data)["loss"].detach())  # as one dictionary, too
+        loops.agree_on(**data)
+    loops.same()
+    assert torch.equal(loops.step(data), loops.eager(**data))  # as one dictionary, too
 
 
 def test_several_inputs_and_targets() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net()
-
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            return self.body(left + right)
-
     def loss(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         return ((output - target).abs() * weight).mean()
 
     (x, y), (z, w) = batch(), batch(seed=5)
-    loops = Loops(Two(), plain, loss, ((x, z), (y, w)))
+    two = Block(lambda m, left, right: m.body(left + right), body=net())
+    loops = Loops(two, plain, loss, ((x, z), (y, w)))
     for _ in range(2):
-        assert torch.equal(loops.step((x, z), (y, w)), loops.eager((x, z), (y, w)))
+        loops.agree_on((x, z), (y, w))
     loops.same()
 
 
 def test_autocast_takes_the_place_of_its_context() -> None:
-    module = net(64)
-    twin = copy.deepcopy(module)
-    ours, theirs = plain(module.parameters()), plain(twin.parameters())
     data = batch(width=64)
-    step = optimize(module, loss_of, ours, data, memory_ratio=0.95, autocast=torch.bfloat16, budget=BUDGET)
+    loops = Loops(net(64), plain, example=data, autocast=torch.bfloat16)
     for _ in range(2):
-        theirs.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(twin(data[0]), data[1])
-        loss.backward()
-        theirs.step()
-        assert torch.equal(step(*data), loss.detach())
-    assert_same(module.state_dict(), twin.state_dict())
+        loops.agree_on(*data)
+    loops.same()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UsageError, match=r"called under torch.autocast"):
-        step(*data)
+        loops.step(*data)
 
 
 def test_a_step_in_parts_trains_as_well_but_for_rounding() -> None:
@@ -343,29 +317,13 @@ def test_batches_that_cannot_be(given: Any, message: str) -> None:
 
 
 def test_steps_that_cannot_be_captured_are_refused_with_the_line() -> None:
-    class Reading(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) * x.sum().item()
-
+    reading = Block(lambda m, x: m.body(x) * x.sum().item(), body=net())
     with pytest.raises(CaptureError, match=r"test_optimize\.py"):
-        optimize(Reading(), loss_of, None, batch(), memory_ratio=0.8)
+        optimize(reading, loss_of, None, batch(), memory_ratio=0.8)
 
 
 def test_layers_that_nothing_uses_stay_without_a_state() -> None:
-    class Unused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = net()
-            self.extra = nn.Linear(32, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)
-
-    loops = Loops(Unused(), plain)
+    loops = Loops(Block(lambda m, x: m.body(x), body=net(), extra=nn.Linear(32, 32)), plain)
     loops.agree(2)
     assert len(loops.optimizer.state_dict()["state"]) == 8
 

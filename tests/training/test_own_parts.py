@@ -14,15 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from magis import optimize
 from magis.capture import OptimizerSpec, Workload, capture
-from magis.cases.check import check_case
-from magis.cases.run_case import run_case
 from magis.errors import CaptureError
-from magis.models import from_function
-from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.results import Case
-from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net
+from tests.training.loops import BUDGET, Loops, assert_same, batch, gate, loss_of, net
 
 
 class Averaged(nn.Module):
@@ -55,21 +50,6 @@ def test_statistics_that_average_over_all_batches_go_on_as_in_eager_mode() -> No
     assert loops.module.norm.momentum is None
 
 
-def gate(made: tuple[object, ...], ratio: float = 0.95) -> None:
-    """A case of the gate: bytes exactly as they are measured, and eager's numbers."""
-    make, bench = from_function("own", lambda: made), Bench()
-    case = Case("own", "magis", "cpu", "small", memory_ratio=ratio, budget=BUDGET, timing_rounds=1)
-    check_case(case, cache=bench, make=make)
-    result = run_case(case, cache=bench, make=make, rough=True)
-    assert result.numbers == "bit-identical"
-    for step in (result.original, result.optimized):
-        assert step.measured is not None
-        assert (step.simulated.tensor_bytes, step.simulated.peak_bytes) == (
-            step.measured.tensor_bytes,
-            step.measured.peak_bytes,
-        )
-
-
 class AveragedAndCounted(Averaged):
     """Its first call leaves something behind, so that the gate calls it once before it captures it."""
 
@@ -80,10 +60,6 @@ class AveragedAndCounted(Averaged):
     def forward(self, x: Tensor) -> Tensor:
         self.calls = self.calls + 1
         return super().forward(x)
-
-
-def test_the_gate_runs_them() -> None:
-    gate((Averaged(), batch(), loss_of))
 
 
 def test_a_first_call_ahead_of_the_capture_averages_too() -> None:
@@ -107,10 +83,6 @@ class WithGaps(nn.Module):
         return torch.einsum("...i,ij->...j", self.first(x), self.even) @ self.odd.T
 
 
-def test_weights_lie_in_the_gate_as_the_user_laid_them() -> None:
-    gate((WithGaps(), ((torch.randn(5, 3, 8, 8),), ()), lambda out: out.sum()), ratio=1.0)
-
-
 class CutOff(nn.Module):
     """A number that autograd keeps as long as a node lives that no backward runs."""
 
@@ -123,10 +95,6 @@ class CutOff(nn.Module):
         kept = (self.free + x.var(-2)).mul_(-1.5)
         kept = kept.detach()
         return self.last(kept)
-
-
-def test_a_number_that_autograd_keeps_goes_with_its_node() -> None:
-    gate((CutOff(), ((torch.randn(6, 6),), ()), lambda out: out.sum()), ratio=1.0)
 
 
 class Miscounting(nn.BatchNorm1d):
@@ -176,11 +144,6 @@ def test_a_loss_with_parameters_of_its_own_is_trained(apart: bool) -> None:
     assert not torch.equal(loss.scale, Tempered().scale)
     for mine, plain in ((module, twin), (loss, other), (optimizer, their)):
         assert_same(mine.state_dict(), plain.state_dict())
-
-
-def test_the_gate_trains_such_a_loss() -> None:
-    module, loss, optimizer = with_its_loss()
-    gate((module, batch(), loss, optimizer))
 
 
 def test_a_loss_that_is_no_module_may_not_train_parameters() -> None:
@@ -264,12 +227,8 @@ def test_packed_sequences_are_trained_as_in_eager_mode() -> None:
     loops = Loops(Packed(), torch.optim.AdamW, example=sequences(5, 2, 6), memory_ratio=1.0)
     for lengths in ((5, 2, 6), (5, 2, 6), (3, 6, 1)):  # other lengths are another step
         data = sequences(*lengths)
-        assert torch.equal(loops.step(*data), loops.eager(*data))
+        loops.agree_on(*data)
     loops.same()
-
-
-def test_the_gate_runs_packed_sequences() -> None:
-    gate((Packed(), sequences(5, 2, 6), loss_of), ratio=1.0)
 
 
 def test_lengths_that_the_step_computes_are_refused() -> None:
@@ -315,16 +274,10 @@ def test_tied_weights_are_trained_as_one(kind: Callable[..., torch.optim.Optimiz
     assert loops.step.report().update == "part of the step"
     for seed in range(3):
         data = words(seed)
-        assert torch.equal(loops.step(*data), loops.eager(*data))
+        loops.agree_on(*data)
     loops.same()
     assert loops.module.head.weight is loops.module.embed.weight
     assert loops.module.second.weight is loops.module.third.weight
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_gate_trains_tied_weights_as_one(kind: Callable[..., torch.optim.Optimizer]) -> None:
-    module = Shared()
-    gate((module, words(), word_loss, kind(module.parameters(), lr=0.1)), ratio=0.8)
 
 
 def test_tied_weights_count_once_in_the_gate() -> None:
@@ -364,11 +317,6 @@ def test_generators_that_a_step_makes_begin_anew_in_every_step(ratio: float) -> 
     loops.agree(3)
 
 
-def test_generators_that_a_step_makes_run_in_the_gate() -> None:
-    inputs, targets = batch()
-    gate((Seeded(), (inputs, targets), loss_of), ratio=0.8)
-
-
 @pytest.mark.parametrize(
     ("handled", "message"),
     [
@@ -388,3 +336,35 @@ def test_states_of_generators_that_a_step_makes_are_not_handled(
 
     with pytest.raises(CaptureError, match=message):
         optimize(Handling(), loss_of, None, batch(), memory_ratio=1.0)
+
+
+def with_its_own_loss() -> tuple[object, ...]:
+    module, loss, optimizer = with_its_loss()
+    return module, batch(), loss, optimizer
+
+
+def tied(kind: Callable[..., torch.optim.Optimizer]) -> tuple[object, ...]:
+    module = Shared()
+    return module, words(), word_loss, kind(module.parameters(), lr=0.1)
+
+
+def total(out: Tensor) -> Tensor:
+    return out.sum()
+
+
+GATED: dict[str, tuple[Callable[[], tuple[object, ...]], float]] = {
+    "averages over all batches": (lambda: (Averaged(), batch(), loss_of), 0.95),
+    "weights with gaps": (lambda: (WithGaps(), ((torch.randn(5, 3, 8, 8),), ()), total), 1.0),
+    "a number that autograd keeps": (lambda: (CutOff(), ((torch.randn(6, 6),), ()), total), 1.0),
+    "a loss with parameters": (with_its_own_loss, 0.95),
+    "packed sequences": (lambda: (Packed(), sequences(5, 2, 6), loss_of), 1.0),
+    "tied weights, adamw": (partial(tied, torch.optim.AdamW), 0.8),
+    "tied weights, sgd": (partial(tied, torch.optim.SGD), 0.8),
+    "generators of the step": (lambda: (Seeded(), batch(), loss_of), 0.8),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_the_gate_runs_them(name: str) -> None:
+    make, ratio = GATED[name]
+    gate(make(), ratio)

@@ -15,18 +15,14 @@ from magis import run_case
 from magis.models import from_function
 from magis.planner.bench import Bench
 from magis.results import Case
-from tests.training.loops import BUDGET, Loops, assert_same, batch, net
+from tests.nets import Block
+from tests.training.loops import BUDGET, Loops, assert_same, batch, gate, net
 
 Function = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Choosing(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.first, self.body, self._function = nn.Linear(32, 32), net(), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._function(self, x)
+def choosing(function: Function) -> nn.Module:
+    return Block(function, first=nn.Linear(32, 32), body=net())
 
 
 def masked(m: nn.Module, x: Tensor) -> Tensor:
@@ -79,19 +75,14 @@ def squares(out: Tensor, _target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_gate_runs_what_its_batch_makes(name: str) -> None:
-    make = from_function(name, lambda: (Choosing(FUNCTIONS[name]), batch(), squares))
-    case = Case(name, "magis", "cpu", "small", memory_ratio=0.9, budget=BUDGET, timing_rounds=1)
-    found = run_case(case, cache=Bench(), make=make, rough=True)
+    found = gate((choosing(FUNCTIONS[name]), batch(), squares), 0.9)
     assert found.conformance == "whole step"
-    assert found.numbers == "bit-identical"
     assert found.search.feasible
-    assert found.original.simulated == found.original.measured
-    assert found.optimized.simulated == found.optimized.measured
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_batches_of_other_shapes_are_run_by_eager(name: str) -> None:
-    loops = Loops(Choosing(FUNCTIONS[name]), partial(SGD, lr=0.01, momentum=0.9), squares)
+    loops = Loops(choosing(FUNCTIONS[name]), partial(SGD, lr=0.01, momentum=0.9), squares)
     data = [batch(), batch(seed=5), batch()]
     losses = [[step(*each) for each in data] for step in (quiet(loops.step), loops.eager)]
     assert_same(*losses)
@@ -131,7 +122,7 @@ def doubling(m: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [drawn, branching, doubling])
 def test_what_eager_runs_begins_where_the_planned_step_began(function: Function) -> None:
-    loops = Loops(Choosing(function), partial(SGD, lr=0.01, momentum=0.9), squares, memory_ratio=0.98)
+    loops = Loops(choosing(function), partial(SGD, lr=0.01, momentum=0.9), squares, memory_ratio=0.98)
     found = []
     for step in (quiet(loops.step), loops.eager):
         torch.manual_seed(3)
@@ -147,7 +138,7 @@ def test_what_eager_leaves_in_attributes_has_no_graph() -> None:
         m.kept = m.first(x)[x.sum(-1) > 0]  # type: ignore[operator]
         return m.body(m.kept)  # type: ignore[operator, no-any-return]
 
-    loops = Loops(Choosing(keeping), partial(SGD, lr=0.01), squares, memory_ratio=1.0)
+    loops = Loops(choosing(keeping), partial(SGD, lr=0.01), squares, memory_ratio=1.0)
     for seed in (1, 5, 1):
         quiet(loops.step)(*batch(seed=seed))
         loops.eager(*batch(seed=seed))
@@ -163,7 +154,7 @@ def with_generator(m: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [drawn, with_generator])
 def test_the_gate_draws_as_eager_does(function: Function) -> None:
     def make() -> tuple[object, ...]:
-        module = Choosing(function)
+        module = choosing(function)
         module.generator = torch.Generator().manual_seed(3)
         return module, batch(), squares
 

@@ -5,16 +5,15 @@ Needs the extra `hf` (`pip install 'pytest-magis[hf]'`); nothing is downloaded.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from magis import optimize
-from tests.training.loops import BUDGET, assert_same
+from tests.training.loops import Loops
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # theirs, of deprecations between them and torch
@@ -86,27 +85,20 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]]]] = {
 }
 
 
+def trained(module: Any, data: dict[str, Tensor], ratio: float) -> Loops:
+    """Both loops after two steps."""
+    loops = Loops(module, partial(torch.optim.AdamW, lr=1e-3, foreach=False), None, data, memory_ratio=ratio)
+    for seed in range(2):
+        loops.agree_on(**data, seed=seed)
+    loops.same()
+    return loops
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_trains_as_in_eager_mode(name: str) -> None:
     torch.manual_seed(0)
     make, batch = MODELS[name]
-    module, data = make().train(), batch()
-    twin = copy.deepcopy(module)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in (module, twin))
-    step = optimize(module, None, ours, data, memory_ratio=0.9, budget=BUDGET)
-    assert step.report().memory_ratio <= 0.9
-    assert not step.report().fission
-    for seed in range(2):
-        torch.manual_seed(seed)
-        loss = step(**data)
-        torch.manual_seed(seed)
-        theirs.zero_grad()
-        expected = twin(**data).loss
-        expected.backward()
-        theirs.step()
-        assert torch.equal(loss, expected.detach())
-    assert_same(module.state_dict(), twin.state_dict())
-    assert_same(ours.state_dict(), theirs.state_dict())
+    assert trained(make().train(), batch(), 0.9).step.report().memory_ratio <= 0.9
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -116,21 +108,4 @@ def test_gradient_checkpointing_draws_its_dropout_again(reentrant: bool) -> None
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
-    twin = copy.deepcopy(model)
-    ours, theirs = (torch.optim.AdamW(each.parameters(), lr=1e-3, foreach=False) for each in (model, twin))
-    batch = _words()
-    step = optimize(model, None, ours, batch, memory_ratio=0.95, budget=BUDGET)
-    assert not step.report().fission
-    for seed in range(2):
-        torch.manual_seed(seed)
-        loss = step(**batch)
-        state = torch.get_rng_state()
-        torch.manual_seed(seed)
-        theirs.zero_grad()
-        expected = twin(**batch).loss
-        expected.backward()
-        theirs.step()
-        assert torch.equal(loss, expected.detach())
-        assert torch.equal(torch.get_rng_state(), state)
-    assert_same(model.state_dict(), twin.state_dict())
-    assert_same(ours.state_dict(), theirs.state_dict())
+    trained(model, _words(), 0.95)

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
 from magis.frontends.compile.compile_options import OptionError, Options, as_options
-from magis.frontends.compile.inductor_partitioner import partition
+from magis.frontends.compile.inductor_partitioner import by_inductor, partition
 
 # Graphs whose sizes dynamo left open: planned for each shape that really comes, since a plan is about bytes.
 # Dynamo opens a size when it sees a second value of it. The graph then takes that size as an argument; here it is
@@ -69,18 +69,13 @@ class Specialized:
 def fixed(gm: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
     """The graph with the numbers among its arguments as constants; it takes the tensors alone."""
     graph: fx.Graph = copy.deepcopy(gm.graph)
-    for node, arg in zip(graph.find_nodes(op="placeholder"), args, strict=True):
-        if isinstance(arg, Tensor):
-            continue
-        for user in tuple(node.users):
-            user.args = fx.map_arg(user.args, partial(_replaced, {node: arg}))
-            user.kwargs = fx.map_arg(user.kwargs, partial(_replaced, {node: arg}))
+    placeholders = zip(graph.find_nodes(op="placeholder"), args, strict=True)
+    numbers: dict[fx.Node, Any] = {node: arg for node, arg in placeholders if not isinstance(arg, Tensor)}
+    for node in graph.nodes:
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda each: numbers.get(each, each))
+    for node in numbers:
         graph.erase_node(node)
     return fx.GraphModule(gm, graph)
-
-
-def _replaced(numbers: dict[fx.Node, Any], node: fx.Node) -> Any:
-    return numbers.get(node, node)
 
 
 def magis(
@@ -99,22 +94,17 @@ def magis(
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
-    found = as_options(options)
-    compile_ = partial(_by_inductor, options=found) if found.inductor else partial(_as_planned, options=found)
+    compile_ = partial(_compiled, options=as_options(options))
     if is_open(example_inputs):
         return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
     return compile_(gm, example_inputs)
 
 
-def _as_planned(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    """By way of AOTAutograd; a new one each time, since it changes what it was made with."""
-    compiled: Callable[..., Any] = aot_autograd(
+def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
+    """By inductor, or by way of AOTAutograd: a new one each time, since it changes what it was made with."""
+    if options.inductor:
+        return by_inductor(gm, inputs, options=options)
+    made: Callable[..., Any] = aot_autograd(
         fw_compiler=boxed_nop, partition_fn=partial(partition, options=options), keep_inference_input_mutations=True
     )(gm, inputs)
-    return compiled
-
-
-def _by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
-    from magis.frontends.compile.inductor_partitioner import by_inductor  # inductor loads for seconds
-
-    return by_inductor(gm, inputs, options=options)
+    return made

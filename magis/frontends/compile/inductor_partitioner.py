@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import fx
@@ -30,6 +31,9 @@ from magis.graph import Graph
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
 
+Halves: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
+"""Forward and backward."""
+
 # How AOTAutograd's joint graph is split: as planned, or as torch does it where it has no form in our graphs.
 
 REFUSED = (MagisError, RuntimeError, TypeError, ValueError, LookupError, NotImplementedError)
@@ -43,27 +47,37 @@ def partition(
     num_fwd_outputs: int,
     options: Options,
     **further: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+) -> Halves:
     """The forward and the backward of a joint graph, planned under the limit of the options.
 
     A graph that cannot be planned is split as torch's default does, everything saved, with one warning that says why.
     So is told a limit that no plan keeps; the plan that exceeds it least is then the one that runs.
     """
+    found = _planned(joint, num_fwd_outputs, options, partial(halves, joint))
+    if found is not None:
+        return found
+    forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further)
+    return forward, backward
+
+
+def _planned(
+    joint: fx.GraphModule, num_fwd_outputs: int, options: Options, split: Callable[[Joint, Graph], Halves]
+) -> Halves | None:
+    """What `split` makes of the joint graph and its plan; None, and it is told why, for one that cannot be planned."""
     reason = why_not(joint)
     if not reason:
         try:
             with no_python_dispatcher():  # AOTAutograd's, which takes operators apart that run whole
                 captured = capture_joint(joint, num_fwd_outputs)
                 planned, report = plan_joint(captured, options)
-                found = halves(joint, captured, planned)
+                found = split(captured, planned)
         except REFUSED as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
         else:
             tell(report, options)
             return found
     as_torch_does(reason, options)
-    forward, backward = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further)
-    return forward, backward
+    return None
 
 
 def as_torch_does(reason: str, options: Options) -> None:
@@ -87,16 +101,13 @@ def tell(report: CompileReport, options: Options) -> None:
         options.report(report)
 
 
-Compiled = Callable[..., Any]
-
-
-def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Compiled:
+def by_inductor(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:
     """One graph of dynamo compiled by inductor, which saves for the backward what the plan under ``options`` saves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of a part that inductor imports
         from torch._inductor.compile_fx import compile_fx
     patches = {"custom_partitioner_fn": Partitioner(options)}
-    return cast("Compiled", compile_fx(gm, list(inputs), config_patches=patches))
+    return cast("Callable[..., Any]", compile_fx(gm, list(inputs), config_patches=patches))
 
 
 @dataclass(frozen=True)
@@ -105,36 +116,21 @@ class Partitioner(CustomPartitionerFn):
 
     options: Options
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **further: Any) -> Halves:
         """Forward and backward of a joint graph; as inductor splits it, with a warning, where it cannot be planned."""
-        return _split(gm, joint_inputs, self.options, **further)
+        count: int = further["num_fwd_outputs"]
+
+        def split(captured: Joint, planned: Graph) -> Halves:
+            return _halves(gm, kept_nodes(captured, planned), count)
+
+        found = _planned(gm, count, self.options, split)
+        if found is not None:
+            return found
+        forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **further)
+        return forward, backward
 
     def uuid(self) -> None:
         """None: the code depends on the plan, which no cache knows."""
-
-
-def _split(
-    joint: fx.GraphModule, joint_inputs: Sequence[Any], options: Options, *, num_fwd_outputs: int, **further: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    reason = why_not(joint)
-    if not reason:
-        try:
-            with no_python_dispatcher():
-                captured = capture_joint(joint, num_fwd_outputs)
-                planned, report = plan_joint(captured, options)
-            halves = _halves(joint, kept_nodes(captured, planned), num_fwd_outputs)
-        except REFUSED as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-        else:
-            tell(report, options)
-            return halves
-    as_torch_does(reason, options)
-    forward, backward = partitioners.min_cut_rematerialization_partition(
-        joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **further
-    )
-    return forward, backward
 
 
 def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
@@ -144,23 +140,15 @@ def kept_nodes(captured: Joint, planned: Graph) -> tuple[fx.Node, ...]:
     out: it is made again.
     """
     source = {op.id: op for op in functionalize(captured.graph).ops}
-    origins: dict[int, int | None] = {}
+    origins: dict[int, int] = {}
     for op in planned.ops:
         original = source.get(-1 if op.origin is None else op.origin)
         if original is not None and len(original.outputs) == len(op.outputs):
             pairs = zip(op.outputs, original.outputs, strict=True)
-            origins.update((value, before) for value, before in pairs if value is not None)
-    found: dict[fx.Node, None] = {}
-    for value in crossing(captured, planned):
-        node = _node_of(value, captured.nodes, origins)
-        if node is not None:
-            found[node] = None
-    return tuple(found)
-
-
-def _node_of(value: int, nodes: Mapping[int, fx.Node], origins: Mapping[int, int | None]) -> fx.Node | None:
-    original = origins.get(value)
-    return nodes.get(value) or (None if original is None else nodes.get(original))
+            origins.update((value, before) for value, before in pairs if value is not None and before is not None)
+    known = captured.nodes
+    nodes = (known.get(value) or known.get(origins.get(value, value)) for value in crossing(captured, planned))
+    return tuple(dict.fromkeys(node for node in nodes if node is not None))
 
 
 def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator[fx.Node]:
@@ -191,9 +179,7 @@ _SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.
 """Inductor's own draws; what it makes of a seed is the same each time."""
 
 
-def _halves(
-    joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _halves(joint: fx.GraphModule, kept: Sequence[fx.Node], num_fwd_outputs: int) -> Halves:
     _, tangents = placeholders(joint.graph)
     (last,) = joint.graph.find_nodes(op="output")
     gradients = [item for item in last.args[0][num_fwd_outputs:] if isinstance(item, fx.Node)]

@@ -108,7 +108,8 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
     with torch.no_grad(), FakeTensorMode() as mode:
         env: dict[fx.Node, Any] = {}
         for number, node in enumerate((*primals, *tangents)):
-            env[node] = _like(node.meta["val"])
+            looks = node.meta["val"]
+            env[node] = torch.empty_strided(looks.shape, looks.stride(), dtype=looks.dtype, device=looks.device)
             values[node] = recorder.register(env[node], "batch", f"input:{number}")
         for node in joint.graph.find_nodes(op="get_attr"):
             env[node] = mode.from_tensor(getattr(joint, str(node.target)), static_shapes=True)
@@ -122,7 +123,8 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         results = [None if item is None else recorder.value_of(env[item]) for item in returned]
     outputs = tuple(value for value in results if value is not None)
     given = tuple(values[node] for node in tangents)
-    graph = _turned(recorder.graph((*outputs, *given)), _kept(results[:num_fwd_outputs]), given)
+    leaving = tuple(value for value in results[:num_fwd_outputs] if value is not None)
+    graph = _turned(recorder.graph((*outputs, *given)), leaving, given)
     verify(graph)
     place = iter(range(len(outputs)))
     positions = [None if value is None else next(place) for value in results]
@@ -133,22 +135,9 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         tuple(values[node] for node in primals),
         given,
         held,
-        joint_device(primals),
+        str(primals[0].meta["val"].device.type) if primals else "cpu",
         nodes,
     )
-
-
-def joint_device(primals: Sequence[fx.Node]) -> str:
-    """Where the graph runs."""
-    return str(primals[0].meta["val"].device.type) if primals else "cpu"
-
-
-def _kept(results: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(value for value in results if value is not None)
-
-
-def _like(value: Tensor) -> Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _run(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:
@@ -206,18 +195,15 @@ def _turned(graph: Graph, results: tuple[int, ...], tangents: tuple[int, ...]) -
     met = sorted((storage, version.get(storage, 0)) for storage in {*storages, *written, GENERATOR})
     turn = Op(0, TURN, (tuple(Ref(value) for value in taken),), (), tangents, many=True, reads=tuple(met))
     made = {graph.values[value].storage for value in tangents}
+    phases = [*((op, "forward") for op in first), *((op, "backward") for op in (turn, *rest))]
+    known = {
+        key: Storage(key, storage.nbytes, "temporary") if key in made else storage
+        for key, storage in graph.storages.items()
+    }
     return replace(
         graph,
-        ops=tuple(
-            replace(op, id=number, phase=phase)
-            for number, (op, phase) in enumerate(
-                [*((op, "forward") for op in first), (turn, "backward"), *((op, "backward") for op in rest)]
-            )
-        ),
-        storages={
-            key: Storage(key, storage.nbytes, "temporary") if key in made else storage
-            for key, storage in graph.storages.items()
-        },
+        ops=tuple(replace(op, id=number, phase=phase) for number, (op, phase) in enumerate(phases)),
+        storages=known,
         inputs=tuple(value for value in graph.inputs if value not in tangents),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,6 @@ from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.units import share_of
-
-RNG = ("magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,9 @@ def turn_of(graph: Graph) -> int:
     return next(number for number, op in enumerate(graph.ops) if op.target == TURN)
 
 
+@collector_spared()
 def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     """The best order found under the limit, verified, and what it needs."""
-    with collector_spared():
-        return _planned(joint, options)
-
-
-def _planned(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     started = time.perf_counter()
     scratch = _Scratch(joint.device)
     source = functionalize(joint.graph)
@@ -207,11 +201,9 @@ def rng_leave(state: Tensor, device: str) -> None:
     GeneratorStates(device).rng_leave(state.numpy())
 
 
-_OWN: dict[str, Callable[..., Any]] = {
-    "magis.rng_save": rng_save,
-    "magis.rng_enter": rng_enter,
-    "magis.rng_leave": rng_leave,
-}
+RNG: dict[str, Callable[..., Any]] = {
+    "magis.rng_save": rng_save, "magis.rng_enter": rng_enter, "magis.rng_leave": rng_leave,
+}  # fmt: skip
 
 
 def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -223,7 +215,8 @@ def halves(joint: fx.GraphModule, captured: Joint, planned: Graph) -> tuple[fx.G
     results = [None if place is None else planned.outputs[place] for place in captured.forward]
     gradients = _gradients(captured, planned)
     saved = crossing(captured, planned)
-    mode = _mode(primals)
+    fakes = (node.meta["val"] for node in primals)
+    mode = next((fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor)), None) or FakeTensorMode()
     forward = _Half(joint, captured, planned, names, mode, {})
     forward.take(captured.primals)
     forward.run(planned.ops[:at])
@@ -250,101 +243,85 @@ def _gradients(captured: Joint, planned: Graph) -> list[int | None]:
     return [None if place is None else planned.outputs[place] for place in captured.backward]
 
 
-def _mode(primals: Sequence[fx.Node]) -> FakeTensorMode:
-    for node in primals:
-        if isinstance(node.meta["val"], FakeTensor):
-            return node.meta["val"].fake_mode
-    return FakeTensorMode()
-
-
+@dataclass(frozen=True, eq=False)
 class _Half:
     """A graph that is being written, and what its values look like on fake tensors."""
 
-    def __init__(
-        self,
-        joint: fx.GraphModule,
-        captured: Joint,
-        planned: Graph,
-        names: Mapping[int, str],
-        mode: FakeTensorMode,
-        fakes: Mapping[int, Any],
-    ) -> None:
-        self._graph = fx.Graph()
-        self._joint = joint
-        self._device = captured.device
-        self._constants = captured.constants
-        self._planned = planned
-        self._names = names
-        self._mode = mode
-        self._nodes: dict[int, fx.Node] = {}
-        self.fakes: dict[int, Any] = dict(fakes)
+    joint: fx.GraphModule
+    captured: Joint
+    planned: Graph
+    names: Mapping[int, str]
+    mode: FakeTensorMode
+    fakes: dict[int, Any]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    nodes: dict[int, fx.Node] = field(default_factory=dict)
 
     def take(self, values: Sequence[int]) -> None:
         """Arguments, in order."""
         for value in values:
-            node = self._graph.placeholder(self._names.get(value, f"v{value}"))
+            node = self.graph.placeholder(self.names.get(value, f"v{value}"))
             if value not in self.fakes:
                 self.fakes[value] = self._fake(value)
             self._bind(value, node, self.fakes[value])
 
     def run(self, ops: Sequence[Op]) -> None:
         """Operators, in order."""
-        with torch.no_grad(), self._mode:
+        with torch.no_grad(), self.mode:
             for op in ops:
                 self._call(op)
 
     def module(self, outputs: Sequence[int | None]) -> fx.GraphModule:
         """The module that returns these values."""
-        node = self._graph.output(tuple(None if value is None else self._node(value) for value in outputs))
+        node = self.graph.output(tuple(None if value is None else self._node(value) for value in outputs))
         node.meta["val"] = tuple(None if value is None else self.fakes[value] for value in outputs)
-        self._graph.lint()
-        return fx.GraphModule(self._joint, self._graph)
+        self.graph.lint()
+        return fx.GraphModule(self.joint, self.graph)
 
     def _call(self, op: Op) -> None:
-        own = _OWN.get(op.target)
+        own = RNG.get(op.target)
         function: Any = resolve(op.target) if own is None else own
         args = tuple(self._arg(arg, self._node) for arg in op.args)
         kwargs = {name: self._arg(arg, self._node) for name, arg in op.kwargs}
         if own is not None:
-            args = (*args, self._device)
+            args = (*args, self.captured.device)
             out: Any = torch.empty(0, dtype=torch.uint8)
         else:
             out = function(
                 *(self._arg(arg, self.fakes.__getitem__) for arg in op.args),
                 **{name: self._arg(arg, self.fakes.__getitem__) for name, arg in op.kwargs},
             )
-        node = self._graph.call_function(function, args, kwargs)
+        node = self.graph.call_function(function, args, kwargs)
         node.meta["val"] = out
         if op.many:
             for place, value in enumerate(op.outputs):
                 if value is not None:
-                    self._bind(value, self._graph.call_function(operator.getitem, (node, place)), out[place])
+                    self._bind(value, self.graph.call_function(operator.getitem, (node, place)), out[place])
         elif op.outputs and op.outputs[0] is not None:
             self._bind(op.outputs[0], node, out)
 
     def _bind(self, value: int, node: fx.Node, fake: Any) -> None:
-        self._nodes[value] = node
+        self.nodes[value] = node
         self.fakes[value] = node.meta["val"] = fake
 
     def _node(self, value: int) -> fx.Node:
-        if value not in self._nodes:
-            name = self._constants.get(value)
+        if value not in self.nodes:
+            name = self.captured.constants.get(value)
             if name is None:
                 raise VerifyError(f"value {value} is not there on its side of the turn")
-            self._bind(value, self._graph.get_attr(name), self._fake(value))
-        return self._nodes[value]
+            self._bind(value, self.graph.get_attr(name), self._fake(value))
+        return self.nodes[value]
 
     def _arg(self, arg: Arg, look: Callable[[int], Any]) -> Any:
         if isinstance(arg, Ref):
             self._node(arg.value)  # a constant is opened by being asked for
             return look(arg.value)
         if isinstance(arg, Const):
-            return constant(arg, self._device)
+            return constant(arg, self.captured.device)
         return [self._arg(item, look) for item in arg] if isinstance(arg, tuple) else arg
 
     def _fake(self, value: int) -> Tensor:
-        looks = self._planned.values[value]
-        with self._mode:
+        looks = self.planned.values[value]
+        with self.mode:
             return torch.empty_strided(
-                looks.shape, looks.stride, dtype=getattr(torch, looks.dtype), device=self._device
+                looks.shape, looks.stride, dtype=getattr(torch, looks.dtype), device=self.captured.device
             )
