@@ -9,8 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd  # noqa: F401  (loaded here, once: inner runs in this process drop what they import)
+import pandas as pd  # noqa: F401
 import pytest
+
+# loaded here, once, as pandas is: inner runs in this process drop what they import
+import pytest_magis.live.fixture
+import pytest_magis.live.marked
+import pytest_magis.outputs.html
+import pytest_magis.session  # noqa: F401
 
 CORE = Path(__file__).with_name("fake_core.py")
 OWN_NETS = Path(__file__).with_name("own_nets.py")
