@@ -243,18 +243,11 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("magis", "memory-regression gate (magis)")
     for option in OPTIONS:
         if option.is_flag:
-            group.addoption(
-                option.flag, dest=option.key, action="store_const", const="true", default=None, help=option.help
-            )
+            given = {"action": "store_const", "const": "true"}
         else:
-            action = "append" if option.is_list else "store"
-            group.addoption(
-                option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
-            )
-        if option.is_list:
-            parser.addini(option.key, option.help, type="linelist", default=None)
-        else:
-            parser.addini(option.key, option.help, type="string", default=None)
+            given = {"action": "append" if option.is_list else "store", "metavar": option.metavar}
+        group.addoption(option.flag, dest=option.key, default=None, help=option.help, **given)
+        parser.addini(option.key, option.help, type="linelist" if option.is_list else "string", default=None)
 
 
 def is_active(config: pytest.Config) -> bool:

@@ -26,7 +26,7 @@ NO_CASES = (
     "on tests of unittest"
 )
 OUTCOME = "magis"
-"""As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
+"""As `pytest_magis.run_plan.PROPERTY`, which would load the gate."""
 
 
 class LazyActivation:
@@ -158,7 +158,7 @@ class _BlocksOf:
     def __call__(self, peak: Any, name: str, tolerance: float) -> None:
         __tracebackhide__ = True
         if self._gate is None:
-            from pytest_magis.live.peak_gate import PeakGate
+            from pytest_magis.live.fixture import PeakGate
 
             self._gate = PeakGate(self._item)
         self._gate(peak, name, tolerance)
