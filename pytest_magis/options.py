@@ -18,7 +18,7 @@ from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
@@ -111,7 +111,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         against=against,
         updates=frozenset() if ignored or (against and on_command_line(config, "update") is None) else updates,
         updates_ignored=ignored and not against,
-        csv=_csv(config),
+        csv=_file(config, "csv") or (config.invocation_params.dir / "results.csv" if is_active(config) else None),
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
         pareto=_folder(config, "pareto"),
@@ -131,11 +131,6 @@ def _searches(config: pytest.Config) -> tuple[str, ...]:
     for name in found:
         choice(BY_NAME["search"].flag, "search", name, SEARCHES)
     return found
-
-
-def _csv(config: pytest.Config) -> Path | None:
-    given = _scalar(config, "csv") or ("results.csv" if is_active(config) else None)
-    return config.invocation_params.dir / given if given else None
 
 
 def anywhere(config: pytest.Config) -> Settings:
@@ -181,19 +176,17 @@ def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
 
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
     """A list option's items, each once, in the order written; None if it was not given."""
-    given = on_command_line(config, name)
-    given = in_ini(config, name) if given is None else given
-    return None if given is None else items(BY_NAME[name].flag, given)
+    found = given(config, name)
+    return None if found is None else items(BY_NAME[name].flag, found)
 
 
 def _scalar(config: pytest.Config, name: str) -> str | None:
-    given = on_command_line(config, name)
-    given = in_ini(config, name) if given is None else given
-    if given is None:
+    found = given(config, name)
+    if found is None:
         return None
-    if not given[0].strip():
+    if not found[0].strip():
         raise UsageError(f"{BY_NAME[name].flag} is empty")
-    return given[0].strip()
+    return found[0].strip()
 
 
 def _read(config: pytest.Config, name: str) -> Any:

@@ -65,7 +65,7 @@ def _compare(config: pytest.Config) -> None:
 
         config.pluginmanager.register(Guard(), "magis-guard")
         return
-    given = flags.on_command_line(config, "against") or flags.in_ini(config, "against")
+    given = flags.given(config, "against")
     if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
         from pytest_magis.against import compare
 
