@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from magis.errors import BaselineError
 from magis.report import write_text_atomically
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
-from pytest_magis.explain import Table
 
 SCHEMA = 1
 LARGEST_FILE = 16 * 1024 * 1024
@@ -88,25 +87,11 @@ def _make(folder: Path) -> None:
 
 def render(baseline: ModelBaseline) -> str:
     """The text of a baseline; `parse` reads it back."""
-    configurations = {
-        name: {
-            "cases": {key: _without_none(asdict(case)) for key, case in configuration.cases.items()},
-            "workspaces": {table: dict(content) for table, content in configuration.workspaces.items()},
-            **(
-                {"held": {table: _plain(content) for table, content in configuration.held.items()}}
-                if configuration.held
-                else {}
-            ),
-        }
-        for name, configuration in baseline.configurations.items()
-    }
-    data = {
-        "schema": SCHEMA,
-        "model": baseline.model,
-        "device": baseline.device,
-        "configurations": configurations,
-    }
-    return json.dumps(data, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    data = _without_none(asdict(baseline))
+    for configuration in data["configurations"].values():
+        if not configuration["held"]:
+            del configuration["held"]
+    return json.dumps({"schema": SCHEMA, **data}, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def parse(text: str, path: Path) -> ModelBaseline:
@@ -152,11 +137,11 @@ def _configuration(data: object, where: str) -> Configuration:
     record = _object(data, where)
     _check_keys(record, {"cases", "workspaces"}, {"held"}, where)
     cases: dict[str, CaseBaseline] = _each(record["cases"], f"{where}.cases", _case)
-    tables = _each(record["workspaces"], f"{where}.workspaces", lambda value, at: _each(value, at, _count))
+    tables = _each(record["workspaces"], f"{where}.workspaces", _counts)
     for label, case in cases.items():
         if case.workspaces is not None and case.workspaces not in tables:
             raise _SchemaError(f"{where}.cases[{_short(label)}]: no workspaces called {_short(case.workspaces)}")
-    held = _each(record.get("held", {}), f"{where}.held", _kinds)
+    held = _each(record.get("held", {}), f"{where}.held", lambda value, at: _each(value, at, _counts))
     for label, case in cases.items():
         for name in (case.original_held, case.optimized_held):
             if name is not None and name not in held:
@@ -164,12 +149,8 @@ def _configuration(data: object, where: str) -> Configuration:
     return Configuration(cases, tables, held)
 
 
-def _kinds(data: object, where: str) -> dict[str, dict[str, int]]:
-    return _each(data, where, lambda value, at: _each(value, at, _count))
-
-
-def _plain(table: Table) -> dict[str, dict[str, int]]:
-    return {kind: dict(modules) for kind, modules in table.items()}
+def _counts(data: object, where: str) -> dict[str, int]:
+    return _each(data, where, _count)
 
 
 def _case(data: object, where: str) -> CaseBaseline:

@@ -243,14 +243,10 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("magis", "memory-regression gate (magis)")
     for option in OPTIONS:
         if option.is_flag:
-            group.addoption(
-                option.flag, dest=option.key, action="store_const", const="true", default=None, help=option.help
-            )
+            kind = {"action": "store_const", "const": "true"}
         else:
-            action = "append" if option.is_list else "store"
-            group.addoption(
-                option.flag, dest=option.key, action=action, metavar=option.metavar, default=None, help=option.help
-            )
+            kind = {"action": "append" if option.is_list else "store", "metavar": option.metavar}
+        group.addoption(option.flag, dest=option.key, default=None, help=option.help, **kind)
         if option.is_list:
             parser.addini(option.key, option.help, type="linelist", default=None)
         else:
@@ -264,10 +260,13 @@ def is_active(config: pytest.Config) -> bool:
 
 def any_given(config: pytest.Config) -> bool:
     """Whether any option of the gate was given, on the command line or in the ini file."""
-    return any(
-        on_command_line(config, option.name) is not None or in_ini(config, option.name) is not None
-        for option in OPTIONS
-    )
+    return any(given(config, option.name) is not None for option in OPTIONS)
+
+
+def given(config: pytest.Config, name: str) -> list[str] | None:
+    """What was given for an option, on the command line or else in the ini file; None if nothing was."""
+    found = on_command_line(config, name)
+    return in_ini(config, name) if found is None else found
 
 
 def on_command_line(config: pytest.Config, name: str) -> list[str] | None:

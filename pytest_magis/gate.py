@@ -12,25 +12,35 @@ from typing import TypeVar
 import pytest
 
 from magis.errors import MagisError, UsageError
-from magis.report import Cell, check_writable
+from magis.report import (
+    Cell,
+    check_writable,
+    front_svg,
+    front_text,
+    row_from_result,
+    trace_text,
+    write_csv,
+    write_text_atomically,
+)
 from magis.results import Case, CaseResult
-from pytest_magis import default_hooks
-from pytest_magis.baseline_files import baseline_path, held, read_baseline, write_baseline
+from pytest_magis import harness
+from pytest_magis.baseline_files import baseline_path, file_name, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
 from pytest_magis.options import Settings, read_settings
-from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, Outcome
 from pytest_magis.outputs.benchmark import BenchmarkRows, benchmark_rows
 from pytest_magis.outputs.github import markdown, write_markdown
-from pytest_magis.outputs.html import Run, write_report
-from pytest_magis.outputs.output_files import trace_name, write_results
+from pytest_magis.outputs.html.page import write_report
+from pytest_magis.outputs.html.page_parts import Run
 from pytest_magis.run_plan import (
     FRONT,
+    FRONT_PROPERTY,
     PREFIX,
+    PROPERTY,
+    Outcome,
     PlannedCase,
     choose,
     plan_cases,
     plan_fronts,
-    read_baselines,
     resolve_models,
 )
 from pytest_magis.strategies import Strategy
@@ -47,10 +57,10 @@ class Gate:
     settings: Settings
     cases: tuple[PlannedCase, ...]
     fronts: tuple[PlannedCase, ...]
-    baselines: dict[Path, ModelBaseline | None]
-    """By file, as they were before the run; those of users' tests are read when these run."""
     columns: Mapping[str, Callable[[CaseResult], Cell]]
     is_worker: bool
+    baselines: dict[Path, ModelBaseline | None] = field(default_factory=dict)
+    """By file, as they were before the run; those of users' tests are read when these run."""
     benchmarks: BenchmarkRows | None = None
     """Of pytest-benchmark; None: nobody asks for latencies there."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -107,14 +117,15 @@ class Gate:
         # a merge wants to know of an empty shard that it ran
         if (outcomes or self.is_empty_shard) and self.settings.csv is not None:
             written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
-        if outcomes:
-            written &= self._summarized(outcomes)
-            traced = sum(bool(outcome.trace) for outcome in outcomes)
-            if traced:
-                self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
+        if outcomes and self.settings.markdown is not None:
+            text = markdown(outcomes, self.settings.given)
+            add = self.settings.adds_markdown
+            written &= self._try(partial(write_markdown, self.settings.markdown, text, add=add))
+        traced = sum(bool(outcome.trace) for outcome in outcomes)
+        if traced:
+            self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
         if self.settings.updates_ignored:
             self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
-        accepted = [outcome for outcome in outcomes if outcome.verdict.store]
         if outcomes and self.settings.report is not None:
             run = Run(
                 tuple(outcomes),
@@ -125,26 +136,22 @@ class Gate:
                 self.baselines,
             )
             written &= self._try(partial(write_report, self.settings.report, run))
+        accepted = [outcome for outcome in outcomes if outcome.verdict.store]
         if accepted and interrupted:
             self.lines.append("baselines are not updated: the run was interrupted")
             return written
-        for path, of_file in _by_file(self.settings.baselines, accepted).items():
+        files: dict[Path, list[Outcome]] = {}
+        for outcome in accepted:
+            files.setdefault(self.path(outcome.model, outcome.case), []).append(outcome)
+        for path, of_file in files.items():
             written &= self._try(partial(_store, path, of_file))
         return written
 
-    def _summarized(self, outcomes: list[Outcome]) -> bool:
-        settings = self.settings
-        if settings.markdown is None:
-            return True
-        text = markdown(outcomes, settings.given)
-        return self._try(partial(write_markdown, settings.markdown, text, add=settings.adds_markdown))
-
     def _shown_fronts(self) -> Iterator[tuple[str, Path]]:
         """Models with a front of this run, and its picture."""
-        directory = self.settings.pareto
-        for planned in self.fronts if directory is not None else ():
-            if directory is not None and f"{PREFIX}{planned.name}" in self.searched:
-                yield planned.model, directory / f"{planned.model}.svg"
+        for planned in self.fronts:
+            if self.settings.pareto is not None and f"{PREFIX}{planned.name}" in self.searched:
+                yield planned.model, self.settings.pareto / f"{planned.model}.svg"
 
     def _try(self, write: Callable[[], str]) -> bool:
         try:
@@ -165,43 +172,40 @@ def prepare(config: pytest.Config) -> Gate:
     strategies = all_strategies(config)
     settings = read_settings(config, devices=lambda: hook.pytest_magis_devices(config=config))
     models = resolve_models(settings.models, _merged("models", hook.pytest_magis_models(config=config)))
-    planned = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models)) if models else ()
-    chosen = choose(planned, _take_node_ids(config, only_gate=settings.only_gate))
+    known = (*plan_cases(settings, models, strategies), *plan_fronts(settings, models)) if models else ()
+    chosen = choose(known, _take_node_ids(config, only_gate=settings.only_gate))
     if settings.shard is not None:
         ours = settings.shard.of(model.name for model in models)
         chosen = tuple(each for each in chosen if each.model in ours)
     cases = tuple(each for each in chosen if each.label != FRONT)
     fronts = tuple(each for each in chosen if each.label == FRONT)
     columns = _merged("columns", hook.pytest_magis_columns(config=config))
-    baselines = read_baselines(settings.baselines, cases)
+    gate = Gate(settings, cases, fronts, columns, is_worker)
+    for planned in cases:
+        gate.baseline(planned)
     if not is_worker:
-        if settings.csv is not None:
-            check_writable(settings.csv)
-        if settings.markdown is not None:
-            check_writable(settings.markdown)
-        for place in (settings.report, settings.benchmark_json):
+        for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
             if place is not None:
                 check_writable(place)
-        if settings.trace is not None:
-            _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
-        if settings.pareto is not None:
-            names = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
-            _check_directory("--magis-pareto", settings.pareto, names)
-        if settings.resume is not None:
-            _check_directory("--magis-resume", settings.resume, ["place.npz"])
-    benchmarks = None if is_worker else benchmark_rows(config, settings.benchmark_json)
-    return Gate(settings, cases, fronts, baselines, columns, is_worker, benchmarks)
+        pictures = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
+        _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
+        _check_directory("--magis-pareto", settings.pareto, pictures)
+        _check_directory("--magis-resume", settings.resume, ["place.npz"])
+        gate.benchmarks = benchmark_rows(config, settings.benchmark_json)
+    return gate
 
 
 def all_strategies(config: pytest.Config) -> list[Strategy]:
     """The strategies of all plugins, ours first."""
     if not config.pluginmanager.has_plugin(BUILT_IN):
-        config.pluginmanager.register(default_hooks, BUILT_IN)
+        config.pluginmanager.register(harness, BUILT_IN)
     return [item for given in reversed(config.hook.pytest_magis_strategies(config=config)) for item in given]
 
 
-def _check_directory(flag: str, directory: Path, names: Iterable[str]) -> None:
+def _check_directory(flag: str, directory: Path | None, names: Iterable[str]) -> None:
     """Raise UsageError unless these files can be written there, once what is missing of the path is made."""
+    if directory is None:
+        return
     try:
         there = next(path for path in (directory, *directory.parents) if path.exists())
         for name in names:
@@ -231,13 +235,6 @@ def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _by_file(directory: Path, outcomes: Iterable[Outcome]) -> dict[Path, list[Outcome]]:
-    files: dict[Path, list[Outcome]] = {}
-    for outcome in outcomes:
-        files.setdefault(baseline_path(directory, outcome.case.device, outcome.model), []).append(outcome)
-    return files
-
-
 def _store(path: Path, outcomes: list[Outcome]) -> str:
     """Put the accepted results into the file as it is now, and say so in one line."""
     first = outcomes[0]
@@ -249,3 +246,63 @@ def _store(path: Path, outcomes: list[Outcome]) -> str:
         if baseline is not None:
             write_baseline(path, baseline)
     return f"baseline updated: {path} ({', '.join(outcome.label for outcome in outcomes)})"
+
+
+def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -> dict[str, Cell]:
+    """The row of a case; of one that failed before it had a result, only what was asked and the error."""
+    if outcome.result is None:
+        return {
+            "name": outcome.model,
+            "memory limit ratio": outcome.case.memory_ratio,
+            "latency limit ratio": outcome.case.latency_ratio,
+            "device": outcome.case.device,
+            "preset": outcome.case.preset,
+            "dtype": outcome.case.dtype,
+            "strategy": outcome.case.strategy,
+            "search": outcome.case.search,
+            "verdict": outcome.verdict.label,
+            "note": " ".join(outcome.error.split()),
+        }
+    found = [text for finding in outcome.verdict.findings for text in (finding.text, finding.why) if text]
+    said = [*found, *outcome.verdict.notes]
+    cells = row_from_result(outcome.result, verdict=outcome.verdict.label, note="; ".join(said))
+    return cells | {name: compute(outcome.result) for name, compute in columns.items()}
+
+
+def write_results(path: Path, outcomes: Iterable[Outcome], columns: Mapping[str, Callable[[CaseResult], Cell]]) -> str:
+    """Replace `path` by the rows of this run, and say so in one line. Raises UsageError if it cannot be written."""
+    rows = [row(outcome, columns) for outcome in outcomes]
+    write_csv(path, rows)
+    return f"results: {path} ({len(rows)} row{'s' if len(rows) != 1 else ''})"
+
+
+def write_front(config: pytest.Config, directory: Path, planned: PlannedCase) -> str:
+    """Search a model's front and write `<model>.json` and `<model>.svg`; one line that says so.
+
+    Raises UsageError where the files cannot be written.
+    """
+    front = harness.search_front(config, planned.model, planned.case)
+    _make("--magis-pareto", directory)
+    for suffix, text in (("json", front_text(front)), ("svg", front_svg(front))):
+        write_text_atomically(directory / f"{planned.model}.{suffix}", text)
+    return f"front: {directory / planned.model}.svg ({len(front.points)} plans, {front.states} judged)"
+
+
+def trace_name(planned: PlannedCase) -> str:
+    """The file of a case; "@" is in no part of it, so no two cases share one."""
+    return f"{file_name(planned.model)}@{file_name(planned.label)}.json"
+
+
+def write_trace(directory: Path, planned: PlannedCase, result: CaseResult) -> Path:
+    """Write the time lines of a case. Raises UsageError where that fails."""
+    _make("--magis-trace", directory)
+    path = directory / trace_name(planned)
+    write_text_atomically(path, trace_text(result))
+    return path
+
+
+def _make(flag: str, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag}: cannot make {directory}: {error.strerror}") from error

@@ -1,9 +1,12 @@
-"""The seam to `magis.api`: the only place that the plugin measures through, and the only one that loads torch."""
+"""The seam to `magis.api`: the only place that the plugin measures through, and the only one that loads torch.
+
+Its hooks are the plugin's own answers: other plugins are asked first.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +16,14 @@ import pytest
 from magis.errors import MagisError
 from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis.options import read_cache, read_profiles, read_sharing, wants_timelines
-from pytest_magis.torchrun import AGENTS
+from pytest_magis.strategies import BUILT_IN, Strategy
 
 if TYPE_CHECKING:
     from magis.api import Bench, Workload
+    from magis.ranks import Agents
 
+AGENTS: pytest.StashKey[Agents] = pytest.StashKey()
+"""In the stash of a session's config, where it leads a job of several processes: for its pools of ranks."""
 _BENCH: pytest.StashKey[Bench] = pytest.StashKey()
 
 
@@ -58,19 +64,19 @@ def measure(
     return replace(result, case=replace(result.case, model=name))
 
 
-def run_with_magis(
+@pytest.hookimpl(trylast=True)
+def pytest_magis_run_case(
     case: Case,
     config: pytest.Config,
     planning_workspaces: Mapping[str, int] | None,
     expected_graph: str | None,
+    latency_bounds: tuple[float, ...],
+    rough: bool,
     progress: Callable[[str], None] | None,
-    latency_bounds: tuple[float, ...] = (),
-    make: Callable[[int], Workload] | None = None,
-    *,
-    rough: bool = False,
-    timelines: bool = False,
+    make: Callable[[int], Workload] | None,
+    timelines: bool,
 ) -> CaseResult:
-    """Run a case through `magis.api`; captures and eager measurements are kept for the process's further cases."""
+    """Run a case that no other plugin wanted; captures and eager measurements are kept for the process's next cases."""
     from magis.api import run_case
 
     return run_case(
@@ -103,8 +109,9 @@ def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
     return replace(front, model=name)
 
 
-def front_with_magis(case: Case, config: pytest.Config) -> ParetoFront:
-    """The front of a case's model through `magis.api`, on the captures of the process's cases."""
+@pytest.hookimpl(trylast=True)
+def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront:
+    """Search a front that no other plugin wanted, on the captures of the process's cases."""
     from magis.api import pareto
 
     return pareto(
@@ -149,7 +156,7 @@ def check_prices(case: Case, config: pytest.Config) -> None:
 
 
 def runs_every_case(config: pytest.Config) -> bool:
-    """Whether no other plugin might run a case: `run_with_magis` then runs all of them."""
+    """Whether no other plugin might run a case, or search a front."""
     hooks = (config.hook.pytest_magis_run_case, config.hook.pytest_magis_front)
     return all(len(hook.get_hookimpls()) == 1 for hook in hooks)
 
@@ -185,9 +192,16 @@ def _cache(config: pytest.Config) -> Path | None:
         return None
 
 
-def devices() -> tuple[str, ...]:
+@pytest.hookimpl(trylast=True)
+def pytest_magis_devices() -> tuple[str, ...]:
     """Every device that cases can run on here, the default one first."""
     from magis.api import available_devices, default_device
 
     first = default_device()
     return (first, *(name for name in available_devices() if name != first))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_magis_strategies() -> Iterable[Strategy]:
+    """The strategies that come with the plugin."""
+    return BUILT_IN

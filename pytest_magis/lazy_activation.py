@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_magis.flags import given
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
@@ -26,7 +27,7 @@ NO_CASES = (
     "on tests of unittest"
 )
 OUTCOME = "magis"
-"""As `pytest_magis.outcome.PROPERTY`, which would load the gate."""
+"""As `pytest_magis.run_plan.PROPERTY`, which would load the gate."""
 
 
 class LazyActivation:
@@ -75,7 +76,7 @@ class LazyActivation:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out the networks of other shares of the run; tests that are not gated are in every share."""
-        if self._config.option.magis_shard is None and not self._config.getini("magis_shard"):
+        if given(self._config, "shard") is None:
             return
         from pytest_magis.options import anywhere
 
@@ -90,7 +91,7 @@ class LazyActivation:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of pytest-xdist where the results are that the run is compared with."""
-        if self._config.option.magis_against is not None or self._config.getini("magis_against"):
+        if given(self._config, "against") is not None:
             from pytest_magis.options import AGAINST, WORKER_AGAINST
 
             node.workerinput[WORKER_AGAINST] = str(self._config.stash[AGAINST])
@@ -158,7 +159,7 @@ class _BlocksOf:
     def __call__(self, peak: Any, name: str, tolerance: float) -> None:
         __tracebackhide__ = True
         if self._gate is None:
-            from pytest_magis.live.peak_gate import PeakGate
+            from pytest_magis.live.fixture import PeakGate
 
             self._gate = PeakGate(self._item)
         self._gate(peak, name, tolerance)

@@ -1,14 +1,50 @@
-"""What a user wrote for a number or a list, read and checked; messages begin with `shown`, where it was written."""
+"""What a user wrote for a number, a word or a list, read and checked; `shown` is where it was written.
+
+Messages begin with that: an option's flag, or what a mark and an argument of it are called.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
-from magis.errors import UsageError
+from magis.dtypes import DTYPES
+from magis.errors import UsageError, nearest
 
+PRESETS = ("small", "paper")
+CACHES = ("plans", "results", "none")
+BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
+"""Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
 MOST_DIGITS = 18
 """Of a whole number: anything larger is a slip of the hand, and no machine word."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The share `number` (1, 2, ...) of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def read(cls, shown: str, text: str) -> Self:
+        """The shard of "1/4". Raises UsageError for anything else."""
+        if re.fullmatch(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}", text):
+            number, count = map(int, text.split("/"))
+            if number <= count:
+                return cls(number, count)
+        raise UsageError(f"{shown}: {text!r} is not one such as 1/4 (the first of four)")
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def of(self, names: Iterable[str]) -> frozenset[str]:
+        """The names of this share: dealt out one after another in sorted order, so that the order in which they were
+        asked for, and repeats, change nothing. Together the shares have every name, each once."""
+        return frozenset(sorted(set(names))[self.number - 1 :: self.count])
 
 
 def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
@@ -19,8 +55,8 @@ def items(shown: str, given: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-def number(shown: str, text: str, wanted: str, accept: Callable[[float], bool]) -> float:
-    """A finite number that `accept` accepts; `wanted` says in words which those are. Raises UsageError."""
+def _number(shown: str, text: str, wanted: str, accept: Callable[[float], bool]) -> float:
+    """A finite number that `accept` accepts; `wanted` says in words which those are."""
     try:
         found = float(text)
     except ValueError:
@@ -39,7 +75,7 @@ def whole(shown: str, text: str, *, least: int) -> int:
 
 def share(shown: str, text: str) -> float:
     """A tolerance. Raises UsageError for a negative one."""
-    return number(shown, text, "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
+    return _number(shown, text, "a share such as 0.05 (it must not be negative)", lambda x: x >= 0)
 
 
 def memory_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
@@ -53,4 +89,46 @@ def latency_ratios_of(shown: str, given: Sequence[str]) -> tuple[float, ...]:
 
 
 def _numbers(shown: str, given: Sequence[str], wanted: str, accept: Callable[[float], bool]) -> tuple[float, ...]:
-    return tuple(dict.fromkeys(number(shown, item, wanted, accept) for item in items(shown, given)))
+    return tuple(dict.fromkeys(_number(shown, item, wanted, accept) for item in items(shown, given)))
+
+
+def budget(shown: str, text: str) -> int | None:
+    """A budget by its name, or in plans. Raises UsageError."""
+    return BUDGETS[text] if text in BUDGETS else whole(shown, text, least=1)
+
+
+def _budget_or_names(shown: str, text: str) -> int | None:
+    try:
+        return budget(shown, text)
+    except UsageError as error:
+        raise UsageError(str(error), hint=f"or name one: {', '.join(BUDGETS)}") from None
+
+
+def choice(shown: str, what: str, text: str, known: Sequence[str]) -> str:
+    """One of the words that are known. Raises UsageError."""
+    if text not in known:
+        raise UsageError(f"{shown}: unknown {what} {text!r}", hint=nearest(text, known))
+    return text
+
+
+def _flag(shown: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UsageError(f"{shown}: {text!r} is neither true nor false")
+    return text == "true"
+
+
+READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "budget": _budget_or_names,
+    "cache": lambda shown, text: choice(shown, "cache", text, CACHES),
+    "dtype": lambda shown, text: choice(shown, "dtype", text, DTYPES),
+    "latency-tolerance": share,
+    "memory-tolerance": share,
+    "preset": lambda shown, text: choice(shown, "preset", text, PRESETS),
+    "processes": lambda shown, text: whole(shown, text, least=1),
+    "ranks": lambda shown, text: whole(shown, text, least=1),
+    "seconds": lambda shown, text: _number(shown, text, "a number of seconds above 0", lambda x: x > 0),
+    "seed": lambda shown, text: whole(shown, text, least=0),
+    "shard": Shard.read,
+    "strict": _flag,
+}
+"""Of options that are no lists, by name."""

@@ -1,4 +1,4 @@
-"""The gate's options on the command line and in the ini file, checked before anything runs; shards.
+"""The gate's options on the command line and in the ini file, checked before anything runs.
 
 Every option is read as text and checked here, so that a mistake is one line and exit code 4 rather than a page of
 usage. In the ini file an option has the same name with underscores (`magis_memory_ratios`); the command line wins.
@@ -7,50 +7,20 @@ usage. In the ini file an option has the same name with underscores (`magis_memo
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import pytest
 
-from magis.dtypes import DTYPES, check_dtype
+from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, in_ini, is_active, on_command_line
-from pytest_magis.option_values import items, latency_ratios_of, memory_ratios_of, number, share, whole
+from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, given, in_ini, is_active, on_command_line
+from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
-
-# Shares of a run for several machines: each gets some of the models, with all of their cases.
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The share `number` (1, 2, ...) of `count`."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """The shard of "1/4". Raises ValueError for anything else."""
-        if not re.fullmatch(r"[1-9][0-9]{0,5}/[1-9][0-9]{0,5}", text):
-            raise ValueError(text)
-        number, count = map(int, text.split("/"))
-        if number > count:
-            raise ValueError(text)
-        return cls(number, count)
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    def of(self, names: Iterable[str]) -> frozenset[str]:
-        """The names of this share: dealt out one after another in sorted order, so that the order in which they were
-        asked for, and repeats, change nothing. Together the shares have every name, each once."""
-        return frozenset(sorted(set(names))[self.number - 1 :: self.count])
-
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """Names the file that GitHub shows as a job's summary."""
@@ -59,13 +29,9 @@ PROFILES = "profiles"
 AGAINST: pytest.StashKey[Path] = pytest.StashKey()
 WORKER_AGAINST = "magis_against"
 """What a worker of pytest-xdist is told."""
-PRESETS = ("small", "paper")
 MEMORY_RATIOS = (0.8, 0.6)
 STRATEGIES = ("eager", "magis")
 RANKS = 4
-CACHES = ("plans", "results", "none")
-BUDGETS = {"quick": 3_000, "default": None, "thorough": 300_000}
-"""Names of budgets, in plans evaluated; None is what a search does unasked (docs/ci.md says what they win and lose)."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +61,6 @@ class Settings:
     """The directory of the time lines; None: they are not asked for."""
     benchmark_json: Path | None
     """Where pytest-benchmark writes the latencies; None: where its own options say."""
-    processes: int
-    """That share each search."""
     resume: Path | None
     """Where finished pieces of searches are kept; None: nowhere."""
     tolerances: Tolerances
@@ -118,17 +82,17 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     device = _device(_scalar(config, "device"), devices)
     grid = Grid(
         device=device,
-        preset=_choice("preset", _scalar(config, "preset"), PRESETS) or ("small" if device == "cpu" else "paper"),
-        dtype=_dtype(_scalar(config, "dtype"), device),
+        preset=_read(config, "preset") or ("small" if device == "cpu" else "paper"),
+        dtype=_dtype(config, device),
         memory_ratios=memory_ratios,
         latency_ratios=latency_ratios,
         searches=_searches(config),
-        budget=_budget(_scalar(config, "budget")),
-        seconds=_number("seconds", _scalar(config, "seconds"), "a number of seconds above 0", lambda x: x > 0),
-        seed=_whole("seed", _scalar(config, "seed"), least=0) or 0,
-        ranks=_whole("ranks", _scalar(config, "ranks"), least=1) or RANKS,
+        budget=_read(config, "budget"),
+        seconds=_read(config, "seconds"),
+        seed=_read(config, "seed") or 0,
+        ranks=_read(config, "ranks") or RANKS,
     )
-    processes, resume = read_sharing(config)
+    _, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once
     read_cache(config)
     updates = frozenset(_list(config, "update") or ())
@@ -147,17 +111,16 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         against=against,
         updates=frozenset() if ignored or (against and on_command_line(config, "update") is None) else updates,
         updates_ignored=ignored and not against,
-        csv=_csv(config),
+        csv=_file(config, "csv") or (config.invocation_params.dir / "results.csv" if is_active(config) else None),
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
         pareto=_folder(config, "pareto"),
         report=_file(config, "report"),
         trace=_folder(config, "trace"),
         benchmark_json=_file(config, "benchmark-json"),
-        processes=processes,
         resume=resume,
         tolerances=_tolerances(config),
-        shard=_shard(_scalar(config, "shard")),
+        shard=_read(config, "shard"),
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
@@ -166,13 +129,8 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
 def _searches(config: pytest.Config) -> tuple[str, ...]:
     found = _list(config, "search") or SEARCHES[:1]
     for name in found:
-        _choice("search", name, SEARCHES)
+        choice(BY_NAME["search"].flag, "search", name, SEARCHES)
     return found
-
-
-def _csv(config: pytest.Config) -> Path | None:
-    given = _scalar(config, "csv") or ("results.csv" if is_active(config) else None)
-    return config.invocation_params.dir / given if given else None
 
 
 def anywhere(config: pytest.Config) -> Settings:
@@ -186,7 +144,7 @@ def anywhere(config: pytest.Config) -> Settings:
 
 def read_sharing(config: pytest.Config) -> tuple[int, Path | None]:
     """How many processes share each search, and where its finished pieces are kept."""
-    return _whole("processes", _scalar(config, "processes"), least=1) or 1, _folder(config, "resume")
+    return _read(config, "processes") or 1, _folder(config, "resume")
 
 
 def wants_timelines(config: pytest.Config) -> bool:
@@ -196,7 +154,7 @@ def wants_timelines(config: pytest.Config) -> bool:
 
 def read_cache(config: pytest.Config) -> str:
     """What is kept for the next run: "plans", "results" (and plans) or "none"."""
-    return _choice("cache", _scalar(config, "cache"), CACHES) or CACHES[0]
+    return _read(config, "cache") or CACHES[0]
 
 
 def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
@@ -218,19 +176,23 @@ def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
 
 def _list(config: pytest.Config, name: str) -> tuple[str, ...] | None:
     """A list option's items, each once, in the order written; None if it was not given."""
-    given = on_command_line(config, name)
-    given = in_ini(config, name) if given is None else given
-    return None if given is None else items(BY_NAME[name].flag, given)
+    found = given(config, name)
+    return None if found is None else items(BY_NAME[name].flag, found)
 
 
 def _scalar(config: pytest.Config, name: str) -> str | None:
-    given = on_command_line(config, name)
-    given = in_ini(config, name) if given is None else given
-    if given is None:
+    found = given(config, name)
+    if found is None:
         return None
-    if not given[0].strip():
+    if not found[0].strip():
         raise UsageError(f"{BY_NAME[name].flag} is empty")
-    return given[0].strip()
+    return found[0].strip()
+
+
+def _read(config: pytest.Config, name: str) -> Any:
+    """What an option that is no list was given, by its reader; None if it was not."""
+    text = _scalar(config, name)
+    return None if text is None else READERS[name](BY_NAME[name].flag, text)
 
 
 def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -248,67 +210,27 @@ def _ratios(config: pytest.Config) -> tuple[tuple[float, ...], tuple[float, ...]
     return MEMORY_RATIOS, ()
 
 
-def _number(name: str, text: str | None, wanted: str, accept: Callable[[float], bool]) -> float | None:
-    return None if text is None else number(BY_NAME[name].flag, text, wanted, accept)
-
-
-def _whole(name: str, text: str | None, *, least: int) -> int | None:
-    return None if text is None else whole(BY_NAME[name].flag, text, least=least)
-
-
-def _budget(text: str | None) -> int | None:
-    if text in BUDGETS:
-        return BUDGETS[text]
-    try:
-        return _whole("budget", text, least=1)
-    except UsageError as error:
-        raise UsageError(str(error), hint=f"or name one: {', '.join(BUDGETS)}") from None
-
-
-def _shard(text: str | None) -> Shard | None:
-    try:
-        return None if text is None else Shard.read(text)
-    except ValueError:
-        raise UsageError(f"--magis-shard: {text!r} is not one such as 1/4 (the first of four)") from None
-
-
 def _tolerances(config: pytest.Config) -> Tolerances:
     """The defaults but for what was given; one for latency holds for timed and for simulated ones."""
-    memory, latency = _tolerance(config, "memory-tolerance"), _tolerance(config, "latency-tolerance")
+    memory, latency = _read(config, "memory-tolerance"), _read(config, "latency-tolerance")
+    strict = _read(config, "strict") or False
     return Tolerances(
         memory=Tolerances.memory if memory is None else memory,
         latency=Tolerances.latency if latency is None else latency,
         simulated_latency=Tolerances.simulated_latency if latency is None else latency,
-        keeps_wins=(strict := _flag("strict", _scalar(config, "strict"))),
+        keeps_wins=strict,
         needs_limits=strict,
     )
 
 
-def _flag(name: str, text: str | None) -> bool:
-    if text not in (None, "true", "false"):
-        raise UsageError(f"{BY_NAME[name].flag}: {text!r} is neither true nor false")
-    return text == "true"
-
-
-def _tolerance(config: pytest.Config, name: str) -> float | None:
-    text = _scalar(config, name)
-    return None if text is None else share(BY_NAME[name].flag, text)
-
-
-def _choice(name: str, text: str | None, known: Sequence[str]) -> str | None:
-    if text is not None and text not in known:
-        raise UsageError(f"{BY_NAME[name].flag}: unknown {name} {text!r}", hint=nearest(text, known))
-    return text
-
-
-def _dtype(text: str | None, device: str) -> str | None:
-    _choice("dtype", text, DTYPES)
-    if text is not None:
+def _dtype(config: pytest.Config, device: str) -> str | None:
+    found: str | None = _read(config, "dtype")
+    if found is not None:
         try:
-            check_dtype(text, device)
+            check_dtype(found, device)
         except UsageError as error:
             raise UsageError(f"{BY_NAME['dtype'].flag}: {error}") from None
-    return text
+    return found
 
 
 def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:

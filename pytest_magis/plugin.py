@@ -34,7 +34,7 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
-    from pytest_magis.torchrun import take_place
+    from pytest_magis.session import take_place
 
     return take_place(config)
 
@@ -65,7 +65,7 @@ def _compare(config: pytest.Config) -> None:
 
         config.pluginmanager.register(Guard(), "magis-guard")
         return
-    given = flags.on_command_line(config, "against") or flags.in_ini(config, "against")
+    given = flags.given(config, "against")
     if given and not (config.option.help or config.option.collectonly or hasattr(config, "workerinput")):
         from pytest_magis.against import compare
 

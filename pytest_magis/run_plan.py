@@ -1,27 +1,31 @@
-"""From settings to the cases of a run: models resolved, strategies asked, baselines read. Deterministic."""
+"""From settings to the cases of a run: models resolved, strategies asked, baselines read; and what became of a case."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from magis.errors import UsageError
 from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
-from magis.results import Case
-from pytest_magis.baseline_files import baseline_path, read_baseline
-from pytest_magis.baselines import ModelBaseline
+from magis.plain_records import from_plain, to_plain
+from magis.results import Case, CaseResult
 from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy, by_name
+from pytest_magis.verdict import Verdict
 
 ALL = "all"
 PREFIX = "magis::"
 """What the node ids of the gate's cases begin with."""
 FRONT = "pareto"
 """The label of a model's front."""
+PROPERTY = "magis"
+"""Name of the report property that holds an outcome."""
+FRONT_PROPERTY = "magis-front"
+"""Name of the one that says where a front was written."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,48 @@ class PlannedCase:
     def name(self) -> str:
         """The last part of the node id."""
         return f"{self.model}[{self.label}]"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case that ran: its model's name, its label, and its result, or the error that stood in the way.
+
+    It travels in a test report: between processes, and into JUnit files.
+    """
+
+    model: str
+    label: str
+    case: Case
+    verdict: Verdict
+    result: CaseResult | None = None
+    error: str = ""
+    where: str = ""
+    """The node id to run it by, of a test of the user's; empty for a case of `--magis-models`."""
+    trace: str = ""
+    """The file that its time lines were written to."""
+
+    @property
+    def name(self) -> str:
+        """As in the node id, without "magis::"."""
+        return f"{self.model}[{self.label}]"
+
+    def to_text(self) -> str:
+        """One line of JSON, floats exact; `from_text` reads it."""
+        return json.dumps(to_plain(self), sort_keys=True)
+
+    @classmethod
+    def from_text(cls, text: str) -> Outcome:
+        """Raises UsageError for what `to_text` did not write."""
+        try:
+            return from_plain(cls, json.loads(text), "outcome")
+        except (ValueError, UsageError) as error:
+            raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error
+
+
+def leave(outcome: Outcome, properties: list[tuple[str, object]]) -> None:
+    """Put an outcome into an item's properties, in the place of that of an earlier run of the item."""
+    others = [entry for entry in properties if entry[0] != PROPERTY]
+    properties[:] = [*others, (PROPERTY, outcome.to_text())]
 
 
 def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:
@@ -133,24 +179,7 @@ def plan_fronts(settings: Settings, models: Sequence[Model]) -> tuple[PlannedCas
     """A front of each model, if fronts are asked for; of the case the limits are left open."""
     if settings.pareto is None:
         return ()
-    grid = settings.grid
-    return tuple(
-        PlannedCase(
-            model.name,
-            FRONT,
-            Case(
-                model.target,
-                "magis",
-                grid.device,
-                grid.preset,
-                grid.dtype,
-                budget=grid.budget,
-                seconds=grid.seconds,
-                seed=grid.seed,
-            ),
-        )
-        for model in models
-    )
+    return tuple(PlannedCase(model.name, FRONT, settings.grid.searched(model.target, "magis")) for model in models)
 
 
 def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[PlannedCase, ...]:
@@ -163,16 +192,6 @@ def choose(cases: Sequence[PlannedCase], node_ids: Sequence[str]) -> tuple[Plann
             raise UsageError(f"no such case: {node_id}", hint=f"this run has {', '.join(c.name for c in cases[:8])}")
         wanted |= matching
     return tuple(planned for planned in cases if not node_ids or planned.name in wanted)
-
-
-def read_baselines(directory: Path, cases: Sequence[PlannedCase]) -> dict[Path, ModelBaseline | None]:
-    """The baselines of all cases, by file; None where there is no file. Raises BaselineError for an unusable one."""
-    found: dict[Path, ModelBaseline | None] = {}
-    for planned in cases:
-        path = baseline_path(directory, planned.case.device, planned.model)
-        if path not in found:
-            found[path] = read_baseline(path, planned.model, planned.case.device)
-    return found
 
 
 def _check_further(name: str, target: str) -> None:

@@ -1,4 +1,7 @@
-"""The gate within a pytest session: its collector and items, their order and share, their reports."""
+"""The gate within a pytest session: its collector and items, their order and share, their reports.
+
+In a job with one process per rank (torchrun, srun) rank 0 is the harness, and the others lend it their ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,27 @@ import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 
-from magis.errors import MagisError
+from magis.errors import MagisError, UsageError
 from magis.quiet import before_torch
-from pytest_magis.gate import Gate, prepare
-from pytest_magis.judged_case import judged, lines_of
+from magis.ranks import attached, lead, serve
+from magis.strategies.strategy_names import LISTED, family
+from pytest_magis.flags import on_command_line
+from pytest_magis.gate import Gate, prepare, write_front
+from pytest_magis.harness import AGENTS
+from pytest_magis.judged_case import check_factories, judged, lines_of
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
 from pytest_magis.live.marked import let_go
 from pytest_magis.options import anywhere
-from pytest_magis.outcome import FRONT_PROPERTY, PROPERTY, leave
 from pytest_magis.outputs.benchmark import readable
 from pytest_magis.outputs.github import error_lines
-from pytest_magis.outputs.output_files import write_front
 from pytest_magis.outputs.terminal import progress_line, summary
-from pytest_magis.preflight import check_factories
-from pytest_magis.run_plan import PREFIX, PlannedCase
+from pytest_magis.run_plan import ALL, FRONT_PROPERTY, PREFIX, PROPERTY, PlannedCase, leave
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
@@ -237,3 +242,47 @@ class GateSession:
         if os.environ.get("GITHUB_ACTIONS") == "true":
             for line in error_lines(self.gate.ordered()):
                 terminalreporter.write_line(line)
+
+
+def take_place(config: pytest.Config) -> pytest.ExitCode | None:
+    """Do this process's part of the job that it belongs to, if there is one; for `pytest_cmdline_main`.
+
+    With rank 0 the session runs (None), leading the others until its end. With another rank it collects nothing: it
+    serves until rank 0 is done, says so in one line and ends well; where rank 0 disappears, as an interrupted session.
+    A run without distributed strategies is no part of any job. Raises pytest.UsageError for half an environment.
+    """
+    try:
+        found = attached() if _wants_ranks(config) else None
+        if found is None:
+            return None
+        if found.rank == 0:
+            agents = lead(found)
+            config.add_cleanup(agents.close)
+            config.stash[AGENTS] = agents
+            return None
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from error
+    who = f"magis: rank {found.rank} of {found.size}"
+    try:
+        served = serve(found)
+    except MagisError as error:
+        sys.stdout.write(f"{who} ends: {error}\n")
+        return pytest.ExitCode.INTERRUPTED
+    sys.stdout.write(f"{who} served rank 0, which ran the tests ({served} commands)\n")
+    return pytest.ExitCode.OK
+
+
+def _wants_ranks(config: pytest.Config) -> bool:
+    """Whether this command line asks for a distributed strategy, by its name or a pattern, on a device that has ranks.
+
+    What an ini file asks for is no reason to take a user's own distributed tests for ranks of the gate.
+    """
+    settings = anywhere(config)
+    if on_command_line(config, "strategies") is None or settings.grid.device.startswith("sim:"):
+        return False
+    names = [
+        name
+        for text in settings.strategies
+        for name in ((text,) if family(text) else (each for each in LISTED if text == ALL or fnmatchcase(each, text)))
+    ]
+    return any(family(name) == "distributed" for name in names)

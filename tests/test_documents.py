@@ -48,16 +48,16 @@ def test_the_example_of_the_paper_runs(
 
 EXECUTED = {
     "docs/checkpoint-policy.md": "tests/compile/test_docs.py",
-    "docs/ci.md": "tests/plugin/test_docs_ci.py",
+    "docs/ci.md": "tests/plugin/test_pages.py",
     "docs/compile.md": "tests/compile/test_docs.py",
     "docs/estimate.md": "tests/api/test_estimate.py",
     "docs/extending.md": "tests/test_documents.py",
     "docs/fit.md": "tests/cli/test_fit.py",
-    "docs/gate-my-model.md": "tests/plugin/test_guide.py",
+    "docs/gate-my-model.md": "tests/plugin/test_pages.py",
     "docs/optimize.md": "tests/training/test_docs.py",
     "docs/paper.md": "tests/test_documents.py",
     "docs/peak.md": "tests/plugin/test_peak.py",
-    "docs/report.md": "tests/plugin/test_docs_report.py",
+    "docs/report.md": "tests/plugin/test_pages.py",
 }
 """Documents with Python examples -> the test that runs them."""
 MADE_OF_CODE = {"docs/api.md"}

@@ -19,7 +19,7 @@ from magis.models.registry import GATE_NAMES
 from magis.strategies.strategy_names import SEARCHES
 from pytest_magis.findings import PERMISSIONS
 from pytest_magis.flags import BY_NAME, OPTIONS, Option
-from pytest_magis.options import BUDGETS, CACHES, PRESETS
+from pytest_magis.option_values import BUDGETS, CACHES, PRESETS
 
 HEAD = """# Options of the gate
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 
 from magis.dtypes import DTYPES
-from magis.errors import UsageError, nearest
+from magis.errors import MagisError, UsageError, nearest
 from magis.models.registry import all_names
 from pytest_magis.gate import Gate, all_strategies
-from pytest_magis.option_values import items, latency_ratios_of, memory_ratios_of, number, share, whole
-from pytest_magis.options import BUDGETS, Settings
+from pytest_magis.live.gated_tests import claimed
+from pytest_magis.option_values import READERS, budget, choice, items, latency_ratios_of, memory_ratios_of
+from pytest_magis.options import Settings
 from pytest_magis.run_plan import Model, PlannedCase, plan_cases
 
 PRESET = "small"
@@ -101,11 +103,8 @@ def _truth(shown: str, value: Any) -> bool:
     return value
 
 
-def _dtype(shown: str, value: Any) -> str:
-    text = str(value).removeprefix("torch.")  # torch.bfloat16 itself will do
-    if text not in DTYPES:
-        raise UsageError(f"{shown}: unknown dtype {text!r}", hint=nearest(text, DTYPES))
-    return text
+def _as_option(name: str) -> Callable[[str, Any], Any]:
+    return lambda shown, value: READERS[name](shown, str(value))
 
 
 _READERS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -114,25 +113,20 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "latency_ratios": lambda shown, value: latency_ratios_of(shown, _texts(value)),
     "strategies": lambda shown, value: items(shown, _texts(value)),
     "device": _word,
-    "dtype": _dtype,
-    "budget": lambda shown, value: BUDGETS[value] if value in BUDGETS else whole(shown, str(value), least=1),
+    "dtype": lambda shown, value: choice(shown, "dtype", str(value).removeprefix("torch."), DTYPES),
+    "budget": lambda shown, value: budget(shown, str(value)),
     "required": _truth,
-    "seconds": lambda shown, value: number(shown, str(value), "a number of seconds above 0", lambda x: x > 0),
-    "seed": lambda shown, value: whole(shown, str(value), least=0),
-    "memory_tolerance": lambda shown, value: share(shown, str(value)),
-    "latency_tolerance": lambda shown, value: share(shown, str(value)),
+    "seconds": _as_option("seconds"),
+    "seed": _as_option("seed"),
+    "memory_tolerance": _as_option("memory-tolerance"),
+    "latency_tolerance": _as_option("latency-tolerance"),
 }
 
 
-# Wakes the gate for users' tests: a run without `--magis-models` starts it with the first of them.
-
-WAITING = "magis-dormant"
-
-
 def awake(config: pytest.Config) -> Gate:
-    """The gate of the run, started now if it has not been. Raises pytest.UsageError in one line where options are of no
-    use on this machine."""
-    waiting: Any = config.pluginmanager.get_plugin(WAITING)
+    """The gate of the run; one without `--magis-models` starts it with the first test. Raises pytest.UsageError in one
+    line where options are of no use on this machine."""
+    waiting: Any = config.pluginmanager.get_plugin("magis-dormant")
     gate: Gate = waiting.awake()
     return gate
 
@@ -142,10 +136,27 @@ def red(text: str) -> BaseException:
     return pytest.fail.Exception(text, pytrace=False)
 
 
-def check_device(config: pytest.Config, settings: Settings) -> None:
-    """Raise UsageError unless the device that a test names is here; the options' own has been checked."""
-    device = settings.grid.device
+@contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """Whatever magis refuses here fails the test."""
+    try:
+        yield
+    except MagisError as error:
+        raise red(str(error)) from None
+
+
+def claim(shown: str, item: pytest.Item, name: str) -> None:
+    """Raise UsageError where the network of another test is called so."""
+    other = claimed(item, name)
+    if other is not None:
+        raise UsageError(f"{shown}: the network of {other} is called {name!r} too", hint="give each its name")
+
+
+def cases_here(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
+    """The cases of a network, to run now. Raises UsageError unless the device that the test names is here, too."""
+    device = settings.grid.device  # the options' own has been checked
     found = config.hook.pytest_magis_devices(config=config)
     if device not in found:
         why = "needs a GPU and none was found" if device == "cuda" else "is unknown"
         raise UsageError(f"device {device!r} {why}", hint=nearest(device, found))
+    return cases(config, name, settings)

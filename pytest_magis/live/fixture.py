@@ -1,25 +1,30 @@
-"""The fixture `magis`: a test gates networks that it has at hand."""
+"""What a test gates that it has at hand: networks, by the fixture `magis`, and blocks of code, `with magis.peak():`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from magis.errors import MagisError, UsageError
+from magis.errors import UsageError
 from magis.results import CaseResult
+from magis.strategies.strategy_names import BLOCK
 from pytest_magis.harness import forget, recipe
-from pytest_magis.judged_case import Live, judged, lines_of
-from pytest_magis.live.asked_options import awake, cases, check_device, read_asked, red
+from pytest_magis.judged_case import Live, judged, lines_of, verdict_on
+from pytest_magis.live.asked_options import awake, cases_here, check_name, claim, read_asked, red, refused_in_one_line
 from pytest_magis.live.gated_tests import claimed, name_of, node_id
-from pytest_magis.outcome import PROPERTY
+from pytest_magis.option_values import share
+from pytest_magis.run_plan import PROPERTY, Outcome, PlannedCase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from magis.api import Workload
+    from magis.api import BlockPeak, Workload
+
+PEAK = "magis.peak: gate"
 
 
 class MagisFixture:
@@ -53,17 +58,13 @@ class MagisFixture:
         outcomes = []
         item = self._item
         gate = awake(item.config)
-        try:
+        with refused_in_one_line():
             wanted = read_asked("magis.check", asked)
             name = self._named(wanted.name)
             settings = wanted.over(gate.settings)
-            check_device(item.config, settings)
-            planned = cases(item.config, name, settings)
-            live = Live(
-                recipe(name, _function(module, batch, loss), wanted.optimizer), settings.tolerances, node_id(item)
-            )
-        except MagisError as error:
-            raise red(str(error)) from None
+            planned = cases_here(item.config, name, settings)
+            make = recipe(name, _function(module, batch, loss), wanted.optimizer)
+        live = Live(make, settings.tolerances, node_id(item))
         try:
             for each in planned:
                 with suppress(pytest.skip.Exception):  # of a pattern, what is not for this network
@@ -84,9 +85,7 @@ class MagisFixture:
             if given is not None:
                 raise UsageError(f"magis.check: this test has gated a network called {given!r} already")
             name = f"{name}.{len(self._names) + 1}"
-        other = claimed(self._item, name)
-        if other is not None:
-            raise UsageError(f"magis.check: the network of {other} is called {name!r} too", hint="give each its name")
+        claim("magis.check", self._item, name)
         self._names.append(name)
         return name
 
@@ -102,3 +101,38 @@ def _function(module: Any, batch: Any, loss: Any) -> Callable[[], object]:
     if batch is not None or loss is not None:
         raise UsageError(f"magis.check: a {type(module).__name__} is no module that takes a batch and a loss")
     return module if callable(module) else lambda: module
+
+
+class PeakGate:
+    """Compares the blocks of one test with their baselines, which are kept under the test's name."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self._item = item
+        self._labels: set[str] = set()
+
+    def __call__(self, peak: BlockPeak, name: str, tolerance: float) -> None:
+        """Fail the test if the block is red, or cannot be compared."""
+        __tracebackhide__ = True
+        item = self._item
+        gate = awake(item.config)
+        with refused_in_one_line():
+            test, label = name_of(item), self._label(name)
+            other = claimed(item, test)
+            if other is not None:
+                raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
+            allowed = share(f"{PEAK}: tolerance", str(tolerance))
+            tolerances = replace(gate.settings.tolerances, memory=max(allowed, gate.settings.tolerances.memory))
+            result = peak.result(test)
+            planned = PlannedCase(test, label, result.case)
+            verdict = verdict_on(gate, planned, result, tolerances)
+        outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
+        item.user_properties.append((PROPERTY, outcome.to_text()))
+        if not verdict.passed:
+            raise red("\n".join((f"{outcome.name}:", *lines_of(outcome, gate, item.config))))
+
+    def _label(self, name: str) -> str:
+        label = f"{BLOCK}-{check_name(f'{PEAK}: name', name)}" if name else BLOCK
+        if label in self._labels:
+            raise UsageError(f"{PEAK}: this test has gated a block called {name!r} already", hint="give each its name")
+        self._labels.add(label)
+        return label

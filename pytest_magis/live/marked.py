@@ -12,10 +12,19 @@ import pytest
 from magis.errors import MagisError, UsageError
 from pytest_magis.harness import forget, recipe
 from pytest_magis.judged_case import Live, judged, lines_of
-from pytest_magis.live.asked_options import AskedOptions, awake, cases, check_device, read_asked, red
-from pytest_magis.live.gated_tests import MARK, PARAM, claimed, label_of, name_of, node_id
+from pytest_magis.live.asked_options import (
+    AskedOptions,
+    awake,
+    cases,
+    cases_here,
+    claim,
+    read_asked,
+    red,
+    refused_in_one_line,
+)
+from pytest_magis.live.gated_tests import MARK, PARAM, label_of, name_of, node_id
 from pytest_magis.options import anywhere
-from pytest_magis.outcome import leave
+from pytest_magis.run_plan import leave
 
 if TYPE_CHECKING:
     from magis.api import Workload
@@ -55,17 +64,12 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 def run(item: pytest.Function) -> None:
     """Run an item of a marked test in place of calling it: its function builds the network."""
     gate, label = awake(item.config), label_of(item)
-    try:
+    with refused_in_one_line():
         asked = _asked(item)
         name = name_of(item, asked.name)
-        other = claimed(item, name)
-        if other is not None:
-            raise UsageError(f"{SHOWN}: the network of {other} is called {name!r} too", hint="give each its name")
+        claim(SHOWN, item, name)
         settings = asked.over(gate.settings)
-        check_device(item.config, settings)
-        planned = next(each for each in cases(item.config, name, settings) if each.label == label)
-    except MagisError as error:
-        raise red(str(error)) from None
+        planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
     live = Live(_maker(item, name, asked), settings.tolerances, node_id(item))
     for outcome in judged(item.config, gate, planned, live):
         leave(outcome, item.user_properties)

@@ -17,8 +17,7 @@ import pytest
 
 from magis.errors import UsageError
 from magis.results import CaseResult
-from pytest_magis.outcome import PROPERTY, Outcome
-from pytest_magis.run_plan import PREFIX
+from pytest_magis.run_plan import PREFIX, PROPERTY, Outcome
 
 # A case in the properties of a JUnit file: one for every figure, beside the whole outcome as JSON.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from magis.errors import UsageError
 from magis.report import write_text_atomically
 from pytest_magis.findings import accept_case
-from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
+from pytest_magis.run_plan import Outcome
 
 
 def markdown(outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> str:

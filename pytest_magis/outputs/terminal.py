@@ -12,7 +12,7 @@ import pytest
 from magis.results import CaseResult
 from magis.units import format_bytes
 from pytest_magis.findings import NEW, PERMISSIONS, accept_all
-from pytest_magis.outcome import Outcome
+from pytest_magis.run_plan import Outcome
 
 RANKS_HEADER = ("strategy", "ranks", "peak per rank", "of eager's", "samples/s", "figures")
 USUAL = ("eager", "magis", "peak")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd  # noqa: F401  (loaded here, once: inner runs in this process drop what they import)
 import pytest
+from _pytest.pytester import SysModulesSnapshot
+
+from tests.brisk import SECONDS
 
 CORE = Path(__file__).with_name("fake_core.py")
 OWN_NETS = Path(__file__).with_name("own_nets.py")
@@ -20,15 +24,30 @@ PLUGINS = ("-p", "pytest_magis.plugin", "-p", "xdist.plugin")
 class Gate:
     """Runs of the gate in a directory of their own."""
 
-    def __init__(self, pytester: pytest.Pytester) -> None:
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
+        self.monkeypatch = monkeypatch
         self.root = pytester.path
         pytester.syspathinsert()
         shutil.copyfile(CORE, self.root / "conftest.py")
         self.is_real = False
+        # torch cannot be loaded twice, and much else takes long: of what inner runs load only what is theirs goes
+        pytester._sys_modules_snapshot = self._modules()
+        monkeypatch.setattr(pytester, "_Pytester__take_sys_modules_snapshot", self._modules)
+
+    def _modules(self) -> SysModulesSnapshot:
+        def stays(name: str) -> bool:
+            file = getattr(sys.modules[name], "__file__", None)
+            return not (isinstance(file, str) and Path(file).is_relative_to(self.root))
+
+        return SysModulesSnapshot(preserve=stays)
 
     def use_real_core(self) -> None:
-        """From now on `magis.api` runs the cases, each run in a process of its own; `own_nets` is there to be gated."""
+        """From now on `magis.api` runs the cases; `own_nets` is there to be gated."""
+        from magis.cases import comparison
+
+        self.monkeypatch.setattr(comparison, "ROUGHLY", replace(comparison.ROUGHLY, seconds=SECONDS))
+        self.monkeypatch.setattr(sys, "dont_write_bytecode", True)  # tests change modules between runs
         (self.root / "conftest.py").unlink()
         shutil.copyfile(OWN_NETS, self.root / OWN_NETS.name)
         self.is_real = True
@@ -39,7 +58,7 @@ class Gate:
 
     def __call__(self, *args: str, workers: int = 0) -> pytest.RunResult:
         parallel = ("-n", str(workers)) if workers else ()
-        if self.is_real:
+        if workers and self.is_real:  # workers find `own_nets` in the directory that they start in
             return self.in_subprocess(*parallel, *args)
         return self.pytester.runpytest_inprocess(*PLUGINS, *parallel, *args)
 
@@ -100,7 +119,7 @@ def gate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, repository:
     for name in ("CI", "BUILD_NUMBER", "PYTEST_ADDOPTS", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "160")
-    return Gate(pytester)
+    return Gate(pytester, monkeypatch)
 
 
 @pytest.fixture(params=[0, 2], ids=["serial", "n2"])

@@ -14,7 +14,7 @@ from magis.results import Case
 from pytest_magis.baseline_files import baseline_path, parse, read_baseline, render, write_baseline
 from pytest_magis.baselines import CaseBaseline, Configuration, Measured, ModelBaseline
 from pytest_magis.findings import accept_all, accept_case
-from pytest_magis.outcome import Outcome
+from pytest_magis.run_plan import Outcome
 
 NAMES = st.text(min_size=1, max_size=40)
 COUNTS = st.integers(min_value=0, max_value=2**63 - 1)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.benchmark import BenchmarkRows
+from pytest_magis.run_plan import Outcome
 from pytest_magis.verdict import Verdict
 from tests.plugin.verdicts import result as made
 
@@ -71,10 +71,6 @@ def test_its_comparison_finds_cases_that_got_slower(accepted, milliseconds, red)
     result = accepted(*RUN, storage, "--benchmark-compare", "--benchmark-compare-fail=median:10%")
     assert bool(result.ret) is red
     assert ("Performance has regressed" in result.stdout.str() + result.stderr.str()) is red
-
-
-def test_a_place_that_cannot_be_written_is_refused(gate):
-    assert "no such directory" in gate.refuses(*RUN, "--magis-benchmark-json=missing/x.json")
 
 
 def test_a_file_without_the_plugin_is_refused(gate):

@@ -16,12 +16,6 @@ def net():
 RUN = ("--magis-models=gated:net", "--magis-device=sim:h200", "--magis-memory-ratios=0.8", "--magis-budget=200")
 
 
-@pytest.mark.parametrize("given", ["plan", "all", "", "none,plans"])
-def test_unknown_words_are_refused(gate, given, workers):
-    message = gate.refuses("--magis-models=bert", f"--magis-cache={given}", workers=workers)
-    assert message.startswith("ERROR: --magis-cache")
-
-
 @pytest.mark.parametrize(
     ("arguments", "kept"),
     [

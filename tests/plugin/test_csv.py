@@ -51,27 +51,6 @@ def test_no_rows_leave_the_old_file(gate):
     assert gate.files() == before
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("directory", "it is a directory"),
-        ("missing/rows.csv", "no such directory"),
-        ("conftest.py/rows.csv", "not a directory"),
-        ("/dev/full", "it is not a regular file"),
-        ("/dev/null", "it is not a regular file"),
-        ("/proc/rows.csv", "cannot write /proc/rows.csv"),
-        ("", "--magis-csv is empty"),
-    ],
-)
-def test_a_place_that_cannot_be_written_is_refused(gate, given, message):
-    gate.pytester.mkdir("directory")
-    assert message in gate.refuses("--magis-models=bert", f"--magis-csv={given}")
-
-
-def test_it_is_refused_under_xdist_too(gate):
-    gate.refuses("--magis-models=bert", "--magis-csv=missing/rows.csv", workers=2)
-
-
 def test_a_place_that_vanishes_during_the_run_is_one_line_and_an_exit_code(gate):
     gate.accept("--magis-models=bert")
     (gate.root / "out").mkdir()

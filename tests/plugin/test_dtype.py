@@ -5,17 +5,6 @@ from __future__ import annotations
 import pytest
 
 
-@pytest.mark.parametrize("given", ["float8", "fp16", "Float32", "torch.float32", ""])
-def test_unknown_types_are_refused(gate, given):
-    assert gate.refuses("--magis-models=bert", f"--magis-dtype={given}").startswith("ERROR: --magis-dtype")
-
-
-def test_the_ini_file_is_checked_too(gate, workers):
-    message = gate.refuses("--magis-models=bert", "-o", "magis_dtype=fp16", workers=workers)
-    known = "float32, tf32, bfloat16, float16, float64, amp-bfloat16, amp-float16"
-    assert message == f"ERROR: --magis-dtype: unknown dtype 'fp16'; choose from {known}"
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -51,12 +40,3 @@ def test_memory_is_counted_in_items_of_that_type(gate, dtype, item_size):
         assert row["dtype"] == dtype
         assert float(row["opt-memory"]) == int(row["opt peak bytes"]) / item_size
         assert float(row["ori-simul-memory"]) == int(row["ori peak bytes"]) / item_size
-
-
-def test_types_do_not_share_baselines(gate, workers):
-    gate.accept("--magis-models=bert")
-    gate("--magis-models=bert", "--magis-dtype=bfloat16").assert_outcomes(failed=3)
-    gate.accept("--magis-models=bert", "--magis-dtype=bfloat16")
-    gate("--magis-models=bert", "--magis-dtype=bfloat16", workers=workers).assert_outcomes(passed=3)
-    gate("--magis-models=bert").assert_outcomes(passed=3)
-    assert sorted(gate.baseline()["configurations"]) == ["small", "small bfloat16"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 
 def test_the_summary_holds_the_table_and_what_red_cases_say(gate, workers):
     gate.accept("--magis-models=bert")
@@ -66,8 +64,3 @@ def test_nothing_is_written_where_nobody_asks(gate, monkeypatch):
     before = set(gate.files())
     gate("--magis-models=bert")
     assert set(gate.files()) - before <= {"results.csv", "calls.txt"}
-
-
-@pytest.mark.parametrize("place", ["", "no_such_folder/x.md", "."])
-def test_a_place_that_cannot_be_written_is_refused_at_once(gate, place):
-    assert "ERROR" in gate.refuses("--magis-models=bert", f"--magis-markdown={place}")

@@ -30,7 +30,7 @@ def pytest_magis_columns(config):
 """
 
 
-def test_models(gate, node_ids, workers):
+def test_models(gate, node_ids):
     gate.extend_conftest(MODELS)
     arguments = ("--magis-models=our-*,bert", "--magis-strategies=eager")
     assert node_ids(gate("--collect-only", "-q", *arguments)) == [
@@ -40,7 +40,7 @@ def test_models(gate, node_ids, workers):
     ]
     gate.accept(*arguments)
     assert {call[0] for call in gate.calls()} == {"conftest:make[eager]", "conftest:make_other[eager]", "bert[eager]"}
-    gate(*arguments, workers=workers).assert_outcomes(passed=3)
+    gate(*arguments).assert_outcomes(passed=3)
     assert [row["name"] for row in gate.rows()] == ["our-net", "our-other_net", "bert"]
     assert gate.baseline("our-net")["model"] == "our-net"
 
@@ -60,13 +60,13 @@ def test_models_that_cannot_be_are_refused(gate, models, message):
     assert message in gate.refuses("--magis-models=bert")
 
 
-def test_strategies(gate, node_ids, workers):
+def test_strategies(gate, node_ids):
     gate.extend_conftest(STRATEGY)
     arguments = ("--magis-models=bert", "--magis-strategies=eager,twice")
     labels = ["eager", "twice-1", "twice-2"]
     assert node_ids(gate("--collect-only", "-q", *arguments)) == [f"magis::bert[{label}]" for label in labels]
     gate.accept(*arguments)
-    gate(*arguments, workers=workers).assert_outcomes(passed=3)
+    gate(*arguments).assert_outcomes(passed=3)
     assert [row["strategy"] for row in gate.rows()] == ["eager", "twice", "twice"]
 
 
@@ -87,9 +87,9 @@ def test_a_strategy_called_like_ours_is_refused(gate):
     assert gate.refuses("--magis-models=bert") == "ERROR: two strategies are called 'eager'"
 
 
-def test_columns(gate, workers):
+def test_columns(gate):
     gate.extend_conftest(COLUMNS)
-    gate("--magis-models=bert", workers=workers)
+    gate("--magis-models=bert")
     rows = gate.rows()
     assert list(rows[0])[-1] == "saved bytes"
     assert [int(row["saved bytes"]) for row in rows] == [

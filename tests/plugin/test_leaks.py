@@ -37,7 +37,7 @@ def test_no_tensor_outlives_its_case_and_memory_is_bounded(gate, count):
     gate.use_real_core()
     (gate.root / "test_nets.py").write_text(NETS.format(count=count))
     (gate.root / "conftest.py").write_text(WATCH)
-    gate("--magis-update=new").assert_outcomes(passed=2 * count)
+    gate.in_subprocess("--magis-update=new").assert_outcomes(passed=2 * count)
     with (gate.root / "watched.csv").open() as file:
         rows = [(int(alive), int(nbytes)) for alive, nbytes in csv.reader(file)]
     assert len(rows) == count

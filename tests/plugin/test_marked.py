@@ -60,9 +60,9 @@ def test_accepted_they_are_green_until_memory_grows(marked, workers):
     assert lines(result, "worse: original tensor bytes")
     command = "accept with: pytest 'test_memory.py::test_net[magis-mem0.8]' --magis-update=worse"
     assert lines(result, command)
-    accepted = marked("test_memory.py::test_net[magis-mem0.8]", "--magis-update=worse", workers=workers)
+    accepted = marked("test_memory.py::test_net[magis-mem0.8]", "--magis-update=worse")
     accepted.assert_outcomes(passed=1)
-    marked(workers=workers).assert_outcomes(failed=2, passed=2)
+    marked().assert_outcomes(failed=2, passed=2)
 
 
 def test_the_group_of_a_worker_is_no_part_of_the_name(marked):

@@ -32,21 +32,6 @@ def test_names_are_resolved_in_the_order_written(gate, given, expected):
     assert result.ret == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("brt", "unknown model 'brt'; did you mean"),
-        ("x*", "no model matches 'x*'"),
-        ("bert,", "--magis-models: empty item in 'bert,'"),
-        ("", "--magis-models: empty item"),
-        ("a:b:c", "not a model factory: 'a:b:c'"),
-        ("no_such_package_here.nets:make", "no package 'no_such_package_here'"),
-    ],
-)
-def test_unknown_names_are_refused(gate, given, message, workers):
-    assert message in gate.refuses(f"--magis-models={given}", workers=workers)
-
-
 def test_without_models_nothing_changes(gate):
     gate.pytester.makepyfile("def test_own(): pass")
     before = gate.files()

@@ -1,6 +1,6 @@
 """`--magis-models=package.module:factory` on the real core: what only building, capturing or running can find.
 
-Each inner run loads torch; the kinds of mistakes are all told apart, in one process, in tests/api/test_check.py.
+The kinds of mistakes are all told apart in tests/api/test_check.py.
 """
 
 from __future__ import annotations
@@ -187,3 +187,39 @@ def test_the_option_converts_it(gate):
     gate.use_real_core()
     gate("--magis-models=own_nets:in_bfloat16", "--magis-dtype=float32", *SIMULATED).assert_outcomes(passed=1)
     assert [row["dtype"] for row in gate.rows()] == ["float32"]
+
+
+OPTIMIZERS = """
+import pytest, torch
+from torch import nn, optim
+
+class Lion(optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            parameter.sub_(moment.lerp_(parameter.grad, 0.1).sign(), alpha=1e-3)
+
+@pytest.mark.parametrize("kind", [optim.RMSprop, optim.Adagrad, optim.NAdam, Lion])
+@pytest.mark.magis(memory_ratios=[0.8], latency_tolerance=9, budget=100, strategies=["magis"])
+def test_net(kind):
+    module = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 4))
+    batch = torch.randn(256, 32), torch.randint(0, 4, (256,))
+    return module, batch, nn.functional.cross_entropy, kind(module.parameters())
+"""
+
+
+def test_optimizers_of_any_class_are_gated_like_any_other(gate):
+    gate.use_real_core()
+    (gate.root / "test_memory.py").write_text(OPTIMIZERS)
+    gate.accept()
+    gate("--magis-csv=rows.csv").assert_outcomes(passed=4)
+    rows = gate.rows("rows.csv")
+    assert [row["numbers"] for row in rows] == ["bit-identical"] * 4
+    for row in rows:
+        for step in ("ori", "opt"):
+            assert row[f"{step} memory error bytes (simulated - measured)"] == "0"
+        assert row["verdict"] == "pass"

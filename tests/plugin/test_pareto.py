@@ -93,9 +93,7 @@ def test_the_front_of_a_model_that_branches_is_refused_before_anything_runs(gate
 
 def test_a_real_front_is_written_and_said(gate):
     gate.use_real_core()
-    result = gate(
-        "--magis-models=own_nets:sound", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto", workers=1
-    )
+    result = gate("--magis-models=own_nets:sound", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["front: *.svg (* plans, * judged)"])
     (path,) = (gate.root / "out").glob("*.json")

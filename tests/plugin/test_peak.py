@@ -76,20 +76,20 @@ def real(gate):
     return gate
 
 
-def test_stored_then_green_then_red_with_its_place(real, workers):
-    real("test_memory.py", workers=workers).assert_outcomes(failed=2)
+def test_stored_then_green_then_red_with_its_place(real):
+    real("test_memory.py").assert_outcomes(failed=2)
     real.accept("test_memory.py")
     stored = real.baseline("test_memory.test_net")["configurations"]["small"]["cases"]
     assert {name: case["original_tensor_bytes"] for name, case in stored.items()} == {
         "peak": 40,
         "peak-generate": 12000,
     }
-    real("test_memory.py", workers=workers).assert_outcomes(passed=2)
+    real("test_memory.py").assert_outcomes(passed=2)
     (real.root / "test_memory.py").write_text(TEST.replace("SIZE = 1000", "SIZE = 1009"))  # within the tolerance
-    result = real("test_memory.py", workers=workers)
+    result = real("test_memory.py")
     result.assert_outcomes(passed=2)
     (real.root / "test_memory.py").write_text(TEST.replace("SIZE = 1000", "SIZE = 1020"))
-    result = real("test_memory.py", workers=workers)
+    result = real("test_memory.py")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines_random(
         [
@@ -99,7 +99,7 @@ def test_stored_then_green_then_red_with_its_place(real, workers):
         ]
     )
     real.accept("test_memory.py", update="worse")
-    real("test_memory.py", workers=workers).assert_outcomes(passed=2)
+    real("test_memory.py", workers=2).assert_outcomes(passed=2)
 
 
 def test_bad_use_fails_its_test_in_one_line(real):

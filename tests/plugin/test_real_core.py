@@ -1,7 +1,6 @@
 """The seam to `magis.api`, nothing made up: small networks are captured, planned, run, measured and gated in earnest.
 
-Each inner run loads torch, so the tests share one run that creates the baselines (`accepted`), and lists are asked for
-in this process, where nothing loads torch.
+The tests share one run that creates the baselines (`accepted`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def finding(result, node_id):
 
 
 def listed(gate, node_ids, *args):
-    return node_ids(gate.pytester.runpytest_inprocess("-p", "pytest_magis.plugin", *args, "--collect-only", "-q"))
+    return node_ids(gate(*args, "--collect-only", "-q"))
 
 
 def stored(gate):
@@ -214,7 +213,7 @@ def test_plans_that_need_five_percent_more_are_red(accepted, node_ids):
     gate = accepted
     gate.extend_conftest(LOOSE)
     chosen = (IDS[0], IDS[1], IDS[3])
-    red = gate(*RUN, *chosen, "--junitxml=junit.xml")
+    red = gate.in_subprocess(*RUN, *chosen, "--junitxml=junit.xml")
     assert red.ret == pytest.ExitCode.TESTS_FAILED
     red.assert_outcomes(passed=1, failed=2)
     _, believed, admitted = gate.rows()
@@ -247,7 +246,7 @@ def test_a_simulated_run_is_accepted_and_comes_again(gate):
     gate.use_real_core()
     gate.accept(*SIMULATED)
     first = gate.rows()
-    result = gate.in_subprocess(*SIMULATED)
+    result = gate(*SIMULATED)
     assert result.ret == 0, result.stdout.str()
     same = [column for column in first[0] if column not in ("search seconds", "verdict", "note")]
     assert [[row[column] for column in same] for row in gate.rows()] == [
@@ -262,7 +261,5 @@ def test_a_simulated_run_is_accepted_and_comes_again(gate):
 
 def test_devices_are_asked_for(gate):
     gate.use_real_core()
-    result = gate.in_subprocess("--magis-models=mlp", "--magis-device=sim:abacus", "--collect-only")
-    assert result.ret == 4
-    (line,) = [line for line in result.stderr.str().splitlines() if line]
+    line = gate.refuses("--magis-models=mlp", "--magis-device=sim:abacus", "--collect-only")
     assert line.startswith("ERROR: --magis-device: unknown device 'sim:abacus'; choose from cpu")

@@ -25,17 +25,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_magis.harness import run_with_magis
+from pytest_magis import harness
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress):
+def pytest_magis_run_case(case, config, latency_bounds, rough, make, timelines):
     def told(text):
         with Path("told.txt").open("a") as stream:
             stream.write(f"{case.strategy}: {text}\\n")
 
     case = replace(case, timing_rounds=1_000_000)
-    return run_with_magis(case, config, planning_workspaces, expected_graph, told)
+    return harness.pytest_magis_run_case(case, config, None, None, latency_bounds, rough, told, make, timelines)
 
 
 def pytest_unconfigure():

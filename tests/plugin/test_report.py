@@ -133,14 +133,6 @@ def test_without_cases_nothing_is_written(gate):
     assert not (gate.root / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [("", "--magis-report is empty"), ("missing/x.html", "no such directory"), (".", "it is a directory")],
-)
-def test_a_place_that_cannot_be_written_is_refused(gate, workers, given, message):
-    assert message in gate.refuses("--magis-models=bert", f"--magis-report={given}", workers=workers)
-
-
 def test_the_ini_file_can_name_it(gate):
     gate("--magis-models=bert", "-o", "magis_report=report.html")
     assert page_of(gate).text.count("FAIL new") == 6

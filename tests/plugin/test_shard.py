@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cli.main import main
-from pytest_magis.options import Shard
+from pytest_magis.option_values import Shard
 
 NAMES = st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=12)
 
@@ -19,14 +19,6 @@ def test_shares_are_disjoint_complete_balanced_and_blind_to_order(names, count, 
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     shuffled = random.sample(names, len(names))
     assert [Shard(number, count).of(shuffled) for number in range(1, count + 1)] == shares
-
-
-@pytest.mark.parametrize(
-    "given", ["0/2", "3/2", "1", "1/", "/2", "1/0", "a/b", "1/2/3", "-1/2", "1.0/2", "²/3", "01/2"]
-)
-def test_bad_shards_are_refused(gate, given):
-    message = gate.refuses("--magis-models=bert", f"--magis-shard={given}")
-    assert message == f"ERROR: --magis-shard: {given!r} is not one such as 1/4 (the first of four)"
 
 
 def test_the_shares_of_a_run_make_the_whole(gate, node_ids, workers):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from magis import __version__
+from magis.report import write_text_atomically
 from magis.results import CaseResult, ModuleBytes, Peak, Span
 from magis.strategies.strategy_names import PLANS
 from magis.units import format_bytes
@@ -16,7 +17,6 @@ from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
 from pytest_magis.explain import module_name
 from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
-from pytest_magis.outcome import Outcome
 from pytest_magis.outputs.html.page_parts import (
     Commit,
     Line,
@@ -30,6 +30,7 @@ from pytest_magis.outputs.html.page_parts import (
     text,
 )
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
+from pytest_magis.run_plan import Outcome
 
 # One case of the report.
 
@@ -171,9 +172,10 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 LARGEST_PICTURE = 4 * 1024 * 1024
 
 
-def html_text(run: Run) -> str:
-    """The report as one page of HTML."""
-    return "\n".join(_page(run)) + "\n"
+def write_report(path: Path, run: Run) -> str:
+    """Replace the file by the report, and say so in one line. Raises UsageError where that fails."""
+    write_text_atomically(path, "\n".join(_page(run)) + "\n")
+    return f"report: {path}"
 
 
 def _page(run: Run) -> Iterator[str]:

@@ -17,7 +17,7 @@ from magis.units import format_bytes, format_milliseconds
 from pytest_magis.baseline_files import LARGEST_FILE, parse
 from pytest_magis.baselines import ModelBaseline
 from pytest_magis.options import Settings
-from pytest_magis.outcome import Outcome
+from pytest_magis.run_plan import Outcome
 
 INVISIBLE = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
 """Control characters, which HTML does not allow in any form."""

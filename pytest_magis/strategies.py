@@ -1,28 +1,26 @@
-"""A strategy: a name and the cases that it contributes for a model; the built-in ones."""
+"""What a model is measured under: a strategy is a name and the cases that it contributes; other projects add theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from magis.errors import UsageError
 from magis.results import Case
 from magis.strategies.strategy_names import LISTED, PLANNED_CODE, check_parts, family, group_of, is_local
 
-# Strategies with one case a model: there is no limit to meet, they land where they land.
-
 
 @dataclass(frozen=True)
 class Named:
-    """A strategy of one rank; nothing is searched, so neither limits nor budgets apply."""
+    """A strategy of one rank, with one case a model: nothing is searched, so neither limits nor budgets apply."""
 
     name: str
 
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
         if is_local(self.name):
             check_parts(self.name)
-        yield self.name, Case(model, self.name, grid.device, grid.preset, dtype=grid.dtype, seed=grid.seed)
+        yield self.name, grid.case(model, self.name)
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,7 @@ class Ranked:
                 f"strategy {self.name!r} needs a multiple of {group} ranks, there are {grid.ranks}",
                 hint=f"give --magis-ranks={-(-grid.ranks // group) * group}, or make its groups smaller",
             )
-        case = Case(model, self.name, grid.device, grid.preset, grid.dtype, seed=grid.seed, ranks=grid.ranks)
-        yield f"{self.name}-x{grid.ranks}", case
+        yield f"{self.name}-x{grid.ranks}", replace(grid.case(model, self.name), ranks=grid.ranks)
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,12 @@ class Magis:
         for search in grid.searches:
             label = self.name if search == "magis" else f"{self.name}-{search}"
             for ratio in grid.memory_ratios:
-                yield f"{label}-mem{ratio:.12g}", self._case(search, model, grid, memory_ratio=ratio)
+                yield f"{label}-mem{ratio:.12g}", replace(self._case(search, model, grid), memory_ratio=ratio)
             for ratio in grid.latency_ratios:
-                yield f"{label}-lat{ratio:.12g}", self._case(search, model, grid, latency_ratio=ratio)
+                yield f"{label}-lat{ratio:.12g}", replace(self._case(search, model, grid), latency_ratio=ratio)
+
+    def _case(self, search: str, model: str, grid: Grid) -> Case:
+        return replace(grid.searched(model, self.name), search=search, dtype=self._dtype(grid))
 
     def _dtype(self, grid: Grid) -> str | None:
         if self.name == "magis":
@@ -70,29 +70,6 @@ class Magis:
             )
         default = "amp-bfloat16" if grid.device == "cpu" else "amp-float16"  # as torch.autocast by itself
         return grid.dtype if grid.dtype not in (None, "float32") else default
-
-    def _case(
-        self,
-        search: str,
-        model: str,
-        grid: Grid,
-        *,
-        memory_ratio: float | None = None,
-        latency_ratio: float | None = None,
-    ) -> Case:
-        return Case(
-            model=model,
-            strategy=self.name,
-            dtype=self._dtype(grid),
-            device=grid.device,
-            preset=grid.preset,
-            memory_ratio=memory_ratio,
-            latency_ratio=latency_ratio,
-            budget=grid.budget,
-            seconds=grid.seconds,
-            seed=grid.seed,
-            search=search,
-        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +87,14 @@ class Grid:
     seed: int = 0
     ranks: int = 1
 
+    def case(self, model: str, strategy: str) -> Case:
+        """The case of a strategy that searches nothing."""
+        return Case(model, strategy, self.device, self.preset, self.dtype, seed=self.seed)
+
+    def searched(self, model: str, strategy: str) -> Case:
+        """The case of a search, its limit left open."""
+        return replace(self.case(model, strategy), budget=self.budget, seconds=self.seconds)
+
 
 class Strategy(Protocol):
     """A way to run a model. `cases` must yield the same (label, case) pairs in the same order every time.
@@ -124,9 +109,6 @@ class Strategy(Protocol):
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]: ...
 
 
-# The strategies that come with the plugin.
-
-
 def by_name(name: str) -> Strategy | None:
     """The strategy that a name stands for, combinations included ("amp+checkpoint", "tp4+pp2"); None for no name."""
     kind = family(name)
@@ -138,3 +120,4 @@ def by_name(name: str) -> Strategy | None:
 
 
 BUILT_IN: tuple[Strategy, ...] = tuple(found for found in map(by_name, LISTED) if found is not None)
+"""The strategies that come with the plugin."""
