@@ -1,4 +1,4 @@
-"""The command `magis`: `fit`, `estimate`, `profile` and `merge`; a user's mistake gets one line and exit code 4."""
+"""The command `magis` and what it runs; a user's mistake gets one line and exit code 4."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magis import __version__
+from magis.cli.bisect import add_bisect
 from magis.cli.estimate import add_estimate
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
@@ -239,8 +240,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_merge(commands)
     add_fit(commands)
     add_estimate(commands)
+    add_bisect(commands)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse itself finds nothing behind "--" once an option stands before it
+    cut = given.index("--") if "--" in given and given[0] == "bisect" else len(given)
     try:
-        asked = parser.parse_args(arguments)
+        asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
         run = asked.run
         return int(run(asked))
