@@ -166,10 +166,10 @@ OPTIONS = (
     ),
     Option(
         "against",
-        "REV",
-        "compare with this git revision instead of stored baselines (default: none)",
+        "VERSION",
+        "compare with a git revision, or with releases (torch==2.12.0), instead of stored baselines (default: none)",
         details="The revision (`origin/main`, say) is checked out beside the working tree and measured first, in the "
-        "same run: [how](against.md).",
+        "same run; releases of dependencies are installed into an environment that is kept: [how](against.md).",
     ),
     Option(
         "update",

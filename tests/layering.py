@@ -28,6 +28,7 @@ LAYERS = (
     ("magis.ranks",),
     ("magis.predict",),
     ("magis.strategies",),
+    ("magis.versions",),
     ("magis.models", "magis.report"),
     ("magis.paper",),
     ("magis.search",),
@@ -58,7 +59,7 @@ PUBLIC = frozenset(
         "magis.quiet",
     }
     | {"magis.plain_records", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names"}
-    | {"magis.units"}
+    | {"magis.units", "magis.versions"}
 )
 HARNESS = frozenset({"pytest", "_pytest", "pluggy", "pytest_benchmark", "xdist"})  # never imported by magis
 MOST_LINES = 420

@@ -1,4 +1,4 @@
-"""The command `magis`: `fit`, `estimate`, `profile` and `merge`; a user's mistake gets one line and exit code 4."""
+"""The command `magis` and what it runs; a user's mistake gets one line and exit code 4."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__
+from magis.cli.bisect import add_bisect
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
@@ -41,10 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_profile, _add_merge, _add_fit, _add_estimate):
+    for add in (_add_profile, _add_merge, _add_fit, _add_estimate, add_bisect):
         add(commands)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # argparse itself finds nothing behind "--" once an option stands before it
+    cut = given.index("--") if "--" in given and given[0] == "bisect" else len(given)
     try:
-        asked = parser.parse_args(arguments)
+        asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
         return int(asked.run(asked))
     except UsageError as error:

@@ -6,7 +6,10 @@ import subprocess
 
 import pytest
 
+from magis.versions import COMPARED_WITH
+from pytest_magis import flags
 from pytest_magis.against import strays
+from tests.plugin.wheels import NETWORK, offer
 
 # the made-up core reads figures from fake.json, which is part of each revision
 TEST = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
@@ -115,3 +118,32 @@ def test_only_the_code_of_a_checkout_strays(tmp_path):
     inside, venv = tmp_path / "net.py", tmp_path / ".venv"
     modules = {"a": Module(inside), "b": Module("/usr/lib/x.py"), "c": Module(venv / "lib" / "y.py"), "d": object()}
     assert list(strays(modules, tmp_path, venv)) == [str(inside)]
+
+
+def test_other_releases_are_compared_with_and_what_the_run_writes_is_its_own(gate, monkeypatch, tmp_path_factory):
+    gate.use_real_core()
+    offer(tmp_path_factory.mktemp("wheels"), monkeypatch, v1_0=64)
+    (gate.root / "test_memory.py").write_text(NETWORK)
+    before = gate.files()
+    tables = []
+    for _ in range(2):
+        result = gate(
+            "--magis-against=net-width==1.0", "--magis-report=report.html", "--magis-csv=all.csv", "test_memory.py"
+        )
+        result.assert_outcomes(failed=1)
+        assert lines(result, "worse: original tensor bytes")
+        assert lines(result, "grew at the peak: 1 +")
+        assert lines(result, "compared with net-width==1.0, measured in this run")
+        tables.append(lines(result, "test_memory.test_net "))
+    written = {
+        name for name in set(gate.files()) - set(before) if not name.startswith(".")
+    }  # what rustup leaves in a home
+    assert written == {"report.html", "all.csv"}
+    assert tables[0] == tables[1] != []
+    refused = gate("--magis-against=net-width==3", "test_memory.py")
+    assert refused.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in refused.errlines if line.startswith("ERROR: --magis-against: No matching distribution")]
+
+
+def test_the_name_that_an_idle_plugin_needs_is_the_one_of_the_library():
+    assert flags.COMPARED_WITH == COMPARED_WITH

@@ -1,0 +1,172 @@
+"""The version at which a case of the gate grew: a binary search over commits, or over releases of a dependency.
+
+The first version is measured, and every other one is compared with it. The last one is measured only where all before
+it are as good: n versions take 1 + log2(n) measurements, rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from magis.errors import UsageError
+from magis.report import read_results
+from magis.report.merge_results import case_name
+from magis.units import format_bytes
+from magis.versions.environments import environment_of, is_requirement, releases
+from magis.versions.gate_run import GateRun, run_gate
+from magis.versions.revisions import checkout, commits_between, repository, title
+
+Say = Callable[[str], None]
+Needs = Mapping[str, int]
+"""Bytes of tensors at the peak, by case: of the optimized step, where there is one."""
+
+
+@dataclass(frozen=True)
+class CaseGrowth:
+    """A case that needs more at one version than at the first one."""
+
+    case: str
+    before: int
+    after: int
+
+    def __str__(self) -> str:
+        more = f"+{100 * (self.after / self.before - 1):.1f}%" if self.before else "from nothing"
+        return f"{self.case}: {format_bytes(self.before)} -> {format_bytes(self.after)}, {more}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where memory grew."""
+
+    versions: tuple[str, ...]
+    """The first version that needs more; several where those between could not be measured; none: nothing grew."""
+    grown: tuple[CaseGrowth, ...]
+    measurements: int
+
+
+def bisect(
+    first: str,
+    last: str,
+    *,
+    start: Path,
+    arguments: Sequence[str] = (),
+    cases: Sequence[str] = (),
+    tolerance: float = 0.0,
+    say: Say,
+) -> Found:
+    """The first version after `first`, up to `last`, at which one of the cases needs more memory than at `first`.
+
+    Both are revisions of the repository that `start` lies in, or releases ("torch==2.12.0") of one package. `arguments`
+    are pytest's; `cases` are names as the table of a run has them ("bert[eager]"), all cases without any. `tolerance`
+    is the share by which a case may grow. Raises UsageError in one line for what cannot be compared.
+    """
+    if is_requirement(first) != is_requirement(last):
+        raise UsageError(f"{first} and {last} are a revision and a release", hint="give two of one kind")
+    with tempfile.TemporaryDirectory(prefix="magis-bisect-") as folder:
+        if is_requirement(first):
+            names = releases(first, last)
+            titles = names
+            runs = _releases(names, Path(folder), start, arguments, say)
+        else:
+            root = repository(start)
+            names = commits_between(root, first, last)
+            titles = [title(root, commit) for commit in names]
+            runs = _revisions(names, Path(folder), start, root, arguments)
+        return _searched(titles, runs, cases, tolerance, say)
+
+
+def _searched(
+    titles: Sequence[str], run: Callable[[int], GateRun], cases: Sequence[str], tolerance: float, say: Say
+) -> Found:
+    say(f"measuring {titles[0]} (1 of at most {1 + math.ceil(math.log2(len(titles)))})")
+    needed = needs(run(0), cases)
+    grown: dict[int, tuple[CaseGrowth, ...]] = {}
+    measured = 1
+
+    def is_bad(index: int) -> bool | None:
+        nonlocal measured
+        measured += 1
+        say(f"measuring {titles[index]}")
+        try:
+            found = tuple(growths(needed, needs(run(index), cases), tolerance))
+        except UsageError as error:
+            say(f"  left out: {error}")
+            return None
+        grown[index] = found
+        for each in found:
+            say(f"  {each}")
+        return bool(found)
+
+    suspects = first_bad(len(titles), is_bad)
+    last = suspects[-1] if suspects else None
+    return Found(tuple(titles[index] for index in suspects), () if last is None else grown[last], measured)
+
+
+def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
+    """Which of the versions 1 ... count - 1 is the first bad one, where 0 is good and those after a bad one are bad.
+
+    `is_bad` says None of one that cannot be judged: its neighbours are then asked, and all that may be the first bad
+    one are returned, the last of them known to be bad. None is returned where none is known to be.
+    """
+    good, bad = 0, count  # `count` stands for no bad one at all
+    unknown: set[int] = set()
+    while True:
+        middle = (good + bad) // 2
+        open_ones = sorted(set(range(good + 1, bad)) - unknown, key=lambda index: (abs(index - middle), index))
+        if not open_ones:
+            return list(range(good + 1, bad + 1)) if bad < count else []
+        answer = is_bad(open_ones[0])
+        if answer is None:
+            unknown.add(open_ones[0])
+        elif answer:
+            bad = open_ones[0]
+        else:
+            good = open_ones[0]
+
+
+def needs(run: GateRun, cases: Sequence[str]) -> Needs:
+    """What the cases of a run need. Raises UsageError where one of `cases` is missing, or nothing was gated."""
+    if not run.csv.is_file():
+        raise UsageError("nothing was gated there", hint="give pytest's arguments behind --, such as -- test_memory.py")
+    frame = read_results(run.csv)
+    found: dict[str, int] = {}
+    for row in frame.astype(object).where(frame.notna(), "").to_dict("records"):
+        nbytes = row["opt tensor bytes"]
+        if nbytes != "":
+            found[case_name({str(column): str(cell) for column, cell in row.items()})] = int(nbytes)
+    missing = [case for case in cases if case not in found]
+    if missing:
+        raise UsageError(f"there is no case {missing[0]}", hint=f"the run has {', '.join(sorted(found)[:8]) or 'none'}")
+    return {case: found[case] for case in cases} if cases else found
+
+
+def growths(before: Needs, after: Needs, tolerance: float) -> Iterator[CaseGrowth]:
+    """The cases of both that grew by more than the tolerance."""
+    for case, nbytes in before.items():
+        if after.get(case, 0) > nbytes * (1 + tolerance):
+            yield CaseGrowth(case, nbytes, after[case])
+
+
+def _revisions(
+    commits: Sequence[str], folder: Path, start: Path, root: Path, arguments: Sequence[str]
+) -> Callable[[int], GateRun]:
+    def run(index: int) -> GateRun:
+        commit = commits[index]
+        with checkout(root, commit, folder / "checkout") as tree:
+            return run_gate(commit[:10], arguments, folder / commit, start=start, root=root, tree=tree)
+
+    return run
+
+
+def _releases(
+    names: Sequence[str], folder: Path, start: Path, arguments: Sequence[str], say: Say
+) -> Callable[[int], GateRun]:
+    def run(index: int) -> GateRun:
+        name = names[index]
+        return run_gate(name, arguments, folder / name, start=start, python=environment_of([name], say))
+
+    return run

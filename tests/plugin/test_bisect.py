@@ -1,0 +1,175 @@
+"""`magis bisect`: the search against a plain one, and the command on a repository with a planted commit."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.cli.main import main
+from magis.errors import UsageError
+from magis.versions import environment_of, is_requirement
+from magis.versions.bisection import first_bad, growths
+from tests.plugin.wheels import NETWORK as DEPENDENT
+from tests.plugin.wheels import offer
+
+ARGS = ("--", "-p", "pytest_magis.plugin", "test_memory.py")
+# the made-up core reads figures from fake.json, which is part of each revision
+MADE_UP = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
+REAL = """
+import pytest, torch
+from torch import nn
+
+@pytest.mark.magis(strategies=["eager"], device="sim:h100")
+def test_net():
+    inner = 64
+    module = nn.Sequential(nn.Linear(32, inner), nn.ReLU(), nn.Linear(inner, 8))
+    return module, (torch.randn(256, 32), torch.randn(256, 8)), nn.functional.mse_loss
+"""
+
+
+@given(st.data())
+def test_the_first_bad_one_is_found_in_the_fewest_looks(data):
+    count = data.draw(st.integers(1, 70))
+    first = data.draw(st.integers(1, count))  # `count`: none of them
+    broken = data.draw(st.sets(st.integers(1, max(1, count - 1)), max_size=data.draw(st.sampled_from([0, 0, 5]))))
+    asked = []
+
+    def is_bad(index):
+        assert 1 <= index < count
+        assert index not in asked
+        asked.append(index)
+        return None if index in broken else index >= first
+
+    suspects = first_bad(count, is_bad)
+    sound = [index for index in range(first, count) if index not in broken]
+    if not sound:
+        assert suspects == []
+        return
+    assert suspects[-1] == sound[0]
+    assert first in suspects
+    assert set(suspects[:-1]) <= broken
+    if not broken:
+        assert len(asked) <= (count - 1).bit_length()
+
+
+def test_growth_is_judged_case_by_case():
+    before, after = {"a": 100, "b": 100, "gone": 5}, {"a": 101, "b": 103, "new": 7}
+    assert [str(each) for each in growths(before, after, 0.02)] == ["b: 100 B -> 103 B, +3.0%"]
+    assert [each.case for each in growths(before, after, 0.0)] == ["a", "b"]
+
+
+@pytest.fixture
+def history(gate):
+    """A repository of eight commits: the sixth makes the network larger, and the third cannot be run."""
+    return written(gate, MADE_UP, 8, planted=6, broken=3)
+
+
+def written(gate, text, commits, planted, broken=None):
+    if text == REAL:
+        gate.use_real_core()
+    gate.pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
+    git(gate.root, "init", "--quiet", "--initial-branch=main")
+    (gate.root / ".gitignore").write_text("calls.txt\n__pycache__/\n")
+    for number in range(1, commits + 1):
+        factor = 1.0 if number < planted else 1.1
+        gate.fake(any_case={"ori_tensor": factor, "ori_peak": factor, "opt_tensor": factor, "opt_peak": factor})
+        inner = text.replace("inner = 64", f"inner = {64 if number < planted else 96}")
+        wrong = "raise ValueError(1)" if number == broken else ""
+        (gate.root / "test_memory.py").write_text(f"# {number}\n{wrong}\n{inner}")
+        git(gate.root, "add", ".")
+        git(gate.root, "commit", "--quiet", f"--message=commit {number}")
+        git(gate.root, "tag", f"c{number}")
+    return gate.root
+
+
+def git(folder, *arguments):
+    name = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "commits", "planted", "looks"), [(MADE_UP, 8, 6, 4), pytest.param(REAL, 64, 41, 7, marks=pytest.mark.soak)]
+)
+def test_a_planted_commit_is_named_and_the_working_tree_stays(gate, capsys, text, commits, planted, looks):
+    root = written(gate, text, commits, planted)
+    (root / "test_memory.py").write_text("what is being edited stays")
+    assert main(["bisect", "c1", "main", *ARGS]) == 0
+    out, err = capsys.readouterr()
+    first, second, *_ = out.splitlines()
+    assert first.startswith("memory grew at ")
+    assert first.endswith(f"somebody: commit {planted} ({looks} measurements)")
+    assert second.startswith("  test_memory.test_net[eager]: ")
+    assert err.count("measuring") == looks
+    assert (root / "test_memory.py").read_text() == "what is being edited stays"
+    listed = subprocess.run(["git", "worktree", "list"], cwd=root, capture_output=True, text=True, check=True)
+    assert len(listed.stdout.splitlines()) == 1
+
+
+def test_what_cannot_be_measured_is_left_out_and_nothing_grew_is_said(history, capsys):
+    assert main(["bisect", "c1", "c5", "--case", "test_memory.test_net[eager]", *ARGS]) == 1
+    out, err = capsys.readouterr()
+    assert out == "nothing grew between c1 and c5 (5 measurements)\n"
+    assert "  left out: the run of " in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "main"], "there is no such revision: nowhere; name a branch, a tag or a commit that was fetched"),
+        (["c5", "c3"], "there is no commit between c5 and c3; name the older revision first"),
+        (["c1", "torch==2.12.0"], "c1 and torch==2.12.0 are a revision and a release; give two of one kind"),
+        (["numpy==1.0", "torch==2.12.0"], "numpy==1.0 and torch==2.12.0 are two packages; give two releases of one"),
+        (["numpy>1.0", "numpy==2.0"], "numpy>1.0 names no single release; write numpy==VERSION"),
+        (["c1", "c3", "--tolerance", "much"], "--tolerance: 'much' is not a share such as 0.01"),
+    ],
+)
+def test_bad_input_is_one_line(history, capsys, arguments, said):
+    assert main(["bisect", *arguments]) == 4
+    assert capsys.readouterr().err == f"ERROR: {said}\n"
+
+
+def test_a_case_that_is_not_there_is_named(history, capsys):
+    assert main(["bisect", "c1", "c3", "--case", "other[eager]", *ARGS]) == 4
+    assert "there is no case other[eager]; the run has test_memory.test_net[eager]" in capsys.readouterr().err
+
+
+def test_a_shallow_clone_says_so(history, tmp_path_factory, monkeypatch, capsys):
+    folder = tmp_path_factory.mktemp("shallow")
+    git(folder, "clone", "--quiet", "--depth=2", history.as_uri(), "clone")
+    monkeypatch.chdir(folder / "clone")
+    assert main(["bisect", "c1", "HEAD"]) == 4
+    assert "the clone is shallow: fetch its history" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_the_release_at_which_a_case_grew_is_named(gate, tmp_path_factory, monkeypatch, capsys):
+    gate.use_real_core()
+    offer(tmp_path_factory.mktemp("wheels"), monkeypatch, v1_0=64, v1_1=64, v2_0=96, v2_1rc1=96, v2_1=96)
+    (gate.root / "test_memory.py").write_text(DEPENDENT)
+    assert main(["bisect", "net-width==1.0", "net-width==2.1", *ARGS]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("memory grew at net-width==2.0 (3 measurements)\n  test_memory.test_net[eager]: ")
+    assert err.count("installing") == 3
+    assert main(["bisect", "net-width==2.1", "net-width==1.1", *ARGS]) == 1
+    out, err = capsys.readouterr()
+    assert out == "nothing grew between net-width==2.1 and net-width==1.1 (3 measurements)\n"
+    assert err.count("installing") == 1  # those of before are kept
+
+
+def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=64)
+    with pytest.raises(UsageError, match=r"No matching distribution found for net-width==3\.0"):
+        environment_of(["net-width==3.0"], lambda _text: None)
+    assert [path.suffix for path in (tmp_path / "environments").iterdir()] in ([], [".lock"])
+
+
+@pytest.mark.parametrize(
+    ("text", "is_release"),
+    [("torch==2.12.0", True), ("timm<1.1", True), ("numpy>=2,<3", True)]
+    + [(revision, False) for revision in ("main~2", "v1.0", "HEAD^", "origin/main")],
+)
+def test_releases_are_told_from_revisions(text, is_release):
+    assert is_requirement(text) == is_release
