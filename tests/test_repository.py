@@ -212,18 +212,6 @@ def test_the_readme_is_short(readme: str) -> None:
     assert len(readme.splitlines()) <= 120
 
 
-def test_links_to_files_lead_somewhere(repository: Path) -> None:
-    pages = [*repository.glob("*.md"), *(repository / "docs").glob("**/*.md")]
-    links = [
-        (page, link)
-        for page in pages
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-        if "://" not in link
-    ]
-    assert len(links) >= 3
-    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []
-
-
 def test_the_documented_layers_are_the_enforced_ones(repository: Path) -> None:
     text = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("| layer | holds |")[2].partition("\n\n")[0]
