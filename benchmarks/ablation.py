@@ -144,15 +144,17 @@ def summary(rows: Sequence[Sequence[Cell]], columns: Sequence[str]) -> list[str]
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=list(SEED_NAMES))
-    parser.add_argument("--latency", type=float, nargs="*", default=[1.1])
-    parser.add_argument("--memory", type=float, nargs="*", default=[0.4])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="paper")
+    parser = arguments(
+        __doc__,
+        names=list(SEED_NAMES),
+        latency=[1.1],
+        memory=[0.4],
+        device="sim:rtx3090",
+        preset="paper",
+        states=STATES,
+        output=Path,
+    )
     parser.add_argument("--only", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     limits = [*(Limit(latency=each) for each in asked.latency), *(Limit(memory=each) for each in asked.memory)]
     columns = [column for column in COLUMNS if column == "full" or column in asked.only]

@@ -72,10 +72,7 @@ def rows(models: list[str], devices: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("--models", default="bert,resnet50")
-    parser.add_argument("--devices", default="sim:h200,cpu")
-    parser.add_argument("--output", type=Path)
+    parser = arguments(__doc__, models="bert,resnet50", devices="sim:h200,cpu", output=Path)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:

@@ -235,10 +235,9 @@ def with_outputs(
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, threads=2)
     parser.add_argument("--seconds", type=float, default=0.1, help="per operator")
     parser.add_argument("--only", default="", help="a part of the signature")
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gc.disable()

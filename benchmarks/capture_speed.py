@@ -16,8 +16,7 @@ from magis.results import Case
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=[*GATE_NAMES, *SEED_NAMES])
+    parser = arguments(__doc__, names=[*GATE_NAMES, *SEED_NAMES])
     print(f"{'model':14} {'operators':>9} {'build s':>8} {'capture s':>9} {'persistent GB':>13} {'max RSS GB':>10}")
     for name in parser.parse_args().names:
         subject = Bench().subject(Case(name, "eager", "sim:rtx3090", "paper"))

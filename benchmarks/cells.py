@@ -175,16 +175,18 @@ def planned(subject: Subject, limit: Limit, cap: float | None = None) -> tuple[P
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=["seed"])
-    parser.add_argument("--device", nargs="+", default=["sim:rtx3090"])
+    parser = arguments(
+        __doc__,
+        names=["seed"],
+        device=["sim:rtx3090"],
+        memory=[0.8, 0.6, 0.4, 0.3, 0.2],
+        latency=[1.1, 1.05],
+        states=STATES,
+        no_plans=False,
+        output=Path,
+    )
     parser.add_argument("--preset", default="paper", choices=PRESETS)
-    parser.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.6, 0.4, 0.3, 0.2])
-    parser.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--no-plans", action="store_true")
     parser.add_argument("--no-peers", action="store_true", help="without other planners, which need scipy")
-    parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     limits = [*(Limit(latency=each) for each in asked.latency), *(Limit(memory=each) for each in asked.memory)]
     cases = [Case(name, "magis", device, asked.preset) for name in resolve(asked.names) for device in asked.device]

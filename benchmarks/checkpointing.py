@@ -22,9 +22,7 @@ from magis.results import Case
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=list(GATE_NAMES))
-    names = parser.parse_args().names
+    names = arguments(__doc__, names=list(GATE_NAMES)).parse_args().names
     print(
         f"{'model':9} {'0.8: lat':>9} | {'ckpt peak':>9} {'ckpt lat':>9} | {'magis peak':>10} {'magis lat':>9}  faster"
     )

@@ -98,13 +98,9 @@ def _share(part: int, whole: int) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=[*GATE_NAMES, *SEED_NAMES])
-    parser.add_argument("--points", type=int, default=16)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    asked = arguments(
+        __doc__, names=[*GATE_NAMES, *SEED_NAMES], points=16, device="cpu", preset="small", output=Path
+    ).parse_args()
     ran = (rows(name, asked.device, asked.preset, asked.points) for name in resolve(asked.names))
     with collector_spared():
         printed(chain(head(), (HEAD,), chain.from_iterable(ran)), asked.output)

@@ -71,16 +71,17 @@ def rows(cases: Sequence[Case], limits: Sequence[Limit], cap: float, *, end: boo
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=[*GATE_NAMES, *SEED_NAMES])
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--memory", type=float, nargs="*", default=[0.8, 0.6, 0.4])
-    parser.add_argument("--latency", type=float, nargs="*", default=[1.1])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="paper")
-    parser.add_argument("--no-end", action="store_true")
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    asked = arguments(
+        __doc__,
+        names=[*GATE_NAMES, *SEED_NAMES],
+        seconds=5.0,
+        memory=[0.8, 0.6, 0.4],
+        latency=[1.1],
+        device="sim:rtx3090",
+        preset="paper",
+        no_end=False,
+        output=Path,
+    ).parse_args()
     limits = [*(Limit(memory=each) for each in asked.memory), *(Limit(latency=each) for each in asked.latency)]
     anew(Case(WARMING, "magis", asked.device, "small"), Limit(memory=0.4), None)
     cases = [Case(name, "magis", asked.device, asked.preset) for name in resolve(asked.names)]

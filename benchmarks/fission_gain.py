@@ -85,14 +85,9 @@ def line(name: str, pairs: Sequence[tuple[Point, Point]], limit: float) -> Itera
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=["all"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--limit", type=float, default=1.1)
-    parser.add_argument("--plans", type=float, nargs="+", default=[1.05, 1.1, 1.15])
-    parser.add_argument("--rounds", type=int, default=8)
-    asked = parser.parse_args()
+    asked = arguments(
+        __doc__, names=["all"], device="cpu", preset="small", limit=1.1, plans=[1.05, 1.1, 1.15], rounds=8
+    ).parse_args()
     print(f"{'':14} {'without fission':>18}  {'with fission':>18}")
     print(f"{'model':14} {'peak':>9} {'latency':>8}  {'peak':>9} {'latency':>8} {'gain':>8}  in parts")
     for name in resolve(asked.names):

@@ -102,10 +102,9 @@ def svg(title: str, curves: dict[str, Curve]) -> str:
 
 def main() -> None:
     """Write the picture."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, out=Path("docs/fission.svg"))
     parser.add_argument("model", nargs="?", default="gpt_neo")
     parser.add_argument("parts", nargs="?", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("docs/fission.svg"))
     asked = parser.parse_args()
     subject = Bench().subject(Case(asked.model, "magis", "cpu", "small", memory_ratio=0.5))
     curves = {

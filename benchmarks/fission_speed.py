@@ -31,9 +31,7 @@ SECONDS = 0.2
 
 def main() -> None:
     """Print one line per model."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=["bert", "vit", "gpt_neo", "btlm"])
-    names = parser.parse_args().names
+    names = arguments(__doc__, names=["bert", "vit", "gpt_neo", "btlm"]).parse_args().names
     print(f"{'model':12} {'nodes':>6} {'plans/s':>9}  {'around':>6} {'in loop':>7} {'plans/s':>9} {'share':>6}")
     for name in names:
         subject = Bench().subject(Case(name, "magis", "sim:rtx3090", "paper", memory_ratio=0.5))

@@ -48,13 +48,15 @@ def seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24, 48, 96])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--memory", type=float, default=0.4)
-    parser.add_argument("--fission", action="store_true")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--drawn-from", type=Path)
+    parser = arguments(
+        __doc__,
+        layers=[6, 12, 24, 48, 96],
+        device="sim:rtx3090",
+        memory=0.4,
+        fission=False,
+        picture=Path,
+        drawn_from=Path,
+    )
     asked = parser.parse_args()
     if asked.drawn_from is not None:
         if asked.picture is None:

@@ -321,13 +321,8 @@ def table(found: Iterable[Row]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("--networks", type=int, default=25)
-    parser.add_argument("--rewrites", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--most", type=int, default=MOST)
+    parser = arguments(__doc__, networks=25, rewrites=4, seed=0, most=MOST, output=Path)
     parser.add_argument("--forward", action="store_true", help="the forward pass alone")
-    parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     found = cases(asked.networks, asked.rewrites, asked.seed, asked.most, forward=asked.forward)
     printed(chain(head(DEVICE), (PUBLISHED, HEAD), table(found)), asked.output)

@@ -64,10 +64,7 @@ def rows(networks: int) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("--networks", type=int, default=8)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args()
+    asked = arguments(__doc__, networks=8, output=Path).parse_args()
     printed(chain(head(DEVICE), rows(asked.networks)), asked.output)
 
 

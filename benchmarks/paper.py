@@ -90,13 +90,8 @@ def rows(models: list[str], latency: list[float], memory: list[float], states: i
 
 def main() -> None:
     """Print the table, and write it where it was asked for."""
-    asked = arguments(__doc__)
+    asked = arguments(__doc__, latency=[1.1, 1.05], memory=[0.8, 0.4], states=3000, output=Path, docs=Path)
     asked.add_argument("models", nargs="*", default=list(PAPER_LATENCY["1.1"]))
-    asked.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
-    asked.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.4])
-    asked.add_argument("--states", type=int, default=3000)
-    asked.add_argument("--output", type=Path)
-    asked.add_argument("--docs", type=Path)
     options = asked.parse_args()
     begin = f"{dt.date.today()}, torch {torch.__version__}, {options.states} states, {DEVICE}", ""  # noqa: DTZ011
     found = rows(options.models, options.latency, options.memory, options.states)

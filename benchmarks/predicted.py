@@ -25,11 +25,7 @@ from magis.results import Case, CaseResult, StepFigures
 
 def main() -> None:
     """Record, run, print a table and the medians."""
-    parser = arguments(__doc__)
-    parser.add_argument("--models", default="all")
-    parser.add_argument("--ratios", default="0.8,0.6")
-    parser.add_argument("--profile", type=Path)
-    asked = parser.parse_args()
+    asked = arguments(__doc__, models="all", ratios="0.8,0.6", profile=Path).parse_args()
     ratios = [float(text) for text in asked.ratios.split(",")]
     errors: list[float] = []
     wrong = 0

@@ -199,13 +199,9 @@ def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
 
 def main() -> None:
     """Print the table; write it and the picture."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, states=STATES, device="sim:rtx3090", preset="paper", output=Path)
     parser.add_argument("name", nargs="?", default="seed-vit")
     parser.add_argument("--limit", nargs=2, default=["lat", "1.1"], metavar=("lat|mem", "RATIO"))
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="paper")
-    parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     kind, ratio = asked.limit
     if kind not in ("lat", "mem"):

@@ -27,10 +27,8 @@ TITLE = "GPT 1.3B on 4 x V100: peak memory of a rank against throughput"
 
 def main() -> int:
     """Print the table; 1 where a bar is missed."""
-    parser = arguments(__doc__)
-    parser.add_argument("--rows", default="bert,gpt")
+    parser = arguments(__doc__, rows="bert,gpt", output=Path(__file__).parent / "results" / "published.txt")
     parser.add_argument("--also", action="append", default=[])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "published.txt")
     given = parser.parse_args()
     rows = [row for row in ROWS if row.workload in given.rows.split(",")]
     for text in given.also:

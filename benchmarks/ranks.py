@@ -37,11 +37,7 @@ TINY = "tiny-bert"  # with a cheaper update than Adam's
 
 def main() -> int:
     """Print the table; 1 where a prediction is off by more than 2% or a float32 loss by more than rounding."""
-    parser = arguments(__doc__)
-    parser.add_argument("--models", default="bert,gpt_neo")
-    parser.add_argument("--sizes", default="2,4")
-    parser.add_argument("--techniques", default="all")
-    parser.add_argument("--output", type=Path)
+    parser = arguments(__doc__, models="bert,gpt_neo", sizes="2,4", techniques="all", output=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # model:size:rank:port of one process
     asked = parser.parse_args()
     if asked.rank:

@@ -66,11 +66,7 @@ def counts_table(names: Sequence[str], counts: Sequence[dict[str, int]]) -> list
 
 def main() -> None:
     """Print both tables."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=["all"])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="small")
-    asked = parser.parse_args()
+    asked = arguments(__doc__, names=["all"], device="sim:rtx3090", preset="small").parse_args()
     names = list(resolve(asked.names))
     counts, rows = [], []
     for name in names:

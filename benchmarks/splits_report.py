@@ -79,8 +79,7 @@ def report(name: str, graph: Graph) -> Report:
 
 def main() -> None:
     """Print the table."""
-    parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", default=["all", "seed"])
+    parser = arguments(__doc__, names=["all", "seed"])
     parser.add_argument("--preset", default="small", choices=PRESETS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--optimizer", choices=OPTIMIZER_KINDS, help="instead of the model's own")

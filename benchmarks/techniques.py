@@ -52,11 +52,9 @@ class Point:
 
 def main() -> int:
     """Print both tables; 1 where a rival is not beaten."""
-    parser = arguments(__doc__)
-    parser.add_argument("--models", default="bert,gpt")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "techniques.txt")
-    given = parser.parse_args()
+    given = arguments(
+        __doc__, models="bert,gpt", rounds=12, output=Path(__file__).parent / "results" / "techniques.txt"
+    ).parse_args()
     found = (_compared(model, _measured(model, given.rounds)) for model in given.models.split(","))
     lines = printed(chain(head(), chain.from_iterable(found)), given.output)
     beaten = f"  better in {len(RIVALS)} of {len(RIVALS)}"

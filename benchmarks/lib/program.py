@@ -17,9 +17,24 @@ from magis import __version__
 __all__ = ["arguments", "head", "printed"]
 
 
-def arguments(about: str | None) -> argparse.ArgumentParser:
-    """The parser of a benchmark's command line, whose help begins with its description."""
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(about: str | None, **defaults: object) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line, whose help begins with its description.
+
+    ``defaults`` become options, ``names`` what stands for itself: with values of the default's type, any number where
+    that is a list, none where it is False. A type stands for an option that need not be given.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        flag = name if name == "names" else f"--{name.replace('_', '-')}"
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(flag, nargs="*", type=type(default[0]), default=default)
+        elif isinstance(default, type):
+            parser.add_argument(flag, type=default)
+        else:
+            parser.add_argument(flag, type=type(default), default=default)
+    return parser
 
 
 def head(*facts: str) -> tuple[str, str]:
