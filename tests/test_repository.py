@@ -219,6 +219,14 @@ def test_the_documented_layers_are_the_enforced_ones(repository: Path) -> None:
     assert [tuple(re.findall(r"`([a-z_.]+)`", row)) for row in rows] == list(LAYERS)
 
 
+def test_benchmarks_run_from_a_checkout_and_tell_how(repository: Path) -> None:
+    """What is beside a program is `lib` to it: the package `benchmarks` is on its path only where somebody puts it."""
+    for path in repository.glob("benchmarks/*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"^(?:from|import) benchmarks\b", text, re.MULTILINE), path
+        assert "arguments(" in text or "census_lib" in text, path
+
+
 def test_the_changelog_has_a_place_for_what_comes_next(repository: Path) -> None:
     headings = re.findall(r"^## \[(.+?)\]", (repository / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert headings[0] == "Unreleased"
