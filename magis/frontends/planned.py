@@ -343,7 +343,8 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
         fits = is_number(number) and least <= number <= most and number > 0
         if not fits or (name == "budget" and number != int(number)):
             raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
-    nbytes, budget = (None if found[name] is None else int(found[name]) for name in ("memory_limit", "budget"))
+    whole = found["memory_limit"], found["budget"]
+    nbytes, budget = (None if number is None else int(number) for number in whole)
     return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"])
 
 
