@@ -15,15 +15,10 @@ published search with so many states instead. At the end: for each part the larg
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 
 from magis.quiet import before_torch
@@ -31,8 +26,8 @@ from magis.quiet import before_torch
 before_torch()
 
 from cells import Limit
+from lib.program import arguments, head
 
-import magis
 from magis.models import SEED_NAMES, resolve
 from magis.paper.coordinated_search import STATES, published
 from magis.planner.bench import Bench
@@ -149,35 +144,35 @@ def summary(rows: Sequence[Sequence[Cell]], columns: Sequence[str]) -> list[str]
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=list(SEED_NAMES))
-    parser.add_argument("--latency", type=float, nargs="*", default=[1.1])
-    parser.add_argument("--memory", type=float, nargs="*", default=[0.4])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="paper")
+    parser = arguments(
+        __doc__,
+        names=list(SEED_NAMES),
+        latency=[1.1],
+        memory=[0.4],
+        device="sim:rtx3090",
+        preset="paper",
+        states=STATES,
+        output=Path,
+    )
     parser.add_argument("--only", nargs="*", choices=COLUMNS[1:], default=COLUMNS[1:])
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    limits = [*(Limit(latency=each) for each in arguments.latency), *(Limit(memory=each) for each in arguments.memory)]
-    columns = [column for column in COLUMNS if column == "full" or column in arguments.only]
-    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
+    asked = parser.parse_args()
+    limits = [*(Limit(latency=each) for each in asked.latency), *(Limit(memory=each) for each in asked.memory)]
+    columns = [column for column in COLUMNS if column == "full" or column in asked.only]
     lines = [
-        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
-        f"# python benchmarks/ablation.py {shlex.join(sys.argv[1:])}".rstrip(),
+        *head(),
         "# peak ratio at a latency limit, latency overhead at a memory limit; below: how much worse than full",
         f"{'model':14} {'limit':>8} {' '.join(f'{column:>10}' for column in columns)}",
     ]
     print("\n".join(lines), flush=True)
     rows: list[list[Cell]] = []
-    for name in resolve(arguments.names):
-        subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+    for name in resolve(asked.names):
+        subject = Bench().subject(Case(name, "magis", asked.device, asked.preset))
         found: list[list[float | None]] = []
         seconds: list[float] = []
         whole: Plans = []
         for column in columns:
             started = time.perf_counter()
-            found.append(figures(subject, limits, column, arguments.states, whole))
+            found.append(figures(subject, limits, column, asked.states, whole))
             seconds.append(time.perf_counter() - started)
             print(f"  {name} {column}: {found[-1]} in {seconds[-1]:.0f} s", file=sys.stderr, flush=True)
         for number, limit in enumerate(limits):
@@ -186,8 +181,8 @@ def main() -> None:
             lines += text(name, limit, row)
         lines.append(f"{'':14} {'seconds':>8} {' '.join(f'{each:10.0f}' for each in seconds)}")
         print("\n".join(lines[-2 * len(limits) - 1 :]), flush=True)
-        if arguments.output is not None:
-            arguments.output.write_text("\n".join([*lines, "", *summary(rows, columns)]) + "\n", encoding="utf-8")
+        if asked.output is not None:
+            asked.output.write_text("\n".join([*lines, "", *summary(rows, columns)]) + "\n", encoding="utf-8")
     print("\n".join(["", *summary(rows, columns)]))
 
 

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from lib.program import arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "peak.md"
 PLANT = """
@@ -65,17 +67,20 @@ def tests_of_page() -> str:
     )
 
 
-def run(folder: Path, *arguments: str, planted: bool = False) -> Counter[str]:
+def run(folder: Path, *options: str, planted: bool = False) -> Counter[str]:
     """Outcomes of one run of pytest, by word."""
     settings: Mapping[str, str] = {**os.environ, "PYTHONPATH": str(ROOT), "PLANTED": "1" if planted else ""}
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *arguments, "test_peaks.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *options, "test_peaks.py"]
     done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, check=False)
     counted = re.findall(r"(\d+) (passed|failed|error)", done.stdout.splitlines()[-1])
     return Counter({word: int(number) for number, word in counted})
 
 
-def main(times: int) -> None:
+def main() -> None:
     """Print both tables."""
+    parser = arguments(__doc__)
+    parser.add_argument("times", nargs="?", type=int, default=50)
+    times = parser.parse_args().times
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "test_peaks.py").write_text(tests_of_page(), encoding="utf-8")
@@ -90,4 +95,4 @@ def main(times: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50)
+    main()

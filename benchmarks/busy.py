@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from lib.program import arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
 import pytest
@@ -159,19 +161,25 @@ def compare(folder: Path, baselines: Path, counts: Counts, *, real_time: bool) -
     return f"gated {len(rows) - unsure}: {'; '.join(map(told, rows))}"
 
 
-def main(load: str = "8", runs: str = "30", real_time: str = "") -> None:
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("load", nargs="?", type=int, default=8)
+    parser.add_argument("runs", nargs="?", type=int, default=30)
+    parser.add_argument("real_time", nargs="?", type=bool, default=False)
+    asked = parser.parse_args()
+    load, runs, real_time = asked.load, asked.runs, asked.real_time
     counts = Counts()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "test_user.py").write_text(TESTS, encoding="utf-8")
         baselines = folder / "baselines"
-        rows = gate(folder, baselines, "--magis-update=new", real_time=bool(real_time))
+        rows = gate(folder, baselines, "--magis-update=new", real_time=real_time)
         reference = intervals(baselines)
         print(f"reference, stored {len(reference)} of {len(rows)}: {'; '.join(map(told, rows))}", flush=True)
-        first = bool(real_time) and int(load) == 0
+        first = real_time and load == 0
         kinds = partial(compare, folder, baselines), partial(store, folder, reference)
-        with busy(int(load)):
-            for run in range(int(runs)):
+        with busy(load):
+            for run in range(runs):
                 print(
                     f"run {run}, load {os.getloadavg()[0]:.1f}: {kinds[run % 2](counts, real_time=first)}", flush=True
                 )
@@ -186,4 +194,4 @@ def main(load: str = "8", runs: str = "30", real_time: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

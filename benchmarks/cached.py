@@ -9,17 +9,17 @@ Each row is a process of its own, which loads magis and torch first; that is not
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib import metadata
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
@@ -72,28 +72,15 @@ def rows(models: list[str], devices: list[str]) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="bert,resnet50")
-    parser.add_argument("--devices", default="sim:h200,cpu")
-    parser.add_argument("--output", type=Path)
+    parser = arguments(__doc__, models="bert,resnet50", devices="sim:h200,cpu", output=Path)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.one is not None:
-        model, device, folder, mode = arguments.one
+    asked = parser.parse_args()
+    if asked.one is not None:
+        model, device, folder, mode = asked.one
         print(json.dumps(seconds_of(model, device, Path(folder), results=mode == "results")))
         return
-    load = os.getloadavg()[0]
-    versions = f"torch {metadata.version('torch')}, {os.cpu_count()} cores, load before: {load:.1f}"
-    lines = [
-        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}",
-        f"# python benchmarks/cached.py {shlex.join(sys.argv[1:])}".rstrip(),
-    ]
-    print("\n".join(lines), flush=True)
-    for line in rows(arguments.models.split(","), arguments.devices.split(",")):
-        lines.append(line)
-        print(line, flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    load = f"load before: {os.getloadavg()[0]:.1f}"
+    printed(chain(head(load), rows(asked.models.split(","), asked.devices.split(","))), asked.output)
 
 
 if __name__ == "__main__":

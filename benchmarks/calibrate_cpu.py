@@ -10,7 +10,6 @@ they come from in a step.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -20,6 +19,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import torch
+from lib.program import arguments
 
 from magis.cost.devices import find_device
 from magis.cost.flops import work
@@ -235,10 +235,9 @@ def with_outputs(
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = arguments(__doc__, threads=2)
     parser.add_argument("--seconds", type=float, default=0.1, help="per operator")
     parser.add_argument("--only", default="", help="a part of the signature")
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     gc.disable()

@@ -6,17 +6,19 @@ python benchmarks/capture_speed.py [model ...]        (default: the seven of the
 from __future__ import annotations
 
 import resource
-import sys
 import time
+
+from lib.program import arguments
 
 from magis.models import GATE_NAMES, SEED_NAMES
 from magis.planner.bench import Bench
 from magis.results import Case
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    parser = arguments(__doc__, names=[*GATE_NAMES, *SEED_NAMES])
     print(f"{'model':14} {'operators':>9} {'build s':>8} {'capture s':>9} {'persistent GB':>13} {'max RSS GB':>10}")
-    for name in names:
+    for name in parser.parse_args().names:
         subject = Bench().subject(Case(name, "eager", "sim:rtx3090", "paper"))
         start = time.perf_counter()
         _ = subject.blocks  # builds the module on fake tensors
@@ -32,4 +34,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or [*GATE_NAMES, *SEED_NAMES])
+    main()

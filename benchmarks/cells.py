@@ -18,31 +18,32 @@ first row, those of other planners mostly, too.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from functools import partial
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
 before_torch()
 
-from paper_figures import PAPER_LATENCY, PAPER_MEMORY
+from lib.paper_figures import PAPER_LATENCY, PAPER_MEMORY
+from lib.planners.optimum import Relaxation
+from lib.planners.selective import selective
+from lib.planners.setting import Calibrated, Setting, origins
+from lib.planners.two_level import two_level
 from torch import nn
 
-from benchmarks.lib.planners.optimum import Relaxation
-from benchmarks.lib.planners.selective import selective
-from benchmarks.lib.planners.setting import Calibrated, Setting, origins
-from benchmarks.lib.planners.two_level import two_level
 from magis.models import PRESETS, resolve
 from magis.paper.coordinated_search import STATES, published
 from magis.planner.bench import Bench
 from magis.planner.fronts import front_of
-from magis.planner.planning import plan
-from magis.planner.plans import PlanScratch, searched
+from magis.planner.planning import plan as plan_step
+from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
 from magis.results import Case, ParetoFront
 from magis.rewrite.functionalize import untangle
@@ -114,8 +115,9 @@ class Peers:
         return first, second, third
 
 
-def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plans: bool, peers: bool) -> Iterator[str]:
+def rows(case: Case, *, limits: list[Limit], states: int, plans: bool, peers: bool) -> Iterator[str]:
     """The lines of one model on one device."""
+    subject = Bench().subject(case)
     front = front_of(case, subject)
     others = Peers.of(subject) if peers else None
     for number, limit in enumerate(limits):
@@ -125,7 +127,8 @@ def rows(subject: Subject, case: Case, limits: list[Limit], states: int, *, plan
         layered, checkpointed, linear = (None, None, None) if others is None else others.figures(subject, limit)
         others_s = time.perf_counter() - started
         fronts = _on_front(subject, front, limit)
-        ours, ours_s = _planned(subject, limit) if plans else (None, 0.0)
+        plan, ours_s = planned(subject, limit) if plans else (None, 0.0)
+        ours = None if plan is None else limit.figure(subject, plan.planned.peak_bytes, plan.latency_ns)
         bound = subject.lower_bound / subject.original.peak_bytes
         known = {"paper": paper, "published": theirs, "two-level": layered, "sac": checkpointed}
         known |= {"front": fronts, "plan": ours}
@@ -154,48 +157,41 @@ def _on_front(subject: Subject, front: ParetoFront, limit: Limit) -> float | Non
     return None if point is None else limit.figure(subject, point.peak_bytes, point.latency_ms * 1e6)
 
 
-def _planned(subject: Subject, limit: Limit) -> tuple[float | None, float]:
+def planned(subject: Subject, limit: Limit, cap: float | None = None) -> tuple[Plan, float]:
+    """What a case of the gate would find within so many seconds, and how many it took."""
     started = time.perf_counter()
     goal = limit.goal(subject)
-    found = plan(
+    found = plan_step(
         subject,
         memory_limit=goal.memory_limit,
         latency_limit_ns=goal.latency_limit_ns,
         budget=None,
-        seconds=None,
+        seconds=cap,
         seed=0,
         stored=None,
     )
-    return limit.figure(subject, found.planned.peak_bytes, found.latency_ns), time.perf_counter() - started
+    return found, time.perf_counter() - started
 
 
 def main() -> None:
     """Print the table, and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["seed"])
-    parser.add_argument("--device", nargs="+", default=["sim:rtx3090"])
+    parser = arguments(
+        __doc__,
+        names=["seed"],
+        device=["sim:rtx3090"],
+        memory=[0.8, 0.6, 0.4, 0.3, 0.2],
+        latency=[1.1, 1.05],
+        states=STATES,
+        no_plans=False,
+        output=Path,
+    )
     parser.add_argument("--preset", default="paper", choices=PRESETS)
-    parser.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.6, 0.4, 0.3, 0.2])
-    parser.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--no-plans", action="store_true")
     parser.add_argument("--no-peers", action="store_true", help="without other planners, which need scipy")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    limits = [*(Limit(latency=each) for each in arguments.latency), *(Limit(memory=each) for each in arguments.memory)]
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy"))
-    lines = [f"# {dt.datetime.now(dt.UTC).date()}, {versions}, {arguments.states} states, {arguments.preset}", HEAD]
-    print("\n".join(lines), flush=True)
-    for name in resolve(arguments.names):
-        for device in arguments.device:
-            case = Case(name, "magis", device, arguments.preset)
-            subject = Bench().subject(case)
-            plans, peers = not arguments.no_plans, not arguments.no_peers
-            for line in rows(subject, case, limits, arguments.states, plans=plans, peers=peers):
-                lines.append(line)
-                print(line, flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    asked = parser.parse_args()
+    limits = [*(Limit(latency=each) for each in asked.latency), *(Limit(memory=each) for each in asked.memory)]
+    cases = [Case(name, "magis", device, asked.preset) for name in resolve(asked.names) for device in asked.device]
+    of_case = partial(rows, limits=limits, states=asked.states, plans=not asked.no_plans, peers=not asked.no_peers)
+    printed(chain(head(), (HEAD,), chain.from_iterable(map(of_case, cases))), asked.output)
 
 
 if __name__ == "__main__":

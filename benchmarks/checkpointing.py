@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
+
+from lib.program import arguments
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the plugin does; before torch is loaded
 
@@ -20,7 +21,8 @@ from magis.planner.bench import Bench
 from magis.results import Case
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    names = arguments(__doc__, names=list(GATE_NAMES)).parse_args().names
     print(
         f"{'model':9} {'0.8: lat':>9} | {'ckpt peak':>9} {'ckpt lat':>9} | {'magis peak':>10} {'magis lat':>9}  faster"
     )
@@ -43,4 +45,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(GATE_NAMES))
+    main()

@@ -11,13 +11,13 @@ buffers are those of eager, bit for bit, from the same random numbers. Search ti
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lib.program import arguments
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -108,12 +108,17 @@ def measured(step: Step, backend: Any, **options: Any) -> tuple[int, list[Tensor
     return peak, [*gradients, *module.buffers()]
 
 
-def main(ratio: float, names: list[str]) -> None:
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("ratio", nargs="?", type=float, default=0.7)
+    parser.add_argument("names", nargs="*", default=list(NAMES))
+    asked = parser.parse_args()
+    ratio = asked.ratio
     warnings.filterwarnings("ignore", message="The .grad attribute")
     print(f"memory ratio {ratio}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'model':9} {'eager':>11} {'aot_eager':>11} {'planned':>11} {'measured':>11} {'/eager':>7} {'/aot':>7}"
           f" {'latency':>8} {'again':>6} {'search':>7}  equal")  # fmt: skip
-    for name in names:
+    for name in asked.names:
         step = made(name)
         reports: list[CompileReport] = []
         eager, theirs = measured(step, None)
@@ -131,4 +136,4 @@ def main(ratio: float, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 0.7, sys.argv[2:] or list(NAMES))
+    main()

@@ -11,6 +11,8 @@ import resource
 import time
 from typing import Any
 
+from lib.program import arguments
+
 from magis.quiet import before_torch
 
 before_torch()
@@ -44,6 +46,7 @@ def make() -> tuple[Any, ...]:
 
 def main() -> None:
     """Print the estimate, its remedies, what it took, and the gate's own figures."""
+    arguments(__doc__).parse_args()
     started = time.perf_counter()
     step = magis.estimate(make, device=DEVICE)
     estimated = time.perf_counter() - started

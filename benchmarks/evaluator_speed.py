@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from lib.program import arguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -24,6 +25,7 @@ ROUNDS = 5
 
 def main() -> None:
     """Print one line per size and kind of plan."""
+    arguments(__doc__).parse_args()
     print(f"{'nodes':>6} {'plan':<24} {'recomputed':>10} {'swapped':>8} {'plans/s':>9}")
     for layers in LAYERS:
         problem, _ = transformer(layers, xfer_ns_per_byte=0.02)

@@ -10,22 +10,18 @@ Whatever is not as it should be stands below its row.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
 before_torch()
 
-import magis
 from magis.cases.comparison import CLOSE, SAME, compare_by_kind
 from magis.models import GATE_NAMES, SEED_NAMES, resolve
 from magis.planner.bench import Bench
@@ -102,27 +98,12 @@ def _share(part: int, whole: int) -> str:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=[*GATE_NAMES, *SEED_NAMES])
-    parser.add_argument("--points", type=int, default=16)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
-    lines = [
-        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
-        f"# python benchmarks/executed.py {shlex.join(sys.argv[1:])}".rstrip(),
-        HEAD,
-    ]
-    print("\n".join(lines), flush=True)
+    asked = arguments(
+        __doc__, names=[*GATE_NAMES, *SEED_NAMES], points=16, device="cpu", preset="small", output=Path
+    ).parse_args()
+    ran = (rows(name, asked.device, asked.preset, asked.points) for name in resolve(asked.names))
     with collector_spared():
-        for name in resolve(arguments.names):
-            for text in rows(name, arguments.device, arguments.preset, arguments.points):
-                lines.append(text)
-                print(text, flush=True)
-            if arguments.output is not None:
-                arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        printed(chain(head(), (HEAD,), chain.from_iterable(ran)), asked.output)
 
 
 if __name__ == "__main__":

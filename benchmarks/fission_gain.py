@@ -11,9 +11,10 @@ devices the plan for the limit itself counts, and both figures are simulated. Nu
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from lib.program import arguments
 
 from magis.quiet import before_torch
 
@@ -84,28 +85,23 @@ def line(name: str, pairs: Sequence[tuple[Point, Point]], limit: float) -> Itera
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["all"])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--preset", default="small")
-    parser.add_argument("--limit", type=float, default=1.1)
-    parser.add_argument("--plans", type=float, nargs="+", default=[1.05, 1.1, 1.15])
-    parser.add_argument("--rounds", type=int, default=8)
-    arguments = parser.parse_args()
+    asked = arguments(
+        __doc__, names=["all"], device="cpu", preset="small", limit=1.1, plans=[1.05, 1.1, 1.15], rounds=8
+    ).parse_args()
     print(f"{'':14} {'without fission':>18}  {'with fission':>18}")
     print(f"{'model':14} {'peak':>9} {'latency':>8}  {'peak':>9} {'latency':>8} {'gain':>8}  in parts")
-    for name in resolve(arguments.names):
-        case = Case(name, "magis", arguments.device, arguments.preset, latency_ratio=arguments.limit)
+    for name in resolve(asked.names):
+        case = Case(name, "magis", asked.device, asked.preset, latency_ratio=asked.limit)
         subject = Bench().subject(case)
         if subject.simulated_only:
-            one, other = plans(subject, arguments.limit)
+            one, other = plans(subject, asked.limit)
             pairs = [(simulated(subject, one), simulated(subject, other))]
         else:
             pairs = []
-            for ratio in arguments.plans:
+            for ratio in asked.plans:
                 one, other = plans(subject, ratio)
-                pairs.append((measured(subject, one, arguments.rounds), measured(subject, other, arguments.rounds)))
-        for text in line(name, pairs, arguments.limit):
+                pairs.append((measured(subject, one, asked.rounds), measured(subject, other, asked.rounds)))
+        for text in line(name, pairs, asked.limit):
             print(text, flush=True)
 
 

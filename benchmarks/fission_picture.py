@@ -7,9 +7,10 @@ Bytes are those of the exact simulator, times those of the roofline: nothing is 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
+
+from lib.program import arguments
 
 from magis.fission.candidates import connected
 from magis.fission.expand import expand
@@ -101,19 +102,18 @@ def svg(title: str, curves: dict[str, Curve]) -> str:
 
 def main() -> None:
     """Write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, out=Path("docs/fission.svg"))
     parser.add_argument("model", nargs="?", default="gpt_neo")
     parser.add_argument("parts", nargs="?", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("docs/fission.svg"))
-    arguments = parser.parse_args()
-    subject = Bench().subject(Case(arguments.model, "magis", "cpu", "small", memory_ratio=0.5))
+    asked = parser.parse_args()
+    subject = Bench().subject(Case(asked.model, "magis", "cpu", "small", memory_ratio=0.5))
     curves = {
         "whole": curve(subject, planned(subject, subject.untangled)),
-        "in parts": curve(subject, in_parts(subject, arguments.parts)),
+        "in parts": curve(subject, in_parts(subject, asked.parts)),
     }
-    title = f"Tensors in memory during one training step of {arguments.model} (small), {arguments.parts} parts"
-    arguments.out.write_text(svg(title, curves), encoding="utf-8")
-    print(f"{arguments.out}: " + ", ".join(f"{n} {max(b for _, b in c):,.0f} bytes" for n, c in curves.items()))
+    title = f"Tensors in memory during one training step of {asked.model} (small), {asked.parts} parts"
+    asked.out.write_text(svg(title, curves), encoding="utf-8")
+    print(f"{asked.out}: " + ", ".join(f"{n} {max(b for _, b in c):,.0f} bytes" for n, c in curves.items()))
 
 
 if __name__ == "__main__":

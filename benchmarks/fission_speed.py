@@ -8,10 +8,10 @@ the loop.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import numpy as np
+from lib.program import arguments
 
 from magis.fission.candidates import connected
 from magis.fission.expand import expand
@@ -31,8 +31,9 @@ SECONDS = 0.2
 
 def main() -> None:
     """Print one line per model."""
+    names = arguments(__doc__, names=["bert", "vit", "gpt_neo", "btlm"]).parse_args().names
     print(f"{'model':12} {'nodes':>6} {'plans/s':>9}  {'around':>6} {'in loop':>7} {'plans/s':>9} {'share':>6}")
-    for name in sys.argv[1:] or ["bert", "vit", "gpt_neo", "btlm"]:
+    for name in names:
         subject = Bench().subject(Case(name, "magis", "sim:rtx3090", "paper", memory_ratio=0.5))
         graph = subject.untangled
         axis = batch_axis(graph, batch_inputs(graph))

@@ -12,13 +12,14 @@ the first and the last row, ln(t2 / t1) / ln(n2 / n1); n log n is about 1.15 fro
 
 from __future__ import annotations
 
-import argparse
 import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from lib.program import arguments
 
 from magis.quiet import before_torch
 
@@ -47,33 +48,35 @@ def seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[6, 12, 24, 48, 96])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--memory", type=float, default=0.4)
-    parser.add_argument("--fission", action="store_true")
-    parser.add_argument("--picture", type=Path)
-    parser.add_argument("--drawn-from", type=Path)
-    arguments = parser.parse_args()
-    if arguments.drawn_from is not None:
-        if arguments.picture is None:
+    parser = arguments(
+        __doc__,
+        layers=[6, 12, 24, 48, 96],
+        device="sim:rtx3090",
+        memory=0.4,
+        fission=False,
+        picture=Path,
+        drawn_from=Path,
+    )
+    asked = parser.parse_args()
+    if asked.drawn_from is not None:
+        if asked.picture is None:
             parser.error("--drawn-from needs --picture")
-        draw(arguments.picture, list(stored(arguments.drawn_from)))
+        draw(asked.picture, list(stored(asked.drawn_from)))
         return
     print(f"{'layers':>6} {'nodes':>6} {'capture s':>9} {'plan s':>7} {'front s':>8} {'fission s':>9} {'RSS GB':>7}")
     rows = []
-    for number, layers in enumerate([2, *arguments.layers]):  # the first one loads compiled code
+    for number, layers in enumerate([2, *asked.layers]):  # the first one loads compiled code
         config = GptNeoConfig(layers=layers, width=512, heads=8, vocab_size=8192, seq_len=512)
         make = partial(gpt_neo, config, SEED, f"decoder-{layers}")
-        subject = Subject(Source(f"decoder-{layers}", make, "bfloat16", arguments.device, 0))
+        subject = Subject(Source(f"decoder-{layers}", make, "bfloat16", asked.device, 0))
         captured = seconds(lambda subject=subject: subject.normal)
         graph, costs = subject.normal, subject.costs({})
         nodes = compile_problem(graph, costs, reuse=True).problem.n_nodes
-        goal = Objective(memory_limit=int(arguments.memory * subject.original.peak_bytes))
+        goal = Objective(memory_limit=int(asked.memory * subject.original.peak_bytes))
         planned = seconds(partial(plan_whole, subject, PlanScratch(subject, None), goal))
         front = seconds(partial(whole_front, graph, costs, reuse=True))
         divided = 0.0
-        if arguments.fission:
+        if asked.fission:
             wanted = PlanRequest(goal, 0)
             divided = seconds(partial(divided_front, subject.aggregated, costs, wanted, reuse=True))
         rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
@@ -85,8 +88,8 @@ def main() -> None:
     if n2 > n1:
         grown = [math.log(late / early) / math.log(n2 / n1) for early, late in zip(first, last, strict=True)]
         print(f"exponents: plan {grown[0]:.2f}, front {grown[1]:.2f}")
-        if arguments.picture is not None:
-            draw(arguments.picture, rows)
+        if asked.picture is not None:
+            draw(asked.picture, rows)
 
 
 def stored(path: Path) -> Iterator[tuple[int, float, float]]:

@@ -8,11 +8,12 @@ prints it: as a program that runs by itself but for `step`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
+
+from lib.program import arguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -21,10 +22,7 @@ from tests.fuzz.soak import judged_in_children, table
 
 def main() -> int:
     """Print the table; 1 where something is wrong or died."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("--programs", type=int, default=40)
-    asked.add_argument("--loops", type=int, default=15)
-    asked.add_argument("--seed", type=int, default=0)
+    asked = arguments(__doc__, programs=40, loops=15, seed=0)
     asked.add_argument("--shrink", type=float, default=0.0, metavar="SECONDS")
     asked.add_argument("--show", action="store_true", help="print each failing program")
     asked.add_argument("--output", type=Path, help="a file for every outcome, a JSON line each")

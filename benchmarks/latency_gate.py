@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from lib.program import arguments
 
 from magis.cases.comparison import TIMING_ROUNDS, once_in_turns
 from magis.cases.run_case import CaseRun
@@ -113,13 +114,19 @@ def started(*arguments: str) -> str:
     return done.stdout
 
 
-def main(model: str = "bert", runs: str = "30", processes: str = "6") -> None:
-    each = -(-int(runs) // int(processes))
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("model", nargs="?", default="bert")
+    parser.add_argument("runs", nargs="?", type=int, default=30)
+    parser.add_argument("processes", nargs="?", type=int, default=6)
+    asked = parser.parse_args()
+    model, processes = asked.model, asked.processes
+    each = -(-asked.runs // processes)
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / f"{model}.json")
         print(started("--store", model, path), end="", flush=True)
-        for _ in range(int(processes)):
+        for _ in range(processes):
             printed = started("--child", model, path, str(each))
             rows += [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     for kind in KINDS:
@@ -137,4 +144,4 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--store"]:
         store(sys.argv[2], sys.argv[3])
     else:
-        main(*sys.argv[1:])
+        main()

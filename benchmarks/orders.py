@@ -9,16 +9,14 @@ the front. A training step's peak lies where the forward pass ends, with everyth
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import math
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
@@ -26,7 +24,6 @@ before_torch()
 
 from incremental import DEVICE, network
 
-import magis
 from magis.search.fission_pareto import whole_front
 from magis.search.pareto_sweep import FULL
 
@@ -67,21 +64,8 @@ def rows(networks: int) -> Iterator[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", type=int, default=8)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
-    lines = [
-        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, {DEVICE}",
-        f"# python benchmarks/orders.py {shlex.join(sys.argv[1:])}".rstrip(),
-    ]
-    print("\n".join(lines), flush=True)
-    for line in rows(arguments.networks):
-        lines.append(line)
-        print(line, flush=True)
-    if arguments.output is not None:
-        arguments.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    asked = arguments(__doc__, networks=8, output=Path).parse_args()
+    printed(chain(head(DEVICE), rows(asked.networks)), asked.output)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,16 @@ both plans are realized, verified and simulated by the same simulator. Seconds a
 
 from __future__ import annotations
 
-import argparse
 import datetime as dt
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-from paper_figures import PAPER_LATENCY, PAPER_MEMORY
+from lib.paper_figures import PAPER_LATENCY, PAPER_MEMORY
+from lib.program import arguments, printed
 
 from magis.quiet import before_torch
 
@@ -89,22 +90,12 @@ def rows(models: list[str], latency: list[float], memory: list[float], states: i
 
 def main() -> None:
     """Print the table, and write it where it was asked for."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = arguments(__doc__, latency=[1.1, 1.05], memory=[0.8, 0.4], states=3000, output=Path, docs=Path)
     asked.add_argument("models", nargs="*", default=list(PAPER_LATENCY["1.1"]))
-    asked.add_argument("--latency", nargs="*", type=float, default=[1.1, 1.05])
-    asked.add_argument("--memory", nargs="*", type=float, default=[0.8, 0.4])
-    asked.add_argument("--states", type=int, default=3000)
-    asked.add_argument("--output", type=Path)
-    asked.add_argument("--docs", type=Path)
     options = asked.parse_args()
-    lines = [f"{dt.date.today()}, torch {torch.__version__}, {options.states} states, {DEVICE}", ""]  # noqa: DTZ011
-    print(lines[0], flush=True)
-    for line in rows(options.models, options.latency, options.memory, options.states):
-        print(line, flush=True)
-        lines.append(line)
-    text = "\n".join(lines) + "\n"
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+    begin = f"{dt.date.today()}, torch {torch.__version__}, {options.states} states, {DEVICE}", ""  # noqa: DTZ011
+    found = rows(options.models, options.latency, options.memory, options.states)
+    text = "\n".join(printed(chain(begin, found), options.output)) + "\n"
     if options.docs:
         before, _, rest = options.docs.read_text(encoding="utf-8").partition(BEGIN)
         options.docs.write_text(f"{before}{BEGIN}\n{text}{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lib.program import arguments
 from torch import Tensor, nn
 
 from magis.models import Workload
@@ -150,9 +151,13 @@ def planted(now: Row, before: Row) -> str:
     return f"latency {latency:+.2%}, memory {memory:+.2%}"
 
 
-def main(device: str = "sim:h200", names: str = "bert,resnet50") -> None:
-    wrong = 0
-    for name in names.split(","):
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("device", nargs="?", default="sim:h200")
+    parser.add_argument("names", nargs="?", default="bert,resnet50")
+    asked = parser.parse_args()
+    device, wrong = asked.device, 0
+    for name in asked.names.split(","):
         with tempfile.TemporaryDirectory() as folder:
             _, base = gated(Path(folder), device, name, NONE, "--magis-update=new")
             for change, options, red in runs():
@@ -167,4 +172,4 @@ def main(device: str = "sim:h200", names: str = "bert,resnet50") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -9,11 +9,12 @@ is measured twice; without --profile a fresh one is made and thrown away. Thread
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from lib.program import arguments
 
 from magis.frontends.profiling import record_profile
 from magis.models import resolve
@@ -24,11 +25,7 @@ from magis.results import Case, CaseResult, StepFigures
 
 def main() -> None:
     """Record, run, print a table and the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="all")
-    parser.add_argument("--ratios", default="0.8,0.6")
-    parser.add_argument("--profile", type=Path)
-    asked = parser.parse_args()
+    asked = arguments(__doc__, models="all", ratios="0.8,0.6", profile=Path).parse_args()
     ratios = [float(text) for text in asked.ratios.split(",")]
     errors: list[float] = []
     wrong = 0

@@ -11,7 +11,6 @@ recompute; milliseconds of one step (the fastest of several); the first and the 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from lib.program import arguments
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -203,15 +203,14 @@ def measure(name: str, preset: str = "small", *, rounds: int = 3, enough_ms: flo
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["all", "seed"])
+    parser = arguments(__doc__, names=["all", "seed"])
     parser.add_argument("--preset", default="small", choices=registry.PRESETS)
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     torch.set_num_threads(min(2, torch.get_num_threads()))
     widths = {"params": 10, "persist": 8, "peak MB": 8, "fixed": 6, "bound": 6, "random": 6, "ms": 7}
     print(f"{'name':24}", *(f"{head:>{width}}" for head, width in widths.items()), " losses")
-    for name in registry.resolve(arguments.names):
-        sizes = measure(name, arguments.preset)
+    for name in registry.resolve(asked.names):
+        sizes = measure(name, asked.preset)
         print(
             f"{name:24} {sizes.parameters:10} {sizes.persistent_bytes / 1e6:8.2f}",
             f"{sizes.peak_bytes / 1e6:8.2f} {sizes.fixed_ratio:6.3f} {sizes.lower_bound_ratio:6.3f}",

@@ -14,17 +14,14 @@ the table stands beside it in FILE.txt.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import math
-import platform
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
@@ -32,7 +29,6 @@ before_torch()
 
 from cells import Limit
 
-import magis
 from magis.models import resolve
 from magis.paper.coordinated_search import STATES, published
 from magis.paper.ftree import LEVELS
@@ -203,36 +199,25 @@ def picture(title: str, found: Sequence[Curve], limit: Limit) -> Iterator[str]:
 
 def main() -> None:
     """Print the table; write it and the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__, states=STATES, device="sim:rtx3090", preset="paper", output=Path)
     parser.add_argument("name", nargs="?", default="seed-vit")
     parser.add_argument("--limit", nargs=2, default=["lat", "1.1"], metavar=("lat|mem", "RATIO"))
-    parser.add_argument("--states", type=int, default=STATES)
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="paper")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    kind, ratio = arguments.limit
+    asked = parser.parse_args()
+    kind, ratio = asked.limit
     if kind not in ("lat", "mem"):
         parser.error(f"--limit takes lat or mem, not {kind}")
     limit = Limit(latency=float(ratio)) if kind == "lat" else Limit(memory=float(ratio))
-    warm = Bench().subject(Case(WARMING, "magis", arguments.device, "small"))
+    warm = Bench().subject(Case(WARMING, "magis", asked.device, "small"))
     curves(warm, limit, 100)
-    (name,) = resolve([arguments.name])
-    subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
-    found = curves(subject, limit, arguments.states)
-    versions = f"magis {magis.__version__}, torch {metadata.version('torch')}, numpy {metadata.version('numpy')}"
-    lines = [
-        f"# {dt.datetime.now(tz=dt.UTC).date()}, {versions}, Python {platform.python_version()}",
-        f"# python benchmarks/progress.py {shlex.join(sys.argv[1:])}",
-        *table(found, limit),
-    ]
-    print("\n".join(lines))
-    if arguments.output is not None:
-        title = f"{name} ({arguments.preset}) on {arguments.device}, {limit.text}: best plan so far"
-        arguments.output.write_text(
+    (name,) = resolve([asked.name])
+    subject = Bench().subject(Case(name, "magis", asked.device, asked.preset))
+    found = curves(subject, limit, asked.states)
+    printed(chain(head(), table(found, limit)), asked.output and asked.output.with_suffix(".txt"))
+    if asked.output is not None:
+        title = f"{name} ({asked.preset}) on {asked.device}, {limit.text}: best plan so far"
+        asked.output.write_text(
             "\n".join(framed((WIDTH, HEIGHT), picture(title, found, limit))) + "\n", encoding="utf-8"
         )
-        arguments.output.with_suffix(".txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -8,18 +8,16 @@ techniques by samples a second is judged beside. `--also` predicts further rows,
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
-import torch
+from lib.program import arguments, head, printed
+from lib.published_figures import ROWS, Prediction, Row, predicted
+from lib.scatter import Mark, scatter_svg
 
-from benchmarks.lib.published_figures import ROWS, Prediction, Row, predicted
-from benchmarks.lib.scatter import Mark, scatter_svg
 from magis.units import MIB
 
 WITHIN, MEDIAN = 0.15, 0.07
@@ -29,30 +27,23 @@ TITLE = "GPT 1.3B on 4 x V100: peak memory of a rank against throughput"
 
 def main() -> int:
     """Print the table; 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="bert,gpt")
+    parser = arguments(__doc__, rows="bert,gpt", output=Path(__file__).parent / "results" / "published.txt")
     parser.add_argument("--also", action="append", default=[])
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "published.txt")
     given = parser.parse_args()
     rows = [row for row in ROWS if row.workload in given.rows.split(",")]
     for text in given.also:
         workload, _, name = text.partition(":")
         rows.append(Row(workload, "not published to us", name, None, None))
     found: list[tuple[Row, Prediction]] = []
-    lines = [f"# {dt.datetime.now(tz=dt.UTC).date()}, torch {torch.__version__}: python benchmarks/published.py"]
-    lines.append(
-        f"{'':6}{'row':26}{'technique':11}{'predicted':>10}{'published':>10}{'error':>8}{'s/s':>8}{'publ.':>8}"
-    )
-    print("\n".join(lines), flush=True)
+    columns = f"{'':6}{'row':26}{'technique':11}{'predicted':>10}{'published':>10}{'error':>8}{'s/s':>8}{'publ.':>8}"
+    lines = printed((*head(), columns))
     for row in rows:
         found.append((row, predicted(row)))
-        more = list(_row(*found[-1]))
-        print("\n".join(more), flush=True)
-        lines += more
+        lines += printed(_row(*found[-1]))
     verdict, good = _verdict(found)
-    print("\n".join(verdict))
+    lines += printed(verdict)
     if given.rows == "bert,gpt":
-        given.output.write_text("\n".join((*lines, *verdict)) + "\n", encoding="utf-8")
+        given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
         PICTURE.write_text(scatter_svg(TITLE, list(_marks(found))), encoding="utf-8")
     return 0 if good else 1
 

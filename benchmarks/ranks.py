@@ -22,10 +22,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
+
+from lib.program import arguments, head, printed
 
 PERSISTENT = 1000
 SECONDS = 600  # for all techniques of one network and number of ranks
@@ -35,41 +38,31 @@ TINY_BUDGET = 200  # plans that a rank of magis+ddp evaluates there
 
 def main() -> int:
     """Print the table; 1 where a prediction is off by more than 2% or a float32 loss by more than rounding."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="bert,gpt_neo")
-    parser.add_argument("--sizes", default="2,4")
-    parser.add_argument("--techniques", default="all")
-    parser.add_argument("--output", type=Path)
+    parser = arguments(__doc__, models="bert,gpt_neo", sizes="2,4", techniques="all", output=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # model:size:rank:port of one process
     asked = parser.parse_args()
     if asked.rank:
         model, size, rank, port = asked.rank.split(":")
         work_as_rank(model, int(size), int(rank), int(port), asked.techniques.split(","))
         return 0
-    lines = [head(), "model     technique     ranks  predicted B   measured B    error     loss"]
-    print(*lines, sep="\n", flush=True)
-    good = True
-    for model in asked.models.split(","):
-        for size in map(int, asked.sizes.split(",")):
-            for row in rows(model, size, asked.techniques):
-                fine = abs(row["error"]) <= 0.02 and (row["amp"] or row["loss"] <= 1e-5)
-                good = good and fine
-                lines.append(
-                    f"{model:9} {row['name']:13} {size:5} {row['predicted']:12} {row['measured']:12} "
-                    f"{row['error']:+8.3%} {row['loss']:8.1e}{'' if fine else '  OUT OF BOUNDS'}"
-                )
-                print(lines[-1], flush=True)
-    if asked.output:
-        asked.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0 if good else 1
+    pairs = product(asked.models.split(","), map(int, asked.sizes.split(",")))
+    found = chain.from_iterable(lines(model, size, asked.techniques) for model, size in pairs)
+    columns = "model     technique     ranks  predicted B   measured B    error     loss"
+    every = printed(chain(head("gloo"), (columns,), found), asked.output)
+    return int(any(line.endswith(OUT) for line in every))
 
 
-def head() -> str:
-    """When, on what, by which command."""
-    import torch
+OUT = "OUT OF BOUNDS"
 
-    given = " ".join(["python benchmarks/ranks.py", *sys.argv[1:]])
-    return f"# {dt.date.today()}, torch {torch.__version__}, gloo on {os.cpu_count()} cores: {given}"  # noqa: DTZ011
+
+def lines(model: str, size: int, techniques: str) -> Iterator[str]:
+    """A line of the table for each technique."""
+    for row in rows(model, size, techniques):
+        fine = abs(row["error"]) <= 0.02 and (row["amp"] or row["loss"] <= 1e-5)
+        yield (
+            f"{model:9} {row['name']:13} {size:5} {row['predicted']:12} {row['measured']:12} "
+            f"{row['error']:+8.3%} {row['loss']:8.1e}{'' if fine else f'  {OUT}'}"
+        )
 
 
 def rows(model: str, size: int, techniques: str) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ each weight as soon as its gradient exists), and simulated latency, before and a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from lib.program import arguments
 
 from magis.quiet import before_torch
 
@@ -66,15 +66,11 @@ def counts_table(names: Sequence[str], counts: Sequence[dict[str, int]]) -> list
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["all"])
-    parser.add_argument("--device", default="sim:rtx3090")
-    parser.add_argument("--preset", default="small")
-    arguments = parser.parse_args()
-    names = list(resolve(arguments.names))
+    asked = arguments(__doc__, names=["all"], device="sim:rtx3090", preset="small").parse_args()
+    names = list(resolve(asked.names))
     counts, rows = [], []
     for name in names:
-        subject = Bench().subject(Case(name, "magis", arguments.device, arguments.preset))
+        subject = Bench().subject(Case(name, "magis", asked.device, asked.preset))
         before = subject.untangled
         counts.append(dict(counted(before)))
         start = time.perf_counter()
@@ -90,7 +86,7 @@ def main() -> None:
             ", ".join(f"{count} {rule}" for rule, count in applied.items()) or "-",
         ]
         rows.append(f"{name:9}  " + "  ".join(cells))
-    print(f"{arguments.device}, preset {arguments.preset}\n")
+    print(f"{asked.device}, preset {asked.preset}\n")
     print(*counts_table(names, counts), sep="\n")
     print()
     heads = ["operators  ", "      peak, MiB  ", "early updates, MiB", "        latency, ms       ", "sec  ", "applied"]

@@ -9,11 +9,11 @@ a split, by operator and reason. Nothing is run: steps are captured on fake tens
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lib.program import arguments
 from torch._subclasses import FakeTensorMode
 
 from magis.capture import capture
@@ -79,15 +79,14 @@ def report(name: str, graph: Graph) -> Report:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=["all", "seed"])
+    parser = arguments(__doc__, names=["all", "seed"])
     parser.add_argument("--preset", default="small", choices=PRESETS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--optimizer", choices=OPTIMIZER_KINDS, help="instead of the model's own")
-    arguments = parser.parse_args()
+    asked = parser.parse_args()
     print(f"{'model':16} {'calls':>6} {'cut':>6} {'share':>7} {'operators':>9} {'never':>6} {'axes':>6} {'parts':>7}")
-    for name in resolve(arguments.names):
-        graph = captured(name, arguments.preset, arguments.device, arguments.optimizer)
+    for name in resolve(asked.names):
+        graph = captured(name, asked.preset, asked.device, asked.optimizer)
         print("\n".join(report(name, graph).lines()), flush=True)
 
 

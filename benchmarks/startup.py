@@ -10,13 +10,14 @@ code 1 when a difference is over the bar.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+
+from lib.program import arguments
 
 BAR_MS = 50.0
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
@@ -26,13 +27,13 @@ CASES = {
 }
 
 
-def run_ms(arguments: Sequence[str], folder: str) -> float:
+def run_ms(options: Sequence[str], folder: str) -> float:
     """Wall-clock milliseconds of one pytest process; SystemExit when pytest itself fails."""
     start = time.perf_counter_ns()
-    done = subprocess.run([*PYTEST, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run([*PYTEST, *options], cwd=folder, capture_output=True, text=True, check=False)
     elapsed = (time.perf_counter_ns() - start) / 1e6
     if done.returncode not in (0, 5):  # 5: no tests collected, which is what the empty session is about
-        raise SystemExit(f"pytest {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
+        raise SystemExit(f"pytest {' '.join(options)} ended with {done.returncode}: {done.stderr.strip()}")
     return elapsed
 
 
@@ -44,7 +45,7 @@ def plugin_is_installed(folder: str) -> bool:
 
 def main() -> int:
     """Print one row per case; 1 when one of them is over the bar."""
-    parser = argparse.ArgumentParser(description="start-up time of pytest with and without the plugin")
+    parser = arguments(__doc__)
     parser.add_argument("--runs", type=int, default=15, help="pairs of runs per case (default 15)")
     runs = parser.parse_args().runs
     if runs < 1:
@@ -54,11 +55,11 @@ def main() -> int:
         if not plugin_is_installed(folder):
             raise SystemExit("pytest does not find the plugin: run `make venv` first")
         print(f"{'case':<18} {'without':>10} {'with':>10} {'difference':>11}   median of {runs} pairs, ms")
-        for name, arguments in CASES.items():
+        for name, options in CASES.items():
             pairs = []
             for index in range(runs + 1):
-                without = run_ms((*arguments, "-p", "no:magis"), folder)
-                together = run_ms(arguments, folder)
+                without = run_ms((*options, "-p", "no:magis"), folder)
+                together = run_ms(options, folder)
                 if index:  # the first pair fills the file cache
                     pairs.append((without, together))
             difference = statistics.median(together - without for without, together in pairs)

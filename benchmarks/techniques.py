@@ -9,19 +9,18 @@ only beside compiled. "better" counts rivals that such a plan beats.
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+
+from lib.program import arguments, head, printed
 
 from magis.quiet import before_torch
 
 before_torch()
 
-import torch
 
 from magis.cases.run_case import run_case
 from magis.planner.bench import Bench
@@ -53,22 +52,13 @@ class Point:
 
 def main() -> int:
     """Print both tables; 1 where a rival is not beaten."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="bert,gpt")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "techniques.txt")
-    given = parser.parse_args()
-    head = f"# {dt.datetime.now(tz=dt.UTC).date()}, torch {torch.__version__}, {os.cpu_count()} cores: "
-    lines = [f"{head}python benchmarks/techniques.py {' '.join(sys.argv[1:])}".rstrip()]
-    good = True
-    for model in given.models.split(","):
-        points = _measured(model, given.rounds)
-        more, fine = _compared(model, points)
-        good = good and fine
-        lines += more
-        print("\n".join(more), flush=True)
-    given.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0 if good else 1
+    given = arguments(
+        __doc__, models="bert,gpt", rounds=12, output=Path(__file__).parent / "results" / "techniques.txt"
+    ).parse_args()
+    found = (_compared(model, _measured(model, given.rounds)) for model in given.models.split(","))
+    lines = printed(chain(head(), chain.from_iterable(found)), given.output)
+    beaten = f"  better in {len(RIVALS)} of {len(RIVALS)}"
+    return 0 if lines.count(beaten) == len(given.models.split(",")) else 1
 
 
 def _measured(model: str, rounds: int) -> list[Point]:
@@ -94,11 +84,10 @@ def _point(case: Case, result: CaseResult, before: Sequence[Point]) -> Point:
     return Point(name, result.memory.peak_bytes, base * result.latency_ratio, result.numbers)
 
 
-def _compared(model: str, points: Sequence[Point]) -> tuple[list[str], bool]:
-    lines = [f"{model}: {'technique':24}{'peak MiB':>10}{'latency':>9}  numbers"]
-    lines += [
-        f"{'':{len(model) + 2}}{p.name:24}{p.peak_bytes / MIB:10.2f}{p.latency:9.3f}  {p.numbers}" for p in points
-    ]
+def _compared(model: str, points: Sequence[Point]) -> Iterator[str]:
+    yield f"{model}: {'technique':24}{'peak MiB':>10}{'latency':>9}  numbers"
+    for p in points:
+        yield f"{'':{len(model) + 2}}{p.name:24}{p.peak_bytes / MIB:10.2f}{p.latency:9.3f}  {p.numbers}"
     ours = [point for point in points if point.name.startswith("magis")]
     beaten = 0
     for rival in (point for point in points if not point.name.startswith("magis")):
@@ -111,9 +100,8 @@ def _compared(model: str, points: Sequence[Point]) -> tuple[list[str], bool]:
             if best is None
             else f"{best.name}: {best.peak_bytes / rival.peak_bytes:.2f} of its peak, {best.latency:.3f} of eager"
         )
-        lines.append(f"  {rival.name:22} {rival.peak_bytes / MIB:8.2f} MiB, {rival.latency:.3f}: {said}")
-    lines.append(f"  better in {beaten} of {len(RIVALS)}")
-    return lines, beaten == len(RIVALS)
+        yield f"  {rival.name:22} {rival.peak_bytes / MIB:8.2f} MiB, {rival.latency:.3f}: {said}"
+    yield f"  better in {beaten} of {len(RIVALS)}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Bytes and milliseconds as people write them, and what many of these come to."""
+"""Bytes, milliseconds and tables of them as people write them, and what many of these come to."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import ROUND_FLOOR, Decimal
 from fractions import Fraction
 
@@ -14,6 +14,7 @@ __all__ = [
     "GIB",
     "KIB",
     "MIB",
+    "aligned",
     "format_bytes",
     "format_milliseconds",
     "is_number",
@@ -87,6 +88,17 @@ def share_of(ratio: float | None, amount: int) -> int | None:
 def is_number(value: object) -> bool:
     """Whether what a caller passed is a finite number; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
+    """A table of texts as lines: columns are as wide as their widest cell, numbers at the right, those `left` not."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def median_and_spread(times: Sequence[float]) -> tuple[float, float] | tuple[None, None]:

@@ -41,7 +41,7 @@ LAYERS = (
     ("magis.graph",),
     ("magis.results",),
     ("magis.module_bytes",),
-    ("magis.current_gate", "magis.dtypes", "magis.plain_records", "magis.quiet", "magis.units"),
+    ("magis.atomic_files", "magis.current_gate", "magis.dtypes", "magis.plain_records", "magis.quiet", "magis.units"),
     ("magis.errors",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle

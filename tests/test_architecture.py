@@ -78,11 +78,7 @@ CLEAN = {
 }
 
 PLANTED = {
-    "upward": (
-        "magis/graph/graph.py",
-        "from magis.search import plan",
-        "magis.graph.graph:1: imports magis.search",
-    ),
+    "upward": ("magis/graph/graph.py", "from magis.search import plan", "magis.graph.graph:1: imports magis.search"),
     "in a function": (
         "magis/graph/graph.py",
         "def f():\n    import magis.api",
@@ -104,16 +100,8 @@ PLANTED = {
         "ABOVE = {'x': 'magis.search:make'}",
         "magis.graph.graph:1: imports magis.search",
     ),
-    "plugin from below": (
-        "magis/api.py",
-        "import pytest_magis.options",
-        "magis.api:1: imports pytest_magis.options",
-    ),
-    "same row": (
-        "magis/runtime/cpu.py",
-        "import magis.capture",
-        "magis.runtime.cpu:1: imports magis.capture",
-    ),
+    "plugin from below": ("magis/api.py", "import pytest_magis.options", "magis.api:1: imports pytest_magis.options"),
+    "same row": ("magis/runtime/cpu.py", "import magis.capture", "magis.runtime.cpu:1: imports magis.capture"),
     "no layer": ("magis/helpers.py", "", "magis.helpers:1: has no layer"),
     "facade": ("magis/graph/graph.py", "from magis import optimize", "magis.graph.graph:1: imports the facade"),
     "cycle": ("magis/graph/graph.py", "from magis.graph import Graph", "import cycle: magis.graph"),
@@ -141,21 +129,9 @@ PLANTED = {
         "def f():\n    from _pytest import nodes",
         "magis.graph.graph:2: magis imports _pytest",
     ),
-    "private module": (
-        "pytest_magis/plugin.py",
-        "from magis.graph import Graph",
-        "plugin:1: uses magis.graph, which",
-    ),
-    "unlisted name": (
-        "pytest_magis/plugin.py",
-        "from magis.api import hidden",
-        "plugin:1: uses magis.api.hidden",
-    ),
-    "attribute": (
-        "pytest_magis/plugin.py",
-        "import magis.api\nmagis.api.hidden()",
-        "plugin:2: uses magis.api.hidden",
-    ),
+    "private module": ("pytest_magis/plugin.py", "from magis.graph import Graph", "plugin:1: uses magis.graph, which"),
+    "unlisted name": ("pytest_magis/plugin.py", "from magis.api import hidden", "plugin:1: uses magis.api.hidden"),
+    "attribute": ("pytest_magis/plugin.py", "import magis.api\nmagis.api.hidden()", "plugin:2: uses magis.api.hidden"),
     "attribute of an alias": (
         "pytest_magis/plugin.py",
         "from magis import api as a\na.hidden.more",
@@ -166,11 +142,7 @@ PLANTED = {
         "import magis\nmagis.graph.Graph",
         "plugin:2: uses magis.graph, which",
     ),
-    "no __all__": (
-        "magis/api.py",
-        "def optimize(): ...",
-        "magis.api:1: is public but has no literal `__all__`",
-    ),
+    "no __all__": ("magis/api.py", "def optimize(): ...", "magis.api:1: is public but has no literal `__all__`"),
     "a module's name twice": ("magis/search/units.py", "", "magis.units:1: module units is in magis.search.units, too"),
     "a class twice": ("magis/units.py", "class Graph: ...", "magis.units:1: class Graph is in magis.graph.graph, too"),
     "long": ("tests/test_x.py", "x = 1\n" * (MOST_LINES + 1), "tests/test_x.py:421: more than 420 lines"),

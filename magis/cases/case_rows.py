@@ -126,7 +126,7 @@ def _free(subject: Subject) -> str:
     return f"{format_bytes(subject.free_bytes)} are free{held}"
 
 
-# What the rows of strategies have in common that are no captured steps of ours: the original, and the frame.
+# What all rows have in common: the frame; and of strategies that are no captured steps of ours, the original.
 
 
 def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
@@ -144,7 +144,7 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
 
 
 def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
-    """The result of a case without a limit, whose numbers nobody has compared yet."""
+    """The frame of a result: no limit, no ratio, and numbers that nobody has compared yet."""
     return CaseResult(
         case=case,
         dtype=subject.source.dtype,

@@ -10,11 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magis.capture import Workload
-from magis.cases.tensor_ledger import MadeStorage, TensorLedger, by_module, no_collection
+from magis.cases.tensor_ledger import MadeStorage, TensorLedger, by_module
 from magis.dtypes import autocast_type
 from magis.ops.generators import generators_kept
 from magis.planner.subject import Subject
 from magis.results import StepGrowth
+from magis.runtime.measure import no_collection
 from magis.runtime.steps import EagerStep, Step
 from magis.strategies.single_device import on_fake_tensors
 
@@ -79,11 +80,11 @@ def grown(step: Step, inside: AbstractContextManager[object], device: str) -> St
 
 def _added(held: tuple[MadeStorage, ...], before: tuple[MadeStorage, ...]) -> list[MadeStorage]:
     """Storages beyond those of the same size from the same place that were there before."""
-    known = Counter(each.looks for each in before)
+    known = Counter(before)
     added = []
     for each in held:
-        if known[each.looks]:
-            known[each.looks] -= 1
+        if known[each]:
+            known[each] -= 1
         else:
             added.append(each)
     return added

@@ -15,6 +15,7 @@ from magis.cases.case_rows import (
     Replayed,
     attempt,
     fits_alone,
+    other_result,
     ran_out,
     run_alone,
     too_large,
@@ -32,11 +33,10 @@ from magis.planner.planning import plan, planning_workspaces
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
-from magis.runtime.measure import collector_spared, device_identity
+from magis.runtime.measure import collector_spared
 from magis.runtime.optimizer_behind import BehindStep
 from magis.runtime.steps import EagerStep, Step
 from magis.simulate.peak_breakdown import changes
-from magis.strategies.rank_step import samples_of
 from magis.strategies.strategy_names import PLANS, SEARCHES, family
 from magis.units import share_of
 
@@ -323,28 +323,20 @@ class CaseRun:
         graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
         if opt_step is not None and opt is not original and graph is not None:
             partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, graph)))
-        return CaseResult(
-            case=case,
-            dtype=subject.source.dtype,
-            identity={**device_identity(case.device), **_unlike_others(outcome, subject), **_prices(subject)},
-            original=original,
-            optimized=opt,
+        row = other_result(case, subject, original, opt)
+        return replace(
+            row,
+            identity={**row.identity, **_unlike_others(outcome, subject), **_prices(subject)},
             ratio=outcome.ratio,
-            weight_bytes=subject.weight_bytes,
-            persistent_bytes=subject.captured.graph.persistent_bytes(),
             memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
-            device_memory_bytes=subject.roofline.memory_bytes,
             lower_bound_bytes=subject.lower_bound,
             bound=str(subject.floor),
             numbers=outcome.numbers,
-            graph_digest=subject.digest,
             note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
             search=candidate.stats,
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
-            samples=samples_of(subject.traced),
-            conformance=subject.conformance,
             off_by=candidate.off_by,
             priced=candidate.priced,
             portable=not self._is_compiled,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,31 +13,23 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.capture.places import UserLines
 from magis.capture.schemas import tensors_in
-from magis.ops.eager_only import unwatched
 from magis.results import ModuleBytes, Peak, collapsed
-from magis.runtime.measure import storages_of
+from magis.runtime.storage_ledger import StorageLedger, storages_of
 
 ROWS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class MadeStorage:
-    """A storage made in the block, and where."""
+    """A storage made in the block, and where: equal to the one that a later step makes in its place."""
 
-    reference: StorageWeakRef
     nbytes: int
     kind: str
     module: str
     line: str
-
-    @property
-    def looks(self) -> tuple[int, str, str, str]:
-        """What it has in common with the storage that a later step makes in its place."""
-        return self.nbytes, self.kind, self.module, self.line
 
 
 class RunningModules:
@@ -89,19 +80,6 @@ class RunningModules:
         return known[1].get(id(module), "")
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Collect garbage now, and none in the block."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
     """Storages as a table, most bytes first; the line is that of the largest one."""
     rows: dict[tuple[str, str], list[MadeStorage]] = {}
@@ -116,37 +94,20 @@ def by_module(made: Iterable[MadeStorage]) -> tuple[ModuleBytes, ...]:
     return collapsed(held, ROWS)
 
 
-class TensorLedger(TorchDispatchMode):
-    """Notes every storage that is made under it, and what was alive when they took most.
-
-    The sum is an upper bound until it exceeds the peak; only then are those that are gone looked for, so that long
-    loops cost little.
-    """
+class TensorLedger(StorageLedger):
+    """Notes where every storage is made, and what was alive when they took most."""
 
     def __init__(self, device: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.modules = RunningModules()
-        self.peak_bytes = 0
         self._device = device
-        self._unwatched = unwatched()
         self._lines = UserLines()
         self._places: dict[int, tuple[str, str]] = {}
-        self._older: dict[int, StorageWeakRef] = {}
         self._made: dict[int, MadeStorage] = {}
-        self._most = 0
+        self._running: tuple[Any, tuple[str, str, str] | None] = (None, None)
+        """The operator, and its place once it has made something."""
         self._at_peak: tuple[MadeStorage, ...] = ()
         self._where = ("", "", "", "")
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Whether code is compiled under it as it is without it."""
-        return True
-
-    @property
-    def alive_bytes(self) -> int:
-        """What is alive now."""
-        self._purge()
-        return self._most
 
     def peak(self) -> Peak:
         """Where the peak was, and what was held there."""
@@ -161,41 +122,31 @@ class TensorLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
         if torch.is_inference_mode_enabled():  # otherwise autograd has taken composite operators apart by now
             with self:
-                parts = func.decompose(*args, **given)
+                parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
-        func = self._unwatched.form(func, args, given)
-        # torch.tensor(...) makes its storage out of sight and announces it by this operator
-        if func is not torch.ops.aten.lift_fresh.default:
-            for reference, _ in self._storages((args, tuple(given.values()))):
-                if reference.cdata not in self._made:
-                    self._older[reference.cdata] = reference
-        result = func(*args, **given)
-        self._count(func, self._storages((args, tuple(given.values()), result)))
-        return result
+        self._running = func, None
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
         return storages_of([tensor for tensor in tensors_in(tree) if tensor.device.type == self._device])
 
-    def _count(self, func: Any, storages: list[tuple[StorageWeakRef, int]]) -> None:
-        place = None
-        for reference, nbytes in storages:
-            known = self._made.get(reference.cdata)
-            if reference.cdata in self._older or (known is not None and known.nbytes == nbytes):
-                continue
-            place = place or self._place()
-            self._most += nbytes - (known.nbytes if known is not None else 0)
-            self._made[reference.cdata] = MadeStorage(reference, nbytes, *place)
-        if place is not None and self._most > self.peak_bytes:
-            self._purge()
-            if self._most > self.peak_bytes:
-                kind, module, line = place
-                phase = "backward" if kind == "gradient" else "forward"
-                self.peak_bytes, self._where = self._most, (str(func), module, phase, line)
-                self._at_peak = tuple(self._made.values())
+    def _sized(self, serial: int, nbytes: int) -> None:
+        func, place = self._running
+        place = place or self._place()
+        self._running = func, place
+        self._made[serial] = MadeStorage(nbytes, *place)
+
+    def _forget(self, serial: int) -> None:
+        del self._made[serial]
+
+    def _note(self) -> None:
+        func, place = self._running
+        kind, module, line = place or ("", "", "")
+        self._where = (str(func), module, "backward" if kind == "gradient" else "forward", line)
+        self._at_peak = tuple(self._made.values())
 
     def _place(self) -> tuple[str, str, str]:
         """Kind, module and line of what runs; an operator of a backward has those of the forward that it belongs to."""
@@ -206,7 +157,3 @@ class TensorLedger(TorchDispatchMode):
         if torch.is_grad_enabled():
             self._places.setdefault(_get_sequence_nr() - 1, (module, line))
         return "tensor", module, line
-
-    def _purge(self) -> None:
-        for key in [key for key, held in self._made.items() if held.reference.expired()]:
-            self._most -= self._made.pop(key).nbytes

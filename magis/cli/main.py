@@ -17,7 +17,7 @@ from magis.models.registry import resolve
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.merge_results import case_name, merge_results
-from magis.units import format_bytes, format_milliseconds, parse_bytes
+from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
@@ -165,10 +165,7 @@ def _table(found: Fit) -> Iterator[str]:
         step = format_milliseconds(point.latency_ms)
         peak = format_bytes(point.peak_bytes)
         rows.append((name, str(point.size), peak, measured, step, f"{point.latency_ratio:.3f}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join((first.ljust(widths[0]), *cells))
+    yield from aligned(rows, left=(0,))
     if found.refused:
         yield f"the model takes no larger size: {found.refused}"
     elif found.bound is not None:

@@ -15,17 +15,14 @@
 `ns` is the median of `samples` timings in nanoseconds, `spread` half of their interquartile range, `workspace` the
 scratch in bytes, `link` what the way between host and device carries, in bytes a second. `schemas` says what the
 operators looked like to the torch that ran them: one that has another schema today is another operator (`matched`).
-Files are replaced as a whole (a temporary file beside them, then `os.replace`), so that a reader or an interruption
-never meets half a file.
+Files are replaced as a whole, so that a reader or an interruption never meets half a file.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +32,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from magis.atomic_files import put_in_place
 from magis.errors import UsageError
 from magis.graph.nodes import Arg, Const, Op, Ref, Value
 from magis.ops.operators import op_info
@@ -189,7 +187,7 @@ def save(profile: Profile, path: Path) -> None:
     """Write a profile, sorted, one operator a line, in one step. Raises ProfileError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, _text(profile))
+        put_in_place(path, _text(profile).encode())
     except OSError as error:
         raise ProfileError(f"cannot write the operator profile {path}: {error.strerror}") from None
 
@@ -206,21 +204,6 @@ def _lines(table: Mapping[str, Any]) -> str:
     rows: Iterator[str] = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(table.items()))
     body = ",\n".join(rows)
     return f"{{\n{body}\n }}" if body else "{}"
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)  # mkstemp makes it private, which a committed file is not
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 # Between measured sizes: the time of an operator that a profile does not know, from its measured kin.

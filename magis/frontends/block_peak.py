@@ -15,12 +15,12 @@ from typing import Self
 import torch
 from torch._C._autograd import _profiler_enabled
 
-from magis.cases.tensor_ledger import TensorLedger, no_collection
+from magis.cases.tensor_ledger import TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.ops.eager_only import products_as_eager
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
-from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, replay
+from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
 from magis.strategies.strategy_names import BLOCK
 from magis.units import format_bytes
 

@@ -48,6 +48,8 @@ __all__ = ["OptimizedStep", "optimize"]
 
 KEPT = 4
 """Plans for batches of different kinds, and modules in different states, that are kept."""
+_SHARE = "use a share above 0 and at most 1, or a latency of at least 1"
+HINTS = {"memory_ratio": _SHARE, "latency_ratio": _SHARE, "budget": "use a whole number above 0"}
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
 """Plans for different draws of one step that are kept."""
@@ -91,7 +93,12 @@ def optimize(
     Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
     and line, for a step that is no single static graph.
     """
-    limits = limits_of(memory_ratio, memory_limit, latency_ratio, budget, seconds)
+    given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) != 1:
+        what = " and ".join(named) or "none"
+        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
+    limits = limits_of({**given, "budget": budget, "seconds": seconds}, HINTS)
     if autocast not in AUTOCAST:
         raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
     where = device_of(model, device)

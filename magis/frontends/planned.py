@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +86,7 @@ AUTOCAST = {None: "", torch.bfloat16: "amp-bfloat16", torch.float16: "amp-float1
 
 @dataclass(frozen=True)
 class Limits:
-    """Exactly one limit, and how long to search for what keeps it."""
+    """One limit, and how long to search for what keeps it."""
 
     memory_ratio: float | None = None
     memory_bytes: int | None = None
@@ -92,16 +94,30 @@ class Limits:
     budget: int | None = None
     seconds: float | None = None
 
+    def bytes_of(self, original: int) -> int | None:
+        """The memory limit, for a step whose original has this peak."""
+        return self.memory_bytes if self.memory_ratio is None else share_of(self.memory_ratio, original)
+
 
 @dataclass(frozen=True)
-class PlanReport:
-    """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
+class PlanFigures:
+    """Peaks of the original and the planned step, in bytes, and their latencies."""
 
     original_bytes: int
     planned_bytes: int
     limit_bytes: int | None
     latency_ratio: float
     """Predicted, by operators' times on the device: planned / original."""
+
+    @property
+    def memory_ratio(self) -> float:
+        return self.planned_bytes / max(1, self.original_bytes)
+
+
+@dataclass(frozen=True)
+class PlanReport(PlanFigures):
+    """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
+
     recomputed_ops: int
     swapped_bytes: int
     fission: str
@@ -110,10 +126,6 @@ class PlanReport:
     """Where the weight update happens, in words."""
     seconds: float
     """What the search took."""
-
-    @property
-    def memory_ratio(self) -> float:
-        return self.planned_bytes / self.original_bytes
 
     def __str__(self) -> str:
         peaks = f"{format_bytes(self.planned_bytes)}, eager {format_bytes(self.original_bytes)}"
@@ -202,7 +214,7 @@ def planned(
             "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
         )
     original = behind.peak(subject.original.peak_bytes)
-    limit = limits.memory_bytes if limits.memory_ratio is None else share_of(limits.memory_ratio, original)
+    limit = limits.bytes_of(original)
     if graph is not None:
         _check_fits(graph, captured.graph)
         peak = behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
@@ -304,31 +316,31 @@ def subject_now(
     return Subject(replace(source, running_seconds=math.inf))
 
 
-def limits_of(
-    memory_ratio: float | None,
-    memory_limit: str | int | None,
-    latency_ratio: float | None,
-    budget: int | None,
-    seconds: float | None,
-) -> Limits:
-    """The one limit among those given. Raises UsageError for none, several, or one that cannot be."""
-    given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        what = " and ".join(named) or "none"
-        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
-    for name, number, most in (("memory_ratio", memory_ratio, 1.0), ("latency_ratio", latency_ratio, math.inf)):
-        least = 1.0 if name == "latency_ratio" else 0.0
-        if number is not None and not (is_number(number) and least <= number <= most and number > 0):
-            raise UsageError(f"{name}={number!r}", hint="use a share above 0 and at most 1, or a latency of at least 1")
-    if budget is not None and not (is_number(budget) and budget > 0 and budget == int(budget)):
-        raise UsageError(f"budget={budget!r}", hint="use a whole number above 0")
-    if seconds is not None and not (is_number(seconds) and seconds > 0):
-        raise UsageError(f"seconds={seconds!r}", hint="use a number above 0")
-    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    if nbytes is not None and nbytes <= 0:
-        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
-    return Limits(memory_ratio, nbytes, latency_ratio, budget, seconds)
+RANGES = {
+    "memory_ratio": (0.0, 1.0, "use a share above 0 and at most 1"),
+    "latency_ratio": (1.0, math.inf, "use a multiple of at least 1"),
+    "budget": (1, math.inf, "use a whole number of plans above 0"),
+    "seconds": (0.0, math.inf, "use a number above 0"),
+    "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
+}
+"""What may be asked for: least, most, and what to write instead."""
+
+
+def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyType({})) -> Limits:
+    """The limits among what a caller wrote, by name. Raises UsageError for one that cannot be; `hints` replace ours."""
+    found = {name: asked.get(name) for name in RANGES}
+    if isinstance(found["memory_limit"], str):
+        found["memory_limit"] = parse_bytes(found["memory_limit"])
+    for name, (least, most, hint) in RANGES.items():
+        number = found[name]
+        if number is None:
+            continue
+        fits = is_number(number) and least <= number <= most and number > 0
+        if not fits or (name == "budget" and number != int(number)):
+            raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
+    whole = found["memory_limit"], found["budget"]
+    nbytes, budget = (None if number is None else int(number) for number in whole)
+    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"])
 
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.

@@ -20,6 +20,7 @@ from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split, splits
 from magis.paper.ftree import FTree, Node
 from magis.rewrite.realize import realize
+from magis.search.loop_nest import with_figures
 from magis.search.moves import giving_back, hot, saving
 from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
@@ -181,19 +182,19 @@ def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *
 
 def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
     """The graph of a level with its decisions carried out, everything inside included."""
-    compiled, problem = level.compiled, level.compiled.problem
+    compiled = level.compiled
     ops, nodes = list(compiled.graph.ops), list(compiled.nodes)
-    ns, ws, tensor = problem.node_ns.copy(), problem.node_ws.copy(), problem.node_tensor.copy()
+    loops: dict[int, tuple[int, int, int]] = {}
     for node, other in level.inner:
         figures = judge(other, decisions)
-        ns[node], ws[node], tensor[node] = other.parts * figures.latency_ns, figures.peak, figures.tensor_peak
+        loops[node] = other.parts * figures.latency_ns, figures.peak, figures.tensor_peak
         (op,) = nodes[node]
         if op.body is None:
             raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
         new = replace(op, body=Loop(op.body.parts, realized(other, decisions)))
         nodes[node] = (new,)
         ops[ops.index(op)] = new
-    problem = replace(problem, node_ns=ns, node_ws=ws, node_tensor=tensor, redo_ns=problem.redo_ns.copy())
+    problem = with_figures(compiled.problem, loops)
     graph = replace(compiled.graph, ops=tuple(ops))
     order = level.evaluator.order if order is None else order
     events = expand(problem, order, flags_of(level, decisions))

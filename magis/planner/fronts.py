@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, Pla
 from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
 from magis.search.pareto_sweep import spread
+from magis.units import is_number
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
@@ -68,17 +68,13 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
-    if seconds is not None and not _is_amount(seconds):
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case), points)
-
-
-def _is_amount(number: object) -> bool:
-    return isinstance(number, (int, float)) and 0 < number < math.inf
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:

@@ -27,9 +27,9 @@ from typing import Protocol
 
 import numpy as np
 
+from magis.atomic_files import write_bytes_atomically
 from magis.errors import UsageError
 from magis.graph import digest
-from magis.report.atomic_files import write_bytes_atomically
 from magis.report.text_store import code_digest
 from magis.search.budgeted_evaluator import JudgedPlan, Over, never
 from magis.search.fission_pareto import DivisibleStep, Findings, LoopPlace, PointRecord, findings

@@ -7,20 +7,17 @@ ledger counts a prediction on fake tensors and a measurement on real ones, so th
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from magis.ops.call import as_mixed
-from magis.ops.eager_only import unwatched
-from magis.runtime.measure import storages_of
+from magis.runtime.storage_ledger import StorageLedger, storages_of
 from magis.simulate.cuda_caching_allocator import CachingAllocator
 from magis.strategies.distributed import KIND
 
@@ -29,15 +26,7 @@ GATHERED = "gathered parameters"
 _COLLECTIVES = ("c10d", "_c10d_functional")
 
 
-@dataclass(frozen=True, slots=True)
-class _Tracked:
-    reference: StorageWeakRef
-    nbytes: int
-    serial: int
-    """Addresses are used again, these are not."""
-
-
-class LiveStorage(TorchDispatchMode):
+class LiveStorage(StorageLedger):
     """Counts after every operator, and after every change of a storage's size, with inputs and outputs alive.
 
     Enter it before the first tensor is made. ``peak_bytes`` is the highest sum since `open_window`; `at_peak` tells it
@@ -50,20 +39,14 @@ class LiveStorage(TorchDispatchMode):
         ``let_threads_rest`` is called before a sum counts in which there are storages that a collective took part in: a
         backend's threads let go of them a moment after the collective has ended.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = 0
+        super().__init__()
         self.allocator = CachingAllocator() if replays else None
         self._let_threads_rest = let_threads_rest
         self._lent: set[int] = set()
         """Storages younger than the window that were given to collectives."""
-        self._unwatched = unwatched()
-        self._alive: dict[int, _Tracked] = {}
         self._kinds: dict[int, str] = {}
         self._peak: dict[int, int] = {}
-        self._serial = itertools.count()
         self._window_from = 0
-        self._most = 0
-        """Bytes of all entries, of which some may be gone: no more than that are alive."""
         self._watching = False
         self._stack = ExitStack()
 
@@ -75,19 +58,17 @@ class LiveStorage(TorchDispatchMode):
         self._purge()
         self._lent = set()
         self._window_from = next(self._serial)
-        self._peak = {}
-        self.peak_bytes = 0
+        self.peak_bytes = self._most
         self._note()
 
     def close_window(self) -> None:
         """What comes from now on does not count."""
         self._watching = False
 
-    @property
-    def held_bytes(self) -> int:
-        """The bytes alive now."""
-        self._purge()
-        return self._most
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """No: code runs as it is written, compiled nowhere."""
+        return False
 
     def name(self, kind: str, tensor: torch.Tensor) -> None:
         """Say what the storage of a tensor is for, unless that was said before."""
@@ -146,45 +127,31 @@ class LiveStorage(TorchDispatchMode):
             self._lent.update(serial for serial in serials if serial > self._window_from)
         return result
 
-    def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
-        more = False
+    def _begin(self, serial: int) -> None:
         purpose = KIND.get()
-        for reference, nbytes in storages:
-            known = self._alive.get(reference.cdata)
-            if known is not None and known.nbytes == nbytes:
-                continue
-            more = more or known is None or nbytes > known.nbytes
-            serial = next(self._serial) if known is None else known.serial
-            self._replay(serial, nbytes)
-            self._most += nbytes - (0 if known is None else known.nbytes)
-            self._alive[reference.cdata] = _Tracked(reference, nbytes, serial)
-            if known is None and purpose is not None:
-                self._kinds[serial] = purpose
-        if more and self._watching and self._most > self.peak_bytes:
-            self._purge()
-            if self._let_threads_rest is not None and self._lent and self._most > self.peak_bytes:
-                self._let_threads_rest()
-                self._purge()
-            self._note()
+        if purpose is not None:
+            self._kinds[serial] = purpose
 
-    def _replay(self, serial: int, nbytes: int) -> None:
+    def _exceeds(self) -> bool:
+        exceeds = self._watching and super()._exceeds()
+        if exceeds and self._let_threads_rest is not None and self._lent:
+            self._let_threads_rest()
+            return super()._exceeds()
+        return exceeds
+
+    def _sized(self, serial: int, nbytes: int) -> None:
         if self.allocator is not None:
             self.allocator.release(serial)
             self.allocator.allocate(serial, nbytes)
 
-    def _purge(self) -> None:
-        for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
-            gone = self._alive.pop(key)  # with the reference, the address may be used again
-            self._most -= gone.nbytes
-            self._lent.discard(gone.serial)
-            self._replay(gone.serial, 0)
-            if gone.serial not in self._peak:
-                self._kinds.pop(gone.serial, None)
+    def _forget(self, serial: int) -> None:
+        self._lent.discard(serial)
+        self._sized(serial, 0)
+        if serial not in self._peak:
+            self._kinds.pop(serial, None)
 
     def _note(self) -> None:
-        if self._most > self.peak_bytes:  # nothing in it is gone: it comes behind a purge
-            self.peak_bytes = self._most
-            self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}
+        self._peak = {entry.serial: entry.nbytes for entry in self._alive.values()}  # none is gone: after a purge
 
 
 @contextmanager

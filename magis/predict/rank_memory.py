@@ -19,7 +19,7 @@ from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
 from magis.predict.live_storage import LiveStorage
 from magis.results import Memory, RankMemory, Term
-from magis.runtime.measure import collector_spared
+from magis.runtime.measure import collector_spared, no_collection
 from magis.strategies.distributed import local, quiet
 from magis.strategies.distributed_names import check_world
 from magis.strategies.rank_step import WARM_STEPS, RankStep, Technique, World
@@ -58,26 +58,24 @@ def rank_peak(
     """
     warm_steps = warm_steps_of(technique, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
-    was_enabled = gc.isenabled()
-    try:
-        with collector_spared(), LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger:
-            gc.disable()
-            step = technique.prepare(make_work(), world)
-            _name_gradients(step, ledger)
-            for index in range(warm_steps + 1):
-                step.prepare()
-                gc.collect()
-                if index == warm_steps:
-                    _name(step, ledger)
-                    ledger.name_rest("communication buckets")
-                    ledger.open_window()
-                with watched_by if watched_by is not None and index == warm_steps else nullcontext():
-                    losses.append(number(step.run(), world))
-            ledger.close_window()
-            _name(step, ledger)
-    finally:
-        if was_enabled:
-            gc.enable()
+    with (
+        collector_spared(),
+        no_collection(),
+        LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
+    ):
+        step = technique.prepare(make_work(), world)
+        _name_gradients(step, ledger)
+        for index in range(warm_steps + 1):
+            step.prepare()
+            gc.collect()
+            if index == warm_steps:
+                _name(step, ledger)
+                ledger.name_rest("communication buckets")
+                ledger.open_window()
+            with watched_by if watched_by is not None and index == warm_steps else nullcontext():
+                losses.append(number(step.run(), world))
+        ledger.close_window()
+        _name(step, ledger)
     found = ledger.at_peak()
     terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
     reserved = None if ledger.allocator is None else ledger.allocator.reserved

@@ -11,7 +11,6 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from magis.models import registry
 from magis.predict.rank_memory import number, rank_peak, warm_steps_of
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
-from magis.runtime.measure import allocations, device_identity
+from magis.runtime.measure import allocations, device_identity, no_collection
 from magis.strategies.distributed import has_dropout, without_dropout
 from magis.strategies.distributed_names import check_world, technique
 from magis.strategies.rank_step import RankStep, Technique, World, Wrapping, batch_size
@@ -152,7 +151,7 @@ def _peak_and_times(
     """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
     losses: list[float | None] = []
     on_gpu = where.world.device == "cuda"
-    with _collections_asked_for(), profile(enabled=not on_gpu, profile_memory=True) as log:
+    with no_collection(), profile(enabled=not on_gpu, profile_memory=True) as log:
         step = _prepared(job, technique, where, dropout=True)
         for _ in range(warm_steps_of(technique, where.world)):
             step.prepare()
@@ -181,7 +180,7 @@ def _peak_and_times(
 def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | None]) -> tuple[float, ...]:
     """Milliseconds of each timed step, from a barrier before it; its loss goes to ``losses``."""
     times = []
-    with _collections_asked_for():
+    with no_collection():
         for _ in range(job.rounds):
             step.prepare()
             where.meet()
@@ -279,16 +278,3 @@ def _runs(task: Path) -> bool:
         return (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "S"
     except OSError:  # gone meanwhile
         return False
-
-
-@contextmanager
-def _collections_asked_for() -> Iterator[None]:
-    """Cycles die where `gc.collect` is called and nowhere else."""
-    was = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

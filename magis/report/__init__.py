@@ -3,7 +3,7 @@
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
 
-from magis.report.atomic_files import check_writable, write_text_atomically
+from magis.atomic_files import check_writable, write_text_atomically
 from magis.report.pictures import front_svg, front_text, thinned, thinned_timelines, trace_text
 from magis.report.results_table import (
     COLUMNS,

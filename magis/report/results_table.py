@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
+from magis.atomic_files import write_text_atomically
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
-from magis.report.atomic_files import write_text_atomically
 from magis.results import CaseResult, RankMemory, StepFigures
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
+from magis.atomic_files import write_bytes_atomically
 from magis.errors import MagisError
-from magis.report.atomic_files import write_bytes_atomically
 from magis.units import MIB
 
 # What a kept result depends on besides its case: the code that makes it.

@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +28,11 @@ from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from magis.cost.devices import CONSTANTS_VERSION, find_device
-from magis.ops.eager_only import products_as_eager, unwatched
+from magis.ops.eager_only import products_as_eager
 from magis.ops.generators import states_recorded
+from magis.runtime.storage_ledger import StorageLedger
 from magis.units import GIB
 
 _MEMORY_TABLE = Path("/proc/meminfo")
@@ -115,21 +113,23 @@ def collector_spared() -> Iterator[None]:
 
 
 @contextmanager
-def memory_profile() -> Iterator[profile]:
-    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`.
-
-    The garbage collector runs before the block and not inside it: when cycles die depends on what ran
-    earlier, and the peak must not.
-    """
+def no_collection() -> Iterator[None]:
+    """Collect garbage now, and in the block only where it asks for that: else what ran earlier says when cycles die."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        with quiet_profiler(), profile(profile_memory=True) as log:
-            yield log
+        yield
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def memory_profile() -> Iterator[profile]:
+    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`."""
+    with no_collection(), quiet_profiler(), profile(profile_memory=True) as log:
+        yield log
 
 
 def allocations(log: profile) -> list[Allocation]:
@@ -207,90 +207,14 @@ def tensor_peak(fn: Callable[[], object]) -> int:
     however many views it has) that were made since the start. The same on every device, where kernels keep to
     the shapes and strides that they declare. Tensors without a storage (sparse ones) are not counted.
     """
-    ledger = _StorageLedger()
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        # A GPU's states lie in memory of the host, which is not counted.
-        states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
+    ledger = StorageLedger()
+    # A GPU's states lie in memory of the host, which is not counted.
+    states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
+    with no_collection():
         with products_as_eager(), states, ledger:
             kept = fn()
         del kept
-    finally:
-        if was_enabled:
-            gc.enable()
     return ledger.peak_bytes
-
-
-class _StorageLedger(TorchDispatchMode):
-    """Keeps a weak reference on every storage that it sees, and the highest sum of those made under it.
-
-    The weak references keep the storage's address from being used again, not its bytes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes: int = 0
-        self._unwatched = unwatched()
-        self._older: dict[int, StorageWeakRef] = {}
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Whether code is compiled under it as it is without it."""
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        func = self._unwatched.form(func, args, kwargs or {})
-        given = storages_of((args, kwargs))
-        # torch.tensor(...) makes its storage out of sight and announces it by this operator
-        if func is not torch.ops.aten.lift_fresh.default:
-            for reference, _ in given:
-                if reference.cdata not in self._made:
-                    self._older[reference.cdata] = reference
-        result = func(*args, **(kwargs or {}))
-        for reference, nbytes in (*storages_of((args, kwargs)), *storages_of(result)):
-            if reference.cdata not in self._older:  # sizes again each time: resize_ changes them
-                self._made[reference.cdata] = (reference, nbytes)
-        self._made = {key: entry for key, entry in self._made.items() if not entry[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(nbytes for _, nbytes in self._made.values()))
-        return result
-
-
-def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
-    """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
-    found: list[tuple[StorageWeakRef, int]] = []
-    _add_storages(tree, found)
-    return found
-
-
-def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None:
-    """By hand: this runs at every operator, of whose arguments pytree would take a multiple of the time."""
-    if isinstance(tree, torch.Tensor):
-        if tree.layout == torch.strided:
-            storage = tree.untyped_storage()
-            reference: StorageWeakRef = StorageWeakRef(storage)
-            found.append((reference, storage.nbytes()))
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            _add_storages(item, found)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            _add_storages(item, found)
-    elif tree is not None and not isinstance(tree, _PLAIN):
-        for leaf in tree_leaves(tree):
-            if leaf is not tree:
-                _add_storages(leaf, found)
-
-
-_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 def device_identity(device: str) -> dict[str, str]:

@@ -6,9 +6,9 @@ workspace the body's peak. Structure is compiled once; planning a loop in anothe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Any
 
 from magis.errors import VerifyError
 from magis.graph import Graph, Loop, Op
@@ -95,7 +95,7 @@ def bound(level: LoopNest) -> int:
     problem = level.compiled.problem
     if level.inner is None:
         return lower_bound(problem)
-    return lower_bound(_figures(problem, level, bound(level.inner), 0, 0))
+    return lower_bound(with_figures(problem, {level.node: (0, bound(level.inner), 0)}))
 
 
 def fastest_ns(level: LoopNest) -> int:
@@ -109,29 +109,18 @@ def fastest_ns(level: LoopNest) -> int:
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
     """The level's problem with its loop planned."""
-    ns = level.parts * inner.latency_ns
-    return _figures(level.compiled.problem, level, inner.peak, inner.tensor_peak, ns)
+    figures = level.parts * inner.latency_ns, inner.peak, inner.tensor_peak
+    return with_figures(level.compiled.problem, {level.node: figures})
 
 
-def _figures(problem: Problem, level: LoopNest, peak: int, tensor_peak: int, ns: int) -> Problem:
-    """The problem with these figures of its loop."""
-
-    def at_node(
-        array: np.ndarray[tuple[int], np.dtype[np.int64]], value: int
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        changed = array.copy()
-        changed[level.node] = value
-        return changed
-
-    return replace(
-        problem,
-        node_ns=at_node(problem.node_ns, ns),
-        node_ws=at_node(problem.node_ws, peak),
-        node_tensor=at_node(problem.node_tensor, tensor_peak),
-        redo_ns=at_node(problem.redo_ns, ns),
-        redo_ws=at_node(problem.redo_ws, peak),
-        redo_tensor=at_node(problem.redo_tensor, tensor_peak),
-    )
+def with_figures(problem: Problem, loops: Mapping[int, tuple[int, int, int]]) -> Problem:
+    """The problem with nanoseconds, peak and peak of tensors of loops, by their nodes."""
+    names = ("node_ns", "node_ws", "node_tensor", "redo_ns", "redo_ws", "redo_tensor")
+    arrays: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
+    for node, figures in loops.items():
+        for name, figure in zip(names, figures * 2, strict=True):
+            arrays[name][node] = figure
+    return replace(problem, **arrays)
 
 
 def solve(

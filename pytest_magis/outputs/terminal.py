@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from magis.results import CaseResult
-from magis.units import format_bytes
+from magis.units import aligned, format_bytes
 from pytest_magis.findings import NEW, PERMISSIONS, accept_all
 from pytest_magis.run_plan import Outcome
 
@@ -25,12 +25,8 @@ def comparison(outcomes: Sequence[Outcome]) -> Iterator[str]:
         found = [(each.label, each.result) for each in outcomes if each.model == model and each.result is not None]
         if all(result.case.strategy in USUAL for _, result in found):
             continue
-        lines = [RANKS_HEADER, *rows(found)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(RANKS_HEADER))]
         yield f"{model}, a batch of {found[0][1].samples} samples:" if found[0][1].samples else f"{model}:"
-        for line in lines:
-            first, *others = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            yield "  ".join((first, *others)).rstrip()
+        yield from aligned([RANKS_HEADER, *rows(found)], left=range(len(RANKS_HEADER)))
 
 
 def rows(found: Sequence[tuple[str, CaseResult]]) -> Iterator[tuple[str, ...]]:
@@ -106,14 +102,8 @@ def table(outcomes: Sequence[Outcome], width: int = 80) -> Iterator[str]:
     """Header and one line per outcome, columns aligned; names are cut where the lines are wider than ``width``."""
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    widths[0] = min(widths[0], max(WIDEST, width - sum(widths[1:]) - 2 * len(widths[1:])))
-    rows = [(_cut_inside(row[0], widths[0]), *row[1:]) for row in rows]
-    for row in rows:
-        padded = (
-            cell.ljust(width) if column in LEFT else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(padded).rstrip()
+    widest = max(WIDEST, width - sum(widths[1:]) - 2 * len(widths[1:]))
+    yield from aligned([(_cut_inside(row[0], widest), *row[1:]) for row in rows], LEFT)
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:

@@ -209,10 +209,10 @@ def test_a_limit_of_latency() -> None:
 
 
 def test_limits_in_bytes_and_the_default() -> None:
-    assert as_options({"memory_limit": "300 KiB"}).memory_bytes == 300 * 1024
-    assert as_options({"memory_limit": 300}).memory_bytes == 300
-    assert as_options(None).memory_ratio == DEFAULT_RATIO
-    assert as_options({"latency_ratio": 1.1}).memory_ratio is None
+    assert as_options({"memory_limit": "300 KiB"}).limits.memory_bytes == 300 * 1024
+    assert as_options({"memory_limit": 300}).limits.memory_bytes == 300
+    assert as_options(None).limits.memory_ratio == DEFAULT_RATIO
+    assert as_options({"latency_ratio": 1.1}).limits.memory_ratio is None
 
 
 def test_the_entry_point_names_the_backend(repository: Path) -> None:

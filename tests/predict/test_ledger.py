@@ -105,7 +105,7 @@ def test_storages_are_resized_as_before_once_nobody_watches() -> None:
     plain = torch.UntypedStorage.resize_
     with LiveStorage() as ledger:
         assert torch.UntypedStorage.resize_ is not plain
-        assert ledger.held_bytes == 0
+        assert ledger.alive_bytes == 0
     assert torch.UntypedStorage.resize_ is plain
     assert "resize_" not in vars(torch.UntypedStorage)
 

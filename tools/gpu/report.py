@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT))
 
-from paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
+from benchmarks.lib.paper_figures import PAPER_LATENCY, PAPER_MEMORY  # noqa: E402
 
 Row = Mapping[str, str]
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lib.planners.setting import Setting, within
 from magis.simulate.problem import Bools, Int32s, Int64s
+
+from .setting import Setting, within
 
 __all__ = ["Layers", "layers"]
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.lib.planners.setting import Setting, within
 from magis.simulate.problem import Bools
+
+from .setting import Setting, within
 
 __all__ = ["Curve", "Group", "Module", "fitted", "groups_of", "modules"]
 

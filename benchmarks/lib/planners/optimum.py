@@ -26,10 +26,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.lib.planners.solver import Program
 from magis.search.budgeted_evaluator import Objective
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, FIRST, Bools, Int32s, Int64s, Problem
+
+from .solver import Program
 
 __all__ = ["POINTS", "Optimum", "Relaxation", "optimum"]
 

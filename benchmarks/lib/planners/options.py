@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.lib.planners.shares import MIB, Item, Layer, Row, TwoLevel, inner
-from benchmarks.lib.planners.solver import Program
 from magis.simulate.problem import KEEP, RECOMPUTE, SWAP, Int8s
+
+from .shares import MIB, Item, Layer, Row, TwoLevel, inner
+from .solver import Program
 
 __all__ = ["ByOptions", "Option", "choose", "options"]
 

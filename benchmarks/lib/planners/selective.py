@@ -23,11 +23,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks.lib.planners.modules import Group, Module, modules
-from benchmarks.lib.planners.setting import Calibrated, Setting
-from benchmarks.lib.planners.solver import Program
 from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int8s
+
+from .modules import Group, Module, modules
+from .setting import Calibrated, Setting
+from .solver import Program
 
 __all__ = ["checkpointed", "discards", "selective", "selective_plan", "stored"]
 

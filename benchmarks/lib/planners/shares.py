@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.lib.planners.layers import layers
-from benchmarks.lib.planners.setting import Setting
-from benchmarks.lib.planners.solver import Program
 from magis.simulate.problem import KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s
+
+from .layers import layers
+from .setting import Setting
+from .solver import Program
 
 __all__ = ["MIB", "TIE", "Item", "Layer", "Row", "TwoLevel", "inner", "outer"]
 

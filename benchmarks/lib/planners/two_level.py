@@ -35,11 +35,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from benchmarks.lib.planners.options import ByOptions
-from benchmarks.lib.planners.setting import Calibrated, Setting
-from benchmarks.lib.planners.shares import TIE, TwoLevel
 from magis.search.budgeted_evaluator import JudgedPlan, Objective
 from magis.simulate.problem import Int8s
+
+from .options import ByOptions
+from .setting import Calibrated, Setting
+from .shares import TIE, TwoLevel
 
 __all__ = ["two_level", "two_level_plan"]
 

@@ -20,12 +20,13 @@ from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import UsageError
 from magis.frontends.checkpointing.policy import CheckpointedRegion, RegionPolicies, wrapped
+from magis.frontends.planned import limits_of
 from magis.graph import Op
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.rewrite.realize import GENERATOR_BYTES
 from magis.runtime.measure import collector_spared
-from magis.units import format_bytes, parse_bytes, share_of
+from magis.units import format_bytes
 
 __all__ = ["checkpoint_policy"]
 
@@ -77,8 +78,7 @@ def checkpoint_policy(
     """
     if (memory_ratio is None) == (memory_limit is None):
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
-    if memory_ratio is not None and not 0 < memory_ratio <= 1:
-        raise UsageError(f"memory_ratio={memory_ratio!r}", hint="use a share above 0 and at most 1")
+    limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
     given = as_batch(batch)
     whole, loss = with_loss(module, loss_fn)
     work = Workload(
@@ -89,14 +89,10 @@ def checkpoint_policy(
         loss or own_loss,
         OptimizerSpec("gradients"),
     )
-    nbytes = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    if nbytes is not None and not (type(nbytes) is int and nbytes > 0):
-        raise UsageError(f"memory_limit={memory_limit!r}", hint='use an amount above 0, such as "8 GiB"')
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
     with collector_spared():
         search = _PolicySearch(module, work, paths)
-        limit = share_of(memory_ratio, search.plain.peak) if nbytes is None else nbytes
-        best = search.run(limit or 0)
+        best = search.run(limits.bytes_of(search.plain.peak) or 0)
     return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns))
 
 

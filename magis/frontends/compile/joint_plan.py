@@ -93,8 +93,8 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
     compiled = _compiled(source, costs, redraw=True)
     original_ns = int(compiled.problem.node_ns.sum())
-    limit = share_of(options.memory_ratio, original.peak_bytes)
-    goal = Objective(options.memory_bytes if limit is None else limit, share_of(options.latency_ratio, original_ns))
+    limits = options.limits
+    goal = Objective(limits.bytes_of(original.peak_bytes), share_of(limits.latency_ratio, original_ns))
 
     best = approached(goal, partial(_searched, compiled, scratch, options))
     if best.peak > (goal.memory_limit or original.peak_bytes) and any(op.target in RNG for op in best.graph.ops):
@@ -129,8 +129,8 @@ def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Obje
         problem,
         memory_limit=aim.memory_limit,
         latency_limit_ns=aim.latency_limit_ns,
-        budget=options.budget or DEFAULT_BUDGET,
-        seconds=options.seconds,
+        budget=options.limits.budget or DEFAULT_BUDGET,
+        seconds=options.limits.seconds,
         allow_swap=False,
     )
     events = expand(problem, found.order, found.flags)

@@ -23,9 +23,17 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
     cannot be written.
     """
     target = path.resolve()
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         _refuse_special(path, target)
+        put_in_place(target, content)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def put_in_place(target: Path, content: bytes) -> None:
+    """The same for a file that is no link. Raises OSError."""
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
         # "x" rather than mkstemp: the new file gets the permissions that any new file gets
         with temporary.open("xb") as stream:
             stream.write(content)
@@ -34,8 +42,6 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
         if target.exists():
             temporary.chmod(target.stat().st_mode & 0o777)
         temporary.replace(target)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # in place by now, or never made
             temporary.unlink()

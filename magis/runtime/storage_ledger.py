@@ -1,0 +1,142 @@
+"""Tensors alive, followed by a dispatch mode that keeps weak references on their storages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from magis.ops.eager_only import unwatched
+
+
+@dataclass(frozen=True, slots=True)
+class StorageEntry:
+    """A storage in a ledger: a weak reference, which keeps its address from being used again but not its bytes."""
+
+    reference: StorageWeakRef
+    nbytes: int
+    serial: int
+    """Addresses are used again once a storage is gone, these are not."""
+
+
+class StorageLedger(TorchDispatchMode):
+    """Counts every storage that operators make under it, and the highest sum of those alive, inputs and outputs of the
+    running operator included.
+
+    The sum is an upper bound until it exceeds the peak; only then are those that are gone looked for, so that long
+    loops cost little.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._unwatched = unwatched()
+        self._older: dict[int, StorageWeakRef] = {}
+        self._alive: dict[int, StorageEntry] = {}
+        self._serial = itertools.count()
+        self._most = 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether code is compiled under it as it is without it."""
+        return True
+
+    @property
+    def alive_bytes(self) -> int:
+        """What is alive now."""
+        self._purge()
+        return self._most
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        func = self._unwatched.form(func, args, kwargs or {})
+        # torch.tensor(...) makes its storage out of sight and announces it by this operator
+        if func is not torch.ops.aten.lift_fresh.default:
+            for reference, _ in self._storages((args, kwargs)):
+                if reference.cdata not in self._alive:
+                    self._older[reference.cdata] = reference
+        result = func(*args, **(kwargs or {}))
+        self._count(self._storages((args, kwargs, result)))
+        return result
+
+    def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
+        return storages_of(tree)
+
+    def _count(self, storages: Iterable[tuple[StorageWeakRef, int]]) -> None:
+        more = False
+        for reference, nbytes in storages:  # sizes again each time: resize_ changes them
+            known = self._alive.get(reference.cdata)
+            if reference.cdata in self._older or (known is not None and known.nbytes == nbytes):
+                continue
+            before, serial = (0, next(self._serial)) if known is None else (known.nbytes, known.serial)
+            more = more or nbytes > before
+            self._most += nbytes - before
+            self._alive[reference.cdata] = StorageEntry(reference, nbytes, serial)
+            if known is None:
+                self._begin(serial)
+            self._sized(serial, nbytes)
+        if more and self._exceeds():
+            self.peak_bytes = self._most
+            self._note()
+
+    def _exceeds(self) -> bool:
+        """Whether more is alive than at the peak so far."""
+        if self._most > self.peak_bytes:
+            self._purge()
+        return self._most > self.peak_bytes
+
+    def _purge(self) -> None:
+        for key in [key for key, entry in self._alive.items() if entry.reference.expired()]:
+            gone = self._alive.pop(key)  # with the reference, the address may be used again
+            self._most -= gone.nbytes
+            self._forget(gone.serial)
+
+    # What subclasses note besides: a storage that is new, its size where that is another, one that is gone, the peak.
+
+    def _begin(self, serial: int) -> None:
+        pass
+
+    def _sized(self, serial: int, nbytes: int) -> None:
+        pass
+
+    def _forget(self, serial: int) -> None:
+        pass
+
+    def _note(self) -> None:
+        pass
+
+
+def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:
+    """Weak references on the storages of all tensors in `tree`, with their sizes in bytes."""
+    found: list[tuple[StorageWeakRef, int]] = []
+    _add_storages(tree, found)
+    return found
+
+
+def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None:
+    """By hand: this runs at every operator, of whose arguments pytree would take a multiple of the time."""
+    if isinstance(tree, torch.Tensor):
+        if tree.layout == torch.strided:
+            storage = tree.untyped_storage()
+            reference: StorageWeakRef = StorageWeakRef(storage)
+            found.append((reference, storage.nbytes()))
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            _add_storages(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _add_storages(item, found)
+    elif tree is not None and not isinstance(tree, _PLAIN):
+        for leaf in tree_leaves(tree):
+            if leaf is not tree:
+                _add_storages(leaf, found)
+
+
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
