@@ -14,7 +14,7 @@ import numpy as np
 
 from magis.errors import VerifyError
 from magis.simulate import kernel
-from magis.simulate.arrays import NodeStep, make_gaps, make_scratch, make_step
+from magis.simulate.arrays import NodeStep, make_scratch, make_step
 from magis.simulate.problem import (
     BLOCK,
     DROP,
@@ -30,6 +30,7 @@ from magis.simulate.problem import (
     Int32s,
     Int64s,
     Problem,
+    rows_of,
 )
 
 
@@ -60,8 +61,7 @@ class Evaluator:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
         self.step = make_step(problem) if step is None else step
-        self.gaps = make_gaps(problem)
-        kernel.find_gaps(self.step, self.order, self.gaps)
+        self.gaps = kernel.find_gaps(self.step, self.order)
         self._scratch = make_scratch(self.step)
         self._result = self._scratch.result
         self._persistent = problem.persistent_bytes
@@ -166,8 +166,7 @@ class Evaluator:
             kind=np.array(kinds, dtype=np.int8),
             arg=np.array(args, dtype=np.int32),
             reuse=np.array(reuse, dtype=np.int32),
-            renew_ptr=np.cumsum([0, *(len(row) for row in renew)], dtype=np.int32),
-            renew_idx=np.array([storage for row in renew for storage in row], dtype=np.int32),
+            renews=rows_of(renew),
         )
 
 

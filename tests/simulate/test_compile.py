@@ -87,7 +87,7 @@ def test_allocators_round() -> None:
 
 
 def test_without_reuse_nothing_is_taken_over() -> None:
-    assert len(compiled(reuse=False).problem.reuse_idx) == 0
+    assert len(compiled(reuse=False).problem.reuses.idx) == 0
 
 
 NOT_REUSED: dict[str, Callable[[Graph], Graph]] = {
