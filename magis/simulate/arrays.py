@@ -15,7 +15,7 @@ from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, int64s,
 
 
 class NodeStep(NamedTuple):
-    """The arrays of a Problem that the passes read, under the names that it has for them, and what follows from them."""
+    """The arrays of a Problem that the passes read, under the names that they have there, and some more."""
 
     inputs: Rows
     outputs: Rows
