@@ -22,12 +22,10 @@ See docs/notes/timing.md for how many pairs a verdict needs, and why OpenMP shou
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -37,6 +35,7 @@ from typing import Any, TypeAlias
 import torch
 
 from magis.results import RatioInterval
+from magis.runtime.measure import collector_at_rest
 from magis.runtime.time_slices import Step as TurningStep
 from magis.runtime.time_slices import TimeSlices
 
@@ -170,7 +169,7 @@ def interleave(
         first()
         second()
     pair = partial(_one_after_the_other, first, second, clock)
-    with _collector_at_rest():
+    with collector_at_rest():
         if clock is not host_clock:
             settle(lambda: sum(pair(0)))
         return _collected(pair, patience, waits if clock is host_clock else dict[str, int])
@@ -182,7 +181,7 @@ def in_turns(first: TurningStep, second: TurningStep, patience: StoppingRule, *,
     What slows the machine down for longer than that slows both alike: the *ratio* varies several times less. The times
     themselves are those of steps that share caches with each other. One pair is run before the timed ones.
     """
-    with _collector_at_rest(), TimeSlices(first, second, slice_ms) as pairs:
+    with collector_at_rest(), TimeSlices(first, second, slice_ms) as pairs:
         pairs.pair(0)
         return _collected(pairs.pair, patience, waits)
 
@@ -211,22 +210,10 @@ def alone(step: Callable[[], object], rounds: int, device: torch.device | str = 
     """Milliseconds of each of `rounds` calls, after an untimed one; timed as by `interleave`."""
     clock = clock_of(torch.device(device))
     step()
-    with _collector_at_rest():
+    with collector_at_rest():
         if clock is not host_clock:
             settle(lambda: clock(step))
         return tuple(clock(step) for _ in range(rounds))
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _one_after_the_other(
@@ -234,8 +221,7 @@ def _one_after_the_other(
 ) -> tuple[float, float]:
     """Milliseconds of one run of each, the `leader` (0 or 1) first."""
     if leader == 0:
-        before = clock(first)
-        return before, clock(second)
+        return clock(first), clock(second)
     after = clock(second)
     return clock(first), after
 
