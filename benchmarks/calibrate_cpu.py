@@ -27,7 +27,7 @@ from magis.cost.operator_latency import roofline_ns
 from magis.cost.signature import parse
 from magis.graph.nodes import Op, Value
 from magis.ops.call import outputs, resolve, to_torch
-from magis.runtime.isolated_scratch import make_tensors
+from magis.runtime.scratch import make_tensors
 
 ROTATED_BYTES = 64 << 20
 

@@ -17,8 +17,8 @@ from magis.graph import Graph, Op, Value, every_op
 from magis.ops.call import call
 from magis.ops.optimizers import scalars
 from magis.rewrite.realize import GENERATOR_BYTES
-from magis.runtime.isolated_scratch import measure_workspaces
 from magis.runtime.measure import tensor_peak, window_peak
+from magis.runtime.scratch import measure_workspaces
 from magis.runtime.steps import EagerStep, GraphStep, Step
 from magis.runtime.swap_streams import HostMemory
 from magis.simulate.compiled_problem import redo_form
@@ -196,3 +196,26 @@ def interpret(
         return {str(value): tensor for value, tensor in tensors.items()}
     named = {graph.values[value].name: tensors[value].detach().clone() for value in graph.inputs}
     return named | {f"output {n}": tensors[v].detach().clone() for n, v in enumerate(graph.outputs)}
+
+
+def lives(graph: Graph, deaths: Mapping[int, int] | None, storage: int) -> range:
+    """Positions at which a temporary storage is in memory, looked up operator by operator; ``deaths`` are eager's own
+    lifetimes."""
+    touched = [
+        position
+        for position, op in enumerate(graph.ops)
+        if any(graph.values[value].storage == storage for value in (*op.inputs(), *op.made()))
+    ]
+    if not touched:
+        return range(0)
+    last = touched[-1]
+    if deaths is not None:
+        last = max(deaths[storage] - 1, touched[0]) if storage in deaths else len(graph.ops)
+    if any(graph.values[value].storage == storage for value in graph.outputs):
+        last = len(graph.ops)
+    return range(touched[0], last + 1)
+
+
+def no_scratch(op: Op, values: Mapping[int, Value]) -> int:
+    """Operators without a workspace."""
+    return 0

@@ -14,8 +14,7 @@ from magis.graph import Graph
 from magis.planner.subject import ROUNDS_ALONE, Subject
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
 from magis.runtime.double_precision import FirstDifference, first_parting
-from magis.runtime.exhausted import is_out_of_memory
-from magis.runtime.measure import device_identity, others_memory
+from magis.runtime.measure import device_identity, is_out_of_memory, others_memory
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
 from magis.simulate.peak_breakdown import peak_of

@@ -34,8 +34,7 @@ from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
-from magis.runtime.optimizer_behind import BehindStep
-from magis.runtime.steps import EagerStep, Step
+from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.strategy_names import PLANS, SEARCHES, family
 from magis.units import share_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -195,22 +196,20 @@ class Shares:
 
 def shares(costs: RooflineCosts, graph: Graph) -> Shares:
     """The shares of a graph's operators, those of loops counted for every part; what the host does is left out."""
-    prices = [(times * price.ns, price) for times, price in _prices(costs, graph, 1)]
-    total = sum(ns for ns, _ in prices)
+    spent: Counter[str] = Counter()
+    off = 0.0
+    for times, price in _prices(costs, graph, 1):
+        spent[price.source] += times * price.ns
+        off += times * price.ns * price.error if price.source == INTERPOLATED else 0.0
+    total, interpolated = spent.total(), spent[INTERPOLATED]
     if not total:
         return Shares()
-    spent = {source: sum(ns for ns, price in prices if price.source == source) for source in _SOURCES}
-    off = sum(ns * price.error for ns, price in prices if price.source == INTERPOLATED)
-    interpolated = spent[INTERPOLATED]
     return Shares(
         measured=spent[MEASURED] / total,
         interpolated=interpolated / total,
         estimated=spent[ESTIMATED] / total,
         error=off / interpolated if interpolated else 0.0,
     )
-
-
-_SOURCES = (MEASURED, INTERPOLATED, ESTIMATED)
 
 
 def _prices(costs: RooflineCosts, graph: Graph, times: int) -> Iterator[tuple[int, Price]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from magis.cost.devices import DeviceModel
-from magis.cost.flops import OperatorWork, work
+from magis.cost.flops import work
 from magis.cost.profile_store import Curve, Profile, kin, target_of
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
@@ -31,10 +31,7 @@ _MATRIX = frozenset({"matmul", "conv", "conv_backward", "attention", "attention_
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
     """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
-    return _nanoseconds(device, work(op, values))
-
-
-def _nanoseconds(device: DeviceModel, done: OperatorWork) -> int:
+    done = work(op, values)
     if done.kind in ("view", "none"):  # nothing runs on the device
         return device.view_ns
     rates = device.rates.get(done.kind, device.rates["unknown"])

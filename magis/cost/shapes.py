@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -97,8 +97,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _fake(value: Value) -> torch.Tensor:
-    reach = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride, strict=True))
-    flat = torch.empty(reach if value.numel else 0, dtype=getattr(torch, value.dtype))
+    flat = torch.empty(reach(value.shape, value.stride), dtype=getattr(torch, value.dtype))
     return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
 
 
@@ -117,3 +116,10 @@ def _made(op: Op, at: int, tensor: torch.Tensor | None, owners: Mapping[int, int
 def bytes_of(shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of a dense tensor."""
     return prod(shape) * ITEM_SIZE[dtype]
+
+
+def reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last that a tensor covers, gaps included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -17,11 +17,11 @@ import numpy as np
 from magis.graph import Op
 from magis.schedule.dynamic import WIDEST
 from magis.schedule.stretches import MOST, Steps, cuts, forced, improved, lives_of
-from magis.schedule.waists import NARROW, OUTSIDE, Precedence, in_parts, turned
+from magis.schedule.waists import NARROW, OUTSIDE, in_parts
 from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Group
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem
+from magis.simulate.problem import KEEP, Int8s, Int32s, Int64s, Problem, Rows
 
 FURTHEST = 20
 """Nodes that the interval grows by on either side (paper)."""
@@ -37,16 +37,15 @@ def splice(steps: Steps, rank: Int64s, *, early: bool = False) -> Int32s:
     """
     needs = steps.needs
     order = np.arange(len(rank))
-    after_ptr, after_idx = turned(needs)
+    after = needs.turned(len(rank))
     placed = rank.copy()
     for node in order[rank < 0][::-1].tolist():  # as late as may be
-        followers = after_idx[after_ptr[node] : after_ptr[node + 1]]
-        placed[node] = placed[followers].min(initial=len(rank))
+        placed[node] = placed[after(node)].min(initial=len(rank))
     for node in order[rank < 0].tolist():
-        before = placed[needs.before(node)].max(initial=-1)
+        before = placed[needs(node)].max(initial=-1)
         if early or placed[node] == len(rank) or _frees(steps, node, placed):
             placed[node] = before
-    return _by_rank(needs, after_ptr, after_idx, placed)
+    return _by_rank(needs, after, placed)
 
 
 def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
@@ -61,7 +60,7 @@ def _frees(steps: Steps, node: int, placed: Int64s) -> bool:
 
 
 @numba.njit(cache=True)
-def _by_rank(needs: Precedence, after_ptr: Int32s, after_idx: Int32s, rank: Int64s) -> Int32s:
+def _by_rank(needs: Rows, after: Rows, rank: Int64s) -> Int32s:
     nodes = len(rank)
     waits = needs.ptr[1:] - needs.ptr[:-1]
     order = np.empty(nodes, dtype=np.int32)
@@ -71,8 +70,8 @@ def _by_rank(needs: Precedence, after_ptr: Int32s, after_idx: Int32s, rank: Int6
     for place in range(nodes):
         node = heapq.heappop(ready) % nodes
         order[place] = node
-        for k in range(after_ptr[node], after_ptr[node + 1]):
-            other = after_idx[k]
+        for k in range(after.ptr[node], after.ptr[node + 1]):
+            other = after.idx[k]
             waits[other] -= 1
             if waits[other] == 0:
                 heapq.heappush(ready, key[other])
@@ -163,9 +162,8 @@ def rescheduled(
     judges = [Evaluator(problem, splice(steps, rank, early=early), steps.step) for early in (False, True)]
     judge = min(judges, key=lambda each: each.quick(flags)[0])
     new = np.flatnonzero(rank < 0).tolist()
-    after_ptr, after_idx = turned(steps.needs)
-    touched = {*new, *(int(other) for node in new for other in steps.needs.before(node))}
-    touched.update(int(other) for node in new for other in after_idx[after_ptr[node] : after_ptr[node + 1]])
+    after = steps.needs.turned(len(rank))
+    touched = {*new, *(int(other) for node in new for other in (*steps.needs(node), *after(node)))}
     return judge.order, incremental_order(judge, flags, touched, steps=steps, most=most)
 
 

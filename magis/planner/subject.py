@@ -28,8 +28,7 @@ from magis.results import Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.rule_table import quickest
 from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
-from magis.runtime.optimizer_behind import BehindStep
-from magis.runtime.steps import EagerStep, GraphStep, Step, whole_step
+from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of

@@ -25,8 +25,7 @@ from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
 from magis.planner.conformance import MOST_BYTES
 from magis.planner.workload_source import Source, own_dtype, would_change
-from magis.runtime.isolated_scratch import measure_workspaces
-from magis.runtime.scratch_in_context import Needs, needs, record_workspaces
+from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
 from magis.runtime.steps import GraphStep
 from magis.simulate.compiled_problem import redo_form
 from magis.strategies.single_device import Local

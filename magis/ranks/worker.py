@@ -25,7 +25,7 @@ from magis.errors import MagisError, UsageError
 from magis.plain_records import from_plain, to_plain
 from magis.ranks.job import measured
 from magis.ranks.records import RankJob, RankReport, write_line
-from magis.runtime.exhausted import is_out_of_memory
+from magis.runtime.measure import is_out_of_memory
 from magis.strategies.rank_step import World
 
 _LOOPBACK = "127.0.0.1"

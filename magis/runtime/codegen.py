@@ -250,9 +250,7 @@ def _constant(const: Const) -> str:
     return f"{const.kind}_{const.name}".replace(":", "_").replace(".", "\u00b7")  # paths of generators stay apart
 
 
-def _walk(arg: Arg) -> list[Arg]:
-    return [found for item in arg for found in _walk(item)] if isinstance(arg, tuple) else [arg]
-
-
 def _constants(arg: Arg) -> list[Const]:
-    return [item for item in _walk(arg) if isinstance(item, Const)]
+    if isinstance(arg, tuple):
+        return [found for item in arg for found in _constants(item)]
+    return [arg] if isinstance(arg, Const) else []

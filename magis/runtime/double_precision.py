@@ -8,8 +8,10 @@ random numbers drawn in the step's own data type, so that all three see the same
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from magis.graph import Arg, Const, Graph, Op, Value
 from magis.graph.hazards import is_pure_view
 from magis.ops.call import EXPECT, call, made_generators
 from magis.ops.operators import op_info
-from magis.runtime.measure import Allocation, allocations, memory_profile
+from magis.runtime.measure import Allocation, allocations, logged, memory_profile
 from magis.simulate.compiled_problem import split
 from magis.simulate.simulator import MemoryProfile
 
@@ -124,7 +126,7 @@ def with_gradients(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """The step that returns its gradients as well, behind its own outputs; and the parameters that they belong to."""
     gradients = gradient_values(graph)
     outputs = (*graph.outputs, *gradients.values())
-    return Graph(graph.storages, graph.values, graph.ops, graph.inputs, outputs, graph.constants), tuple(gradients)
+    return replace(graph, outputs=outputs), tuple(gradients)
 
 
 def exact(
@@ -236,23 +238,11 @@ def _called(
     generators: Mapping[str, torch.Generator],
     numbers: Mapping[str, float],
 ) -> tuple[Tensor | None, ...]:
-    """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles."""
+    """The call in double precision; in the step's own where it draws random numbers, or has no kernel for doubles: what
+    it writes goes back into the wide tensor then."""
     if not op.random:
-        try:
+        with suppress(NotImplementedError, RuntimeError):  # a product of groups of rows, say
             return call(widened(op), known, numbers)
-        except (NotImplementedError, RuntimeError):  # a product of groups of rows, say
-            pass
-    return _narrow(op, known, values, generators, numbers)
-
-
-def _narrow(
-    op: Op,
-    known: Mapping[int, Tensor],
-    values: Mapping[int, Value],
-    generators: Mapping[str, torch.Generator],
-    numbers: Mapping[str, float],
-) -> tuple[Tensor | None, ...]:
-    """A call in the step's own data type; what it writes goes back into the wide tensor."""
     narrow = {number: known[number].to(getattr(torch, values[number].dtype)) for number in dict.fromkeys(op.inputs())}
     results = call(op, narrow, numbers, generators=generators)
     written = {storage for storage, _ in op.writes}
@@ -323,47 +313,33 @@ def first_parting(run: Callable[[], object], graph: Graph, profile: MemoryProfil
     """Run the step, simulated as `graph` with `profile`; None if no operator that is found in its log differs."""
     with memory_profile() as log:
         kept = run()
-    events = list(_levels(allocations(log)))
+    moments, levels = _levels(allocations(log))
     del kept
-    at = 0
     for position, start, end in _found(graph, _calls(log)):
-        while at < len(events) and events[at][0] < start:
-            at += 1
-        level = events[at - 1][1] if at else 0
-        peak = max((now for moment, now in _until(events, at, end)), default=level)
+        measured = max(levels[bisect_left(moments, start) - 1 : bisect_right(moments, end)])
         simulated = profile.peaks[position] - profile.persistent_bytes
-        if max(peak, level) != simulated:
-            return FirstDifference(graph.ops[position], simulated, max(peak, level))
+        if measured != simulated:
+            return FirstDifference(graph.ops[position], simulated, measured)
     return None
 
 
 def _calls(log: Any) -> list[tuple[int, int, str]]:
     """Start, end and name of every call of an operator, by start."""
-    pending, found = list(log.kineto_results.experimental_event_tree()), []
-    while pending:
-        node = pending.pop()
-        pending.extend(node.children)
-        if node.typed[0].name == "TorchOp":
-            found.append((node.start_time_ns, node.end_time_ns, node.name))
-    return sorted(found)
+    calls = (node for node in logged(log) if node.typed[0].name == "TorchOp")
+    return sorted((node.start_time_ns, node.end_time_ns, node.name) for node in calls)
 
 
-def _levels(events: Sequence[Allocation]) -> Iterator[tuple[int, int]]:
-    """Moments, and the bytes that are allocated from then on; frees of what is older than the log do not count."""
+def _levels(events: Sequence[Allocation]) -> tuple[list[int], list[int]]:
+    """Moments, and the bytes that are allocated from each on; frees of what is older than the log do not count."""
     live: dict[int, int] = {}
-    now = 0
+    moments, levels = [-1], [0]
     for event in events:
         freed = live.pop(event.address, 0)
         if event.nbytes > 0:
             live[event.address] = event.nbytes
-        now += max(event.nbytes, 0) - freed
-        yield event.time_ns, now
-
-
-def _until(events: Sequence[tuple[int, int]], at: int, end: int) -> Iterator[tuple[int, int]]:
-    while at < len(events) and events[at][0] <= end:
-        yield events[at]
-        at += 1
+        moments.append(event.time_ns)
+        levels.append(levels[-1] + max(event.nbytes, 0) - freed)
+    return moments, levels
 
 
 def _found(graph: Graph, calls: Sequence[tuple[int, int, str]]) -> Iterator[tuple[int, int, int]]:

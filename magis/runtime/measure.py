@@ -127,25 +127,33 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def memory_profile() -> Iterator[profile]:
-    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`."""
+    """Log the block's allocations on the CPU, without a printed word; read the log with `allocations`.
+
+    The garbage collector runs before the block and not inside it: when cycles die depends on what ran
+    earlier, and the peak must not.
+    """
     with no_collection(), quiet_profiler(), profile(profile_memory=True) as log:
         yield log
 
 
-def allocations(log: profile) -> list[Allocation]:
-    """The CPU allocator's events in a finished `memory_profile`, ordered by time."""
+def logged(log: profile) -> Iterator[Any]:
+    """All that a finished `memory_profile` has: depth first, in order."""
     results: Any = log.kineto_results
-    found: list[Allocation] = []
     pending = list(reversed(results.experimental_event_tree()))
-    # depth first, in order: events of equal time keep the order of the log, since the sort below is stable
     while pending:
         node = pending.pop()
         pending.extend(reversed(node.children))
-        kind, fields = node.typed
-        if kind.name == "Allocation" and fields.device.type == "cpu":
-            found.append(Allocation(node.start_time_ns, fields.ptr, fields.alloc_size))
-    found.sort(key=lambda event: event.time_ns)
-    return found
+        yield node
+
+
+def allocations(log: profile) -> list[Allocation]:
+    """The CPU allocator's events in a finished `memory_profile`, ordered by time; of equal times as logged."""
+    found = [
+        Allocation(node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size)
+        for node in logged(log)
+        if node.typed[0].name == "Allocation" and node.typed[1].device.type == "cpu"
+    ]
+    return sorted(found, key=lambda event: event.time_ns)
 
 
 @contextmanager
@@ -266,6 +274,17 @@ def others_memory(device: str) -> int:
         return 0
     free, total = torch.cuda.mem_get_info()
     return max(0, int(total - free) - torch.cuda.memory_reserved())
+
+
+_SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""By errors that are no `torch.OutOfMemoryError`: of the CPU, of CUDA (pinned memory), of its libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """A GPU's allocator says so by the error's type; CUDA, its libraries and the CPU's allocator in words."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _SAID)
 
 
 def _meminfo(field: str) -> int:

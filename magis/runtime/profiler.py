@@ -5,7 +5,7 @@ does not. So operators are timed in batches that are larger than any cache, in r
 of the batch once, on arguments that all the others have pushed out since, and keeps the results until the next round,
 so that memory for new ones is not the block that was freed a moment ago. The time is the median of the rounds.
 
-Arguments are made up (`magis.runtime.isolated_scratch`): harmless numbers of the same shapes, strides and types. What a
+Arguments are made up (`magis.runtime.scratch`): harmless numbers of the same shapes, strides and types. What a
 call writes in place is filled anew before every round, or it would drift into overflow and denormal numbers.
 """
 
@@ -25,7 +25,7 @@ from magis.cost.shapes import made
 from magis.cost.signature import parse
 from magis.errors import MagisError
 from magis.ops.call import resolve, to_torch
-from magis.runtime.isolated_scratch import make_tensors, measure_workspaces
+from magis.runtime.scratch import make_tensors, measure_workspaces
 from magis.units import MIB
 
 REFUSALS = (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError)
@@ -122,34 +122,28 @@ def record(
     `workspace` says how many bytes a call takes besides its results (None: as the CPU's allocator says). The state of
     the global random-number generator is left as it was.
     """
-    with torch.random.fork_rng(_gpus(device)), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+    gpus = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         calls = [call for key in batch.keys if (call := prepared(key, device)) is not None]
-        scrub = _Scrub(batch.nbytes, effort.batch_bytes // 4, device)
+        # written over in every round: as much memory as the batch lacks to be larger than the caches
+        lacking = torch.empty(max(0, effort.batch_bytes // 4 - batch.nbytes), dtype=torch.uint8, device=device)
         started = time.perf_counter()
         samples: list[Sequence[int]] = []
         for done in range(effort.rounds):
             if done >= LEAST and time.perf_counter() - started > effort.seconds:
                 break
-            samples.append(_round(calls, watch, scrub))
+            for call in calls:
+                call.refill()
+            lacking.zero_()
+            for call in calls:
+                call.held = watch.time(call.run)
+            samples.append(watch.times())
     scratch = measure_workspaces(parse(call.key) for call in calls) if workspace is None else {}
     times = [sorted(each) for each in zip(*samples, strict=True)]
     return {
         call.key: _entry(found, workspace(call.key) if workspace is not None else scratch.get(call.key, 0))
         for call, found in zip(calls, times, strict=True)
     }
-
-
-def _gpus(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
-
-
-def _round(calls: Sequence[PreparedCall], watch: Stopwatch, scrub: _Scrub) -> Sequence[int]:
-    for call in calls:
-        call.refill()
-    scrub()
-    for call in calls:
-        call.held = watch.time(call.run)
-    return watch.times()
 
 
 def _entry(times: Sequence[int], workspace: int) -> Entry:
@@ -202,24 +196,10 @@ def _written(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
                     yield tensor
 
 
-class _Scrub:
-    """Writes over as much memory as a batch lacks to be larger than the caches."""
-
-    def __init__(self, held: int, wanted: int, device: torch.device) -> None:
-        self._memory = torch.empty(max(0, wanted - held), dtype=torch.uint8, device=device)
-
-    def __call__(self) -> None:
-        self._memory.zero_()
-
-
 def schemas(keys: Iterable[str]) -> dict[str, str]:
     """What the operators of signatures look like to this torch, by name; unknown ones are left out."""
-    found = {}
-    for target in {target_of(key) for key in keys}:
-        text = schema_of(target)
-        if text is not None:
-            found[target] = text
-    return found
+    targets = {target_of(key) for key in keys}
+    return {target: text for target in targets if (text := schema_of(target)) is not None}
 
 
 def schema_of(target: str) -> str | None:
@@ -240,20 +220,10 @@ TOGETHER = 128
 """Calls that are issued without waiting: a stream that is full would make the host wait for other calls' kernels."""
 
 
-class CudaEvents(Protocol):
-    """What the clock needs of `torch.cuda`."""
-
-    def Event(self, *, enable_timing: bool) -> Any:  # noqa: N802 (torch's name)
-        """A mark that is put into the stream; `elapsed_time` gives milliseconds between two of them."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has done everything."""
-
-
 class EventWatch:
     """Times calls by events; `cuda` is `torch.cuda`, or stands in for it."""
 
-    def __init__(self, cuda: CudaEvents) -> None:
+    def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
         self._calls: list[tuple[Any, Any, int]] = []
 

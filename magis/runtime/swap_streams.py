@@ -35,19 +35,30 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from magis.cost.shapes import reach
 from magis.ops.generators import generator_of
 
 # What a step keeps on the host: swapped tensors and states of the generator, outside of torch's allocator.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor in host memory: its bytes and its layout."""
+    """A tensor in host memory: its bytes, its layout, and the event of a stream after which they are there."""
 
-    data: npt.NDArray[np.uint8]
+    data: Any
+    """An array of numpy's, with streams pinned memory."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    arrived: Any = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, data: object, arrived: object = None) -> Stored:
+        return cls(data, tensor.dtype, tuple(tensor.shape), tensor.stride(), arrived)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A fresh tensor with the stored layout."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 class GeneratorStates:
@@ -82,14 +93,14 @@ class HostMemory(GeneratorStates):
 
     def store(self, tensor: Tensor) -> Stored:
         """Copy the bytes that ``tensor`` covers."""
-        return Stored(as_bytes(tensor).numpy().copy(), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+        return Stored.of(tensor, as_bytes(tensor).numpy().copy())
 
     def wait(self, tensor: Tensor, stored: Stored) -> None:
         """The copy to the host is done from here on."""
 
     def load(self, stored: Stored) -> Tensor:
         """A fresh tensor with the stored layout and contents."""
-        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
+        tensor = stored.empty("cpu")
         as_bytes(tensor).numpy()[:] = stored.data
         return tensor
 
@@ -102,14 +113,7 @@ class HostMemory(GeneratorStates):
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes from the first to the last element that the tensor covers, gaps included; a view."""
-    return tensor.as_strided((_span(tensor),), (1,), tensor.storage_offset()).view(torch.uint8)
-
-
-def _span(tensor: Tensor) -> int:
-    """Elements from the first to the last one that the tensor covers."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach(tensor.shape, tensor.stride()),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
 class Stream(Protocol):
@@ -157,17 +161,6 @@ class CudaRuntime:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Parked:
-    """A tensor in pinned memory: its bytes, its layout, and the event after which they are there."""
-
-    buffer: Tensor
-    stored: Any
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class StreamHost(GeneratorStates):
     """The interface of ``HostMemory`` for a device with streams; see the module's text for what waits for what."""
 
@@ -180,23 +173,23 @@ class StreamHost(GeneratorStates):
         self._arriving: dict[int, Any] = {}
         self._last: Any = None
 
-    def store(self, tensor: Tensor) -> Parked:
+    def store(self, tensor: Tensor) -> Stored:
         """Start to copy the bytes that ``tensor`` covers to the host."""
         source = as_bytes(tensor)
         buffer = self._take(source.numel())
         self._copy(buffer, source)
-        parked = Parked(buffer, self._last, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
-        weakref.finalize(parked, self._free[source.numel()].append, buffer).atexit = False
-        return parked
+        stored = Stored.of(tensor, buffer, self._last)
+        weakref.finalize(stored, self._free[source.numel()].append, buffer).atexit = False
+        return stored
 
-    def wait(self, tensor: Tensor, stored: Parked) -> None:  # noqa: ARG002  (taken to keep it alive until here)
+    def wait(self, tensor: Tensor, stored: Stored) -> None:  # noqa: ARG002  (taken to keep it alive until here)
         """The copy to the host is done before whatever comes next."""
-        self._wait_for(stored.stored)
+        self._wait_for(stored.arrived)
 
-    def load(self, stored: Parked) -> Tensor:
+    def load(self, stored: Stored) -> Tensor:
         """Start to fill a fresh tensor with the stored layout and contents."""
-        tensor = torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device=self._device)
-        self._copy(as_bytes(tensor), stored.buffer)
+        tensor = stored.empty(self._device)
+        self._copy(as_bytes(tensor), stored.data)
         self._arriving[id(tensor)] = self._last
         return tensor
 

@@ -221,8 +221,7 @@ def _one_after_the_other(
 ) -> tuple[float, float]:
     """Milliseconds of one run of each, the `leader` (0 or 1) first."""
     if leader == 0:
-        before = clock(first)
-        return before, clock(second)
+        return clock(first), clock(second)
     after = clock(second)
     return clock(first), after
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from magis.simulate.problem import Int32s, Int64s
+from magis.simulate.problem import Int64s, Rows
 
 WIDEST = 60
 """Nodes of a stretch: a set of them is one word."""
@@ -34,19 +34,15 @@ class Stretch(NamedTuple):
     before: Int64s  # [w] nodes here that must precede it
     out_bytes: Int64s  # [w] that it allocates
     ws: Int64s  # [w] workspace
-    kill_ptr: Int32s  # [w + 1] storages that may die with it
-    kill_idx: Int32s
-    reuse_ptr: Int32s  # [w + 1] storages whose memory its output may take over if they die with it
-    reuse_idx: Int32s
-    fire_ptr: Int32s  # [w + 1] blocks that may run right behind it
-    fire_idx: Int32s
+    kills: Rows  # [w] storages that may die with it
+    reuses: Rows  # [w] storages whose memory its output may take over if they die with it
+    fires: Rows  # [w] blocks that may run right behind it
     maker: Int64s  # [s] node that makes it; -1: it is there from the beginning
     dies: Int64s  # [s] set of nodes after all of which it is gone; 0: it stays
     held: Int64s  # [s] set of nodes after all of which every block that reads it has run
     nbytes: Int64s  # [s]
     trigger: Int64s  # [b] set of nodes that it waits for
-    blk_ptr: Int32s  # [b + 1] storages that it reads and that may die here
-    blk_idx: Int32s
+    block_inputs: Rows  # [b] storages that it reads and that may die here
     blk_ws: Int64s  # [b]
     blk_late_ws: Int64s  # [b]
 
@@ -64,11 +60,11 @@ def _start(st: Stretch) -> int:
 @numba.njit(cache=True)
 def _read_later(st: Stretch, after: int, node: int, at: int, storage: int) -> bool:
     """Whether a block behind the one at ``at``, and run right behind the same node, reads the storage."""
-    for k in range(at + 1, st.fire_ptr[node + 1]):
-        block = st.fire_idx[k]
+    for k in range(at + 1, st.fires.ptr[node + 1]):
+        block = st.fires.idx[k]
         if st.trigger[block] & after == st.trigger[block]:
-            for j in range(st.blk_ptr[block], st.blk_ptr[block + 1]):
-                if st.blk_idx[j] == storage:
+            for j in range(st.block_inputs.ptr[block], st.block_inputs.ptr[block + 1]):
+                if st.block_inputs.idx[j] == storage:
                     return True
     return False
 
@@ -79,22 +75,22 @@ def _run(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
     after = ran | 1 << node
     level += st.out_bytes[node]
     peak = level + st.ws[node]
-    for k in range(st.reuse_ptr[node], st.reuse_ptr[node + 1]):
-        storage = st.reuse_idx[k]
+    for k in range(st.reuses.ptr[node], st.reuses.ptr[node + 1]):
+        storage = st.reuses.idx[k]
         if st.dies[storage] & after == st.dies[storage] and st.held[storage] & ran == st.held[storage]:
             peak -= st.nbytes[storage]
             break
-    for k in range(st.kill_ptr[node], st.kill_ptr[node + 1]):
-        storage = st.kill_idx[k]
+    for k in range(st.kills.ptr[node], st.kills.ptr[node + 1]):
+        storage = st.kills.idx[k]
         if st.dies[storage] & after == st.dies[storage] and st.held[storage] & ran == st.held[storage]:
             level -= st.nbytes[storage]
-    for k in range(st.fire_ptr[node], st.fire_ptr[node + 1]):
-        block = st.fire_idx[k]
+    for k in range(st.fires.ptr[node], st.fires.ptr[node + 1]):
+        block = st.fires.idx[k]
         if st.trigger[block] & after != st.trigger[block]:
             continue
         peak = max(peak, level + st.blk_ws[block])
-        for j in range(st.blk_ptr[block], st.blk_ptr[block + 1]):
-            storage = st.blk_idx[j]
+        for j in range(st.block_inputs.ptr[block], st.block_inputs.ptr[block + 1]):
+            storage = st.block_inputs.idx[j]
             if st.dies[storage] & after == st.dies[storage] and not _read_later(st, after, node, k, storage):
                 level -= st.nbytes[storage]
         peak = max(peak, level + st.blk_late_ws[block])
@@ -136,8 +132,8 @@ def floor_of(st: Stretch) -> int:
             made = st.maker[storage] < 0 or above[node] >> st.maker[storage] & 1
             if made and (st.dies[storage] == 0 or st.dies[storage] & below[node]):
                 level += st.nbytes[storage]
-        if st.reuse_ptr[node] < st.reuse_ptr[node + 1]:
-            level -= st.nbytes[st.reuse_idx[st.reuse_ptr[node]]]  # all are as large as what it makes
+        if st.reuses.ptr[node] < st.reuses.ptr[node + 1]:
+            level -= st.nbytes[st.reuses.idx[st.reuses.ptr[node]]]  # all are as large as what it makes
         floor = max(floor, level)
     return floor
 
@@ -149,8 +145,8 @@ def _at_once(st: Stretch, ran: int, level: int, worst: int) -> int:
         if ran >> node & 1 or st.before[node] & ran != st.before[node]:
             continue
         waits = False  # a block that would wait for others may rather want to run behind this node
-        for k in range(st.fire_ptr[node], st.fire_ptr[node + 1]):
-            trigger = st.trigger[st.fire_idx[k]]
+        for k in range(st.fires.ptr[node], st.fires.ptr[node + 1]):
+            trigger = st.trigger[st.fires.idx[k]]
             waits |= trigger & (ran | 1 << node) != trigger
         if not waits:
             peak, left = _run(st, ran, level, node)

@@ -8,10 +8,10 @@ from functools import cached_property
 import numpy as np
 
 from magis.schedule.dynamic import WIDEST, Stretch, best_order
-from magis.schedule.waists import Precedence, Waists, precedence, waists
+from magis.schedule.waists import Waists, precedence, waists
 from magis.simulate.arrays import NodeStep, make_step
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import Int32s, Int64s, Problem
+from magis.simulate.problem import Int32s, Int64s, Problem, Rows, int64s, rows_of
 
 MOST = 2048
 """Sets of nodes that a layer of the dynamic program keeps."""
@@ -27,7 +27,7 @@ class Steps:
         self.step = make_step(problem) if step is None else step
 
     @cached_property
-    def needs(self) -> Precedence:
+    def needs(self) -> Rows:
         return precedence(self.problem)
 
     @cached_property
@@ -41,11 +41,10 @@ class Steps:
     @cached_property
     def triggers(self) -> list[list[int]]:
         """[b] nodes that each block waits for: last writers of what it reads, readers of what it writes."""
-        after_ptr, after_idx = self.step.blk_after_ptr.tolist(), self.step.blk_after_idx.tolist()
-        in_ptr, writers = self.step.blk_in_ptr.tolist(), self.problem.last_write[self.problem.blk_in_idx].tolist()
+        problem = self.problem
         return [
-            sorted({*after_idx[after_ptr[b] : after_ptr[b + 1]], *writers[in_ptr[b] : in_ptr[b + 1]]})
-            for b in range(self.problem.n_blocks)
+            sorted({*self.step.block_after(b).tolist(), *problem.last_write[problem.block_inputs(b)].tolist()})
+            for b in range(problem.n_blocks)
         ]
 
     @cached_property
@@ -58,28 +57,23 @@ class Steps:
         return found
 
     @cached_property
-    def holders(self) -> dict[int, list[int]]:
-        """Storage -> blocks that read it."""
-        found: dict[int, list[int]] = {}
-        blocks = np.repeat(np.arange(self.problem.n_blocks), np.diff(self.problem.blk_in_ptr))
-        for block, storage in zip(blocks.tolist(), self.problem.blk_in_idx.tolist(), strict=True):
-            found.setdefault(storage, []).append(block)
-        return found
+    def holders(self) -> Rows:
+        """[s] blocks that read each storage."""
+        return self.problem.block_inputs.turned(self.problem.n_storages)
 
     @cached_property
-    def _readers(self) -> tuple[Int32s, Int32s]:
-        """Rows: nodes that read or write a storage made before."""
-        problem = self.problem
-        nodes = np.repeat(np.arange(problem.n_nodes, dtype=np.int32), np.diff(problem.in_ptr))
-        ptr = np.zeros(problem.n_storages + 1, dtype=np.int32)
-        ptr[1:] = np.cumsum(np.bincount(problem.in_idx, minlength=problem.n_storages))
-        return ptr, nodes[np.argsort(problem.in_idx, kind="stable")]
+    def _readers(self) -> Rows:
+        """[s] nodes that read or write a storage made before."""
+        return self.problem.inputs.turned(self.problem.n_storages)
 
     def released_by(self, storage: int) -> list[int]:
         """Nodes after all of which a storage is gone."""
-        ptr, idx = self._readers
-        touch = [int(self.problem.producer[storage]), *idx[ptr[storage] : ptr[storage + 1]].tolist()]
-        return touch + [node for block in self.holders.get(storage, ()) for node in self.triggers[block]]
+        touch = [int(self.problem.producer[storage]), *self._readers(storage).tolist()]
+        return touch + self.held_by(storage)
+
+    def held_by(self, storage: int) -> list[int]:
+        """Nodes that the blocks which read a storage wait for."""
+        return [node for block in self.holders(storage).tolist() for node in self.triggers[block]]
 
 
 Lives = dict[int, int]
@@ -155,8 +149,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
         number[storage, later] = len(nbytes)
         maker.append(made if made >= 0 and not later else -1)
         dies.append(0 if stays else _mask(places, low, high))
-        waits = [int(position[n]) for block in steps.holders.get(storage, ()) for n in steps.triggers[block]]
-        held.append(0 if stays else _mask(waits, low, high))
+        held.append(0 if stays else _mask(position[steps.held_by(storage)].tolist(), low, high))
         nbytes.append(int(problem.nbytes[storage]))
         return len(nbytes) - 1, not stays
 
@@ -166,7 +159,7 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
     fires: list[list[int]] = []
     blocks: dict[int, int] = {}
     for at, node in enumerate(nodes, low):
-        before.append(_mask(position[steps.needs.before(node)].tolist(), low, high))
+        before.append(_mask(position[steps.needs(node)].tolist(), low, high))
         used = [*problem.inputs(node).tolist(), *problem.outputs(node).tolist()]
         waiting = steps.fires.get(node, ())
         for block in waiting:
@@ -179,28 +172,20 @@ def stretch(steps: Steps, order: Int32s, position: Int64s, low: int, high: int, 
         fires.append([blocks.setdefault(block, len(blocks)) for block in sorted(here)])
     fires = [sorted(row, key=list(blocks).__getitem__) for row in fires]
     inputs = [[copy_of(s, high - 1) for s in problem.block_inputs(block).tolist()] for block in blocks]
-    triggers = [_mask([int(position[n]) for n in steps.triggers[block]], low, high) for block in blocks]
-    kill_ptr, kill_idx = _rows(kills)
-    reuse_ptr, reuse_idx = _rows(reuses)
-    fire_ptr, fire_idx = _rows(fires)
-    blk_ptr, blk_idx = _rows([[found for found, may_die in row if may_die] for row in inputs])
+    triggers = [_mask(position[steps.triggers[block]].tolist(), low, high) for block in blocks]
     return Stretch(
-        before=_numbers(before),
+        before=int64s(before),
         out_bytes=steps.step.out_bytes[nodes],
         ws=steps.step.ws[0, nodes],
-        kill_ptr=kill_ptr,
-        kill_idx=kill_idx,
-        reuse_ptr=reuse_ptr,
-        reuse_idx=reuse_idx,
-        fire_ptr=fire_ptr,
-        fire_idx=fire_idx,
-        maker=_numbers(maker),
-        dies=_numbers(dies),
-        held=_numbers(held),
-        nbytes=_numbers(nbytes),
-        trigger=_numbers(triggers),
-        blk_ptr=blk_ptr,
-        blk_idx=blk_idx,
+        kills=rows_of(kills),
+        reuses=rows_of(reuses),
+        fires=rows_of(fires),
+        maker=int64s(maker),
+        dies=int64s(dies),
+        held=int64s(held),
+        nbytes=int64s(nbytes),
+        trigger=int64s(triggers),
+        block_inputs=rows_of([found for found, may_die in row if may_die] for row in inputs),
         blk_ws=problem.blk_ws[list(blocks)],
         blk_late_ws=problem.blk_late_ws[list(blocks)],
     )
@@ -213,16 +198,6 @@ def _mask(places: list[int], low: int, high: int) -> int:
         if low <= place < high:
             mask |= 1 << place - low
     return mask
-
-
-def _rows(rows: list[list[int]]) -> tuple[Int32s, Int32s]:
-    ptr = np.zeros(len(rows) + 1, dtype=np.int32)
-    ptr[1:] = np.cumsum([len(row) for row in rows], dtype=np.int32)
-    return ptr, np.array([item for row in rows for item in row], dtype=np.int32)
-
-
-def _numbers(values: list[int]) -> Int64s:
-    return np.array(values, dtype=np.int64)
 
 
 def forced(narrowness: Int64s, order: Int32s, stretches: list[tuple[int, int]], narrow: int) -> Iterator[int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from magis.simulate.problem import Bools, Int32s, Int64s, Problem
+from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows
 
 NARROW = 1
 """A waist has at most so many nodes beside it (paper)."""
@@ -23,16 +23,6 @@ OUTSIDE = 2**31
 """More than any node has beside it."""
 WORD = 62
 """Nodes per word of a bit set: words stay positive, compiled or not."""
-
-
-class Precedence(NamedTuple):
-    """The nodes that must precede node v: ``idx[ptr[v]:ptr[v + 1]]``, ascending, each once."""
-
-    ptr: Int32s
-    idx: Int32s
-
-    def before(self, node: int) -> Int32s:
-        return self.idx[self.ptr[node] : self.ptr[node + 1]]
 
 
 class Waists(NamedTuple):
@@ -49,26 +39,17 @@ class Waists(NamedTuple):
         return np.where(self.core, self.beside, OUTSIDE)
 
 
-def precedence(problem: Problem) -> Precedence:
-    """Data flow and order constraints."""
-    nodes = np.arange(problem.n_nodes)
-    after = np.concatenate([np.repeat(nodes, np.diff(problem.in_ptr)), np.repeat(nodes, np.diff(problem.extra_ptr))])
-    before = np.concatenate([problem.producer[problem.in_idx], problem.extra_idx])
+def precedence(problem: Problem) -> Rows:
+    """Data flow and order constraints: the nodes that must precede each node, ascending, each once."""
+    after = np.concatenate([problem.inputs.places(), problem.extras.places()])
+    before = np.concatenate([problem.producer[problem.inputs.idx], problem.extras.idx])
     pairs = np.unique(after.astype(np.int64) * problem.n_nodes + before)
     after, before = np.divmod(pairs, max(1, problem.n_nodes))
     ptr = np.searchsorted(after, np.arange(problem.n_nodes + 1)).astype(np.int32)
-    return Precedence(ptr, before.astype(np.int32))
+    return Rows(ptr, before.astype(np.int32))
 
 
-def turned(needs: Precedence) -> tuple[Int32s, Int32s]:
-    """The same the other way: ``ptr``, ``idx`` of the nodes that must come after node v."""
-    nodes = np.repeat(np.arange(len(needs.ptr) - 1, dtype=np.int32), np.diff(needs.ptr))
-    ptr = np.zeros(len(needs.ptr), dtype=np.int32)
-    ptr[1:] = np.cumsum(np.bincount(needs.idx, minlength=len(needs.ptr) - 1))
-    return ptr, nodes[np.argsort(needs.idx, kind="stable")]
-
-
-def waists(needs: Precedence, counted: Bools | None = None) -> Waists:
+def waists(needs: Rows, counted: Bools | None = None) -> Waists:
     """The waists of a problem; ``counted`` in place of its core."""
     counted = core(needs) if counted is None else counted
     ancestors = _ancestors(needs)
@@ -76,7 +57,7 @@ def waists(needs: Precedence, counted: Bools | None = None) -> Waists:
 
 
 @numba.njit(cache=True)
-def _ancestors(needs: Precedence) -> Int64s:
+def _ancestors(needs: Rows) -> Int64s:
     nodes = len(needs.ptr) - 1
     words = (nodes + WORD - 1) // WORD
     found = np.zeros((nodes, words), dtype=np.int64)
@@ -102,7 +83,7 @@ def _ones(word: int) -> int:
 
 
 @numba.njit(cache=True)
-def _beside(needs: Precedence, ancestors: Int64s, counted: Bools) -> Int64s:
+def _beside(needs: Rows, ancestors: Int64s, counted: Bools) -> Int64s:
     nodes, words = ancestors.shape
     mask = np.zeros(words, dtype=np.int64)
     total = 0
@@ -126,7 +107,7 @@ def _beside(needs: Precedence, ancestors: Int64s, counted: Bools) -> Int64s:
 
 
 @numba.njit(cache=True)
-def core(needs: Precedence) -> Bools:
+def core(needs: Rows) -> Bools:
     """[v] whether v lies between the ends of the longest path; of several the one that begins and ends first."""
     nodes = len(needs.ptr) - 1
     depth = np.zeros(nodes, dtype=np.int64)
@@ -153,7 +134,7 @@ def core(needs: Precedence) -> Bools:
     return behind & ahead
 
 
-def in_parts(needs: Precedence, found: Waists, order: Int32s) -> Int32s:
+def in_parts(needs: Rows, found: Waists, order: Int32s) -> Int32s:
     """The order with all that a waist needs before it, and what hangs on the core as said above; still legal."""
     hangs = _hanging(needs, found.core)
     part = _parts(needs, found.ancestors, found.core, hangs, found.beside <= NARROW)
@@ -161,7 +142,7 @@ def in_parts(needs: Precedence, found: Waists, order: Int32s) -> Int32s:
 
 
 @numba.njit(cache=True)
-def _hanging(needs: Precedence, core: Bools) -> Bools:
+def _hanging(needs: Rows, core: Bools) -> Bools:
     """[v] needs the core, and the core does not need it."""
     hangs = np.zeros(len(core), dtype=np.bool_)
     for node in range(len(core)):
@@ -173,7 +154,7 @@ def _hanging(needs: Precedence, core: Bools) -> Bools:
 
 @numba.njit(cache=True)
 def _parts(  # noqa: C901 (compiled, and plain: pass by pass)
-    needs: Precedence, ancestors: Int64s, core: Bools, hangs: Bools, narrow: Bools
+    needs: Rows, ancestors: Int64s, core: Bools, hangs: Bools, narrow: Bools
 ) -> Int64s:
     """[v] number of the part: one for each of a chain of waists, and one for what comes behind the last."""
     nodes = len(needs.ptr) - 1

@@ -341,8 +341,8 @@ def place_front(
 def _alike(one: LoopNest, other: LoopNest) -> bool:
     """Whether plans of one level are plans of the other: the same nodes take and make the same storages, throughout."""
     for first, second in zip(_problems(one), _problems(other), strict=True):
-        for name in ("in_ptr", "in_idx", "out_ptr", "out_idx", "extra_ptr", "extra_idx", "reuse_ptr", "reuse_idx"):
-            if not np.array_equal(getattr(first, name), getattr(second, name)):
+        for name in ("inputs", "outputs", "extras", "reuses"):
+            if not all(map(np.array_equal, getattr(first, name), getattr(second, name))):
                 return False
     return True
 

@@ -10,25 +10,19 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from magis.simulate.problem import Bools, Int32s, Int64s, Problem
+from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, int64s, rows_of
 
 
 class NodeStep(NamedTuple):
-    """The arrays of a Problem that the passes read: contiguous, in one set of types, rows as in Problem."""
+    """The arrays of a Problem that the passes read, under the names that they have there, and some more."""
 
-    in_ptr: Int32s
-    in_idx: Int32s
-    out_ptr: Int32s
-    out_idx: Int32s
+    inputs: Rows
+    outputs: Rows
     out_bytes: Int64s  # [n] of all outputs
-    reuse_ptr: Int32s
-    reuse_idx: Int32s
-    blk_in_ptr: Int32s
-    blk_in_idx: Int32s
-    blk_after_ptr: Int32s  # [b + 1] nodes that read what the block writes: it runs after each run of each of them
-    blk_after_idx: Int32s
+    reuses: Rows
+    block_inputs: Rows
+    block_after: Rows  # [b] nodes that read what the block writes: it runs after each run of each of them
     ns: Int64s  # [2, n] of the first run, of the recomputation
     ws: Int64s
     tensor: Int64s
@@ -93,47 +87,34 @@ class WorkingArrays(NamedTuple):
 def make_step(problem: Problem) -> NodeStep:
     """The arrays of a problem as the passes want them."""
     in_block = np.zeros(problem.n_storages, dtype=np.bool_)
-    in_block[problem.blk_in_idx] = True
+    in_block[problem.block_inputs.idx] = True
     # A block floats, so it must find a gradient where it was made: what blocks read stays put.
     stays = problem.pinned | problem.to_end | in_block
     xfer = problem.xfer_ns_per_byte
-    after = _readers_of_writes(problem)
+    same = {name: getattr(problem, name) for name in NodeStep._fields if hasattr(problem, name)}
     return NodeStep(
-        in_ptr=_int32(problem.in_ptr),
-        in_idx=_int32(problem.in_idx),
-        out_ptr=_int32(problem.out_ptr),
-        out_idx=_int32(problem.out_idx),
-        out_bytes=np.array(
-            [int(problem.nbytes[problem.outputs(node)].sum()) for node in range(problem.n_nodes)],
-            dtype=np.int64,
-        ),
-        reuse_ptr=_int32(problem.reuse_ptr),
-        reuse_idx=_int32(problem.reuse_idx),
-        blk_in_ptr=_int32(problem.blk_in_ptr),
-        blk_in_idx=_int32(problem.blk_in_idx),
-        blk_after_ptr=np.cumsum([0, *(len(nodes) for nodes in after)], dtype=np.int32),
-        blk_after_idx=np.array([node for nodes in after for node in nodes], dtype=np.int32),
-        ns=np.stack([_int64(problem.node_ns), _int64(problem.redo_ns)]),
-        ws=np.stack([_int64(problem.node_ws), _int64(problem.redo_ws)]),
-        tensor=np.stack([_int64(problem.node_tensor), _int64(problem.redo_tensor)]),
-        blk_ns=_int64(problem.blk_ns),
-        blk_ws=_int64(problem.blk_ws),
-        blk_tensor=_int64(problem.blk_tensor),
-        blk_late_ws=_int64(problem.blk_late_ws),
-        blk_late_tensor=_int64(problem.blk_late_tensor),
-        nbytes=_int64(problem.nbytes),
-        xfer_ns=np.array([math.ceil(int(size) * xfer) for size in problem.nbytes], dtype=np.int64),
-        producer=_int32(problem.producer),
-        last_write=_int32(problem.last_write),
-        to_end=np.ascontiguousarray(problem.to_end, dtype=np.bool_),
+        **same,
+        out_bytes=int64s(int(problem.nbytes[problem.outputs(node)].sum()) for node in range(problem.n_nodes)),
+        block_after=rows_of(_readers_of_writes(problem)),
+        ns=np.stack([problem.node_ns, problem.redo_ns]),
+        ws=np.stack([problem.node_ws, problem.redo_ws]),
+        tensor=np.stack([problem.node_tensor, problem.redo_tensor]),
+        xfer_ns=int64s(math.ceil(int(size) * xfer) for size in problem.nbytes),
         redoable=~stays & problem.redo_ok[problem.producer],
         swappable=~stays & (problem.nbytes > 0) & (xfer > 0.0),
     )
 
 
-def make_gaps(problem: Problem) -> Gaps:
-    """Room for the gaps of an order."""
-    return Gaps(*(np.full(problem.n_storages, -1, dtype=np.int32) for _ in range(3)))
+def _readers_of_writes(problem: Problem) -> list[list[int]]:
+    """Per block the nodes that read a persistent storage which the block writes."""
+    readers: list[list[int]] = [[] for _ in range(problem.n_written)]
+    for node in range(problem.n_nodes):
+        for persistent in problem.preads(node):
+            readers[persistent].append(node)
+    return [
+        sorted({node for persistent in problem.block_writes(block) for node in readers[persistent]})
+        for block in range(problem.n_blocks)
+    ]
 
 
 def make_scratch(step: NodeStep) -> WorkingArrays:
@@ -146,8 +127,8 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
     def i32(*shape: int) -> Int32s:
         return np.full(shape, -1, dtype=np.int32)
 
-    def i64(*shape: int) -> Int64s:
-        return np.zeros(shape, dtype=np.int64)
+    def i64(size: int) -> Int64s:
+        return np.zeros(size, dtype=np.int64)
 
     return WorkingArrays(
         event=i32(capacity),
@@ -179,23 +160,3 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
         load_next=i32(s),
         result=i64(7),
     )
-
-
-def _readers_of_writes(problem: Problem) -> list[list[int]]:
-    """Per block the nodes that read a persistent storage which the block writes."""
-    readers: list[list[int]] = [[] for _ in range(problem.n_written)]
-    for node in range(problem.n_nodes):
-        for persistent in problem.preads(node):
-            readers[persistent].append(node)
-    return [
-        sorted({node for persistent in problem.block_writes(block) for node in readers[persistent]})
-        for block in range(problem.n_blocks)
-    ]
-
-
-def _int32(array: npt.NDArray[np.generic]) -> Int32s:
-    return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def _int64(array: npt.NDArray[np.generic]) -> Int64s:
-    return np.ascontiguousarray(array, dtype=np.int64)

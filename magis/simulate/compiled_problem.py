@@ -111,14 +111,10 @@ def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def _writes(op: Op, storages: set[int]) -> bool:
-    return any(storage in storages for storage, _ in op.writes)
-
-
 def _only_writes(op: Op, storages: set[int]) -> bool:
     """Whether the operator writes to these storages and, random numbers aside, to nothing else."""
     others = [storage for storage, _ in op.writes if storage not in storages]
-    return op.body is None and _writes(op, storages) and len(others) == int(op.random)
+    return op.body is None and len(others) < len(op.writes) and len(others) == int(op.random)
 
 
 GENERATOR_NS = 10_000
@@ -190,7 +186,15 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
     facts = _Facts(graph, nodes, blocks)
     problem = build_problem(
         [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)],
-        [_storage_row(graph, storage, facts, costs) for storage in facts.storages],
+        [
+            StorageRow(
+                nbytes=rounded(graph.storages[storage].nbytes, costs.rounding),
+                pinned=facts.pinned(storage),
+                last_write=facts.last_write.get(storage),
+                to_end=storage in facts.returned,
+            )
+            for storage in facts.storages
+        ],
         [_block_row(graph, block, facts, costs) for block in blocks],
         persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
         xfer_ns_per_byte=1e9 / costs.link_bytes_per_s if costs.link_bytes_per_s > 0 else 0.0,
@@ -229,6 +233,9 @@ class _Facts:
             if owner[before] != owner[after]:
                 self.extra.setdefault(owner[after], set()).add(owner[before])
 
+    def may_be_reused(self, storage: int) -> bool:
+        return storage in self.number and not self.pinned(storage) and storage not in self.returned
+
     def pinned(self, storage: int) -> bool:
         """Whether a node other than its producer writes to the storage, or it cannot be copied as one tensor."""
         written = storage in self.last_write and self.last_write[storage] != self.producer.get(storage)
@@ -239,7 +246,7 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
     made = sorted({s for op in group for s in _made(graph, op)})
     taken = sorted({graph.values[value].storage for op in group for value in op.inputs()} - set(made))
     redo = tuple(redo_form(op, graph) for op in group)
-    candidates = reusable(graph, group[0]) if reuse and len(group) == 1 else ()
+    victims = [graph.values[v].storage for v in reusable(graph, group[0])] if reuse and len(group) == 1 else []
     ws, tensor = _workspace(graph, group, costs)
     redo_ws, redo_tensor = (ws, tensor) if redo == group else _workspace(graph, redo, costs)
     return NodeRow(
@@ -253,7 +260,7 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         redo_ws=redo_ws,
         redo_tensor=redo_tensor,
         redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
-        reuse=tuple(facts.number[graph.values[v].storage] for v in candidates if _may_reuse(graph, v, facts)),
+        reuse=tuple(facts.number[s] for s in victims if facts.may_be_reused(s)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
     )
@@ -300,11 +307,6 @@ def _alone(graph: Graph, group: Group, held: set[int], costs: Costs) -> MemoryPr
     )
 
 
-def _may_reuse(graph: Graph, value: int, facts: _Facts) -> bool:
-    storage = graph.values[value].storage
-    return storage in facts.number and not facts.pinned(storage) and storage not in facts.returned
-
-
 def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
     """Input values whose memory the operator's one output may take over, best first (``realize`` does it)."""
     made = op.made()
@@ -326,24 +328,15 @@ def reusable(graph: Graph, op: Op) -> tuple[int, ...]:
     fresh = graph.storages[output.storage]
     storage_uses = [graph.values[value].storage for value in inputs]
     found: list[int] = []
-    for candidate in candidates:
+    for candidate in dict.fromkeys(candidates):
         value = graph.values[candidate]
         same = (value.shape, value.stride, value.dtype) == (output.shape, output.stride, output.dtype)
         alone = storage_uses.count(value.storage) == 1
         storage = graph.storages[value.storage]
         whole = storage.kind == "temporary" and fills(value, storage) and fills(output, fresh)
-        if same and alone and whole and candidate not in found:
+        if same and alone and whole:
             found.append(candidate)
     return tuple(found)
-
-
-def _storage_row(graph: Graph, storage: int, facts: _Facts, costs: Costs) -> StorageRow:
-    return StorageRow(
-        nbytes=rounded(graph.storages[storage].nbytes, costs.rounding),
-        pinned=facts.pinned(storage),
-        last_write=facts.last_write.get(storage),
-        to_end=storage in facts.returned,
-    )
 
 
 def _block_row(graph: Graph, block: Group, facts: _Facts, costs: Costs) -> BlockRow:

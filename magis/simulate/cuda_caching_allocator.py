@@ -18,9 +18,9 @@ from itertools import count
 
 from magis.graph import Graph
 from magis.graph.hazards import lifetimes
-from magis.simulate.simulator import Workspace
+from magis.simulate.simulator import Workspace, rounded
+from magis.units import MIB
 
-KIB, MIB = 2**10, 2**20
 ROUNDING = 512
 SMALL = MIB
 """Requests of at most this size come from the small pool."""
@@ -30,15 +30,11 @@ OWN_SEGMENT = 10 * MIB
 SEGMENT_ROUNDING = 2 * MIB
 
 
-def _up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
-
-
 def segment_bytes(nbytes: int) -> int:
     """Bytes that are asked of the driver for a request of ``nbytes`` (a multiple of 512)."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if nbytes < OWN_SEGMENT else _up(nbytes, SEGMENT_ROUNDING)
+    return LARGE_SEGMENT if nbytes < OWN_SEGMENT else rounded(nbytes, SEGMENT_ROUNDING)
 
 
 @dataclass(eq=False)
@@ -89,7 +85,7 @@ class CachingAllocator:
             raise ValueError(f"allocation {name} is not free")
         if nbytes <= 0:
             return
-        wanted = max(ROUNDING, _up(nbytes, ROUNDING))
+        wanted = rounded(nbytes, ROUNDING)
         small = wanted <= SMALL
         pool = self._pools[small]
         block = pool.best(wanted)
@@ -162,11 +158,6 @@ class Reserved:
     reserved_bytes: int
     allocated_bytes: int
     segments: int
-
-    @property
-    def unused_bytes(self) -> int:
-        """Reserved, but never handed out at the moment of the peak: fragmentation and rounding."""
-        return self.reserved_bytes - self.allocated_bytes
 
 
 def reserved(

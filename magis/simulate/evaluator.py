@@ -14,7 +14,7 @@ import numpy as np
 
 from magis.errors import VerifyError
 from magis.simulate import kernel
-from magis.simulate.arrays import NodeStep, make_gaps, make_scratch, make_step
+from magis.simulate.arrays import NodeStep, make_scratch, make_step
 from magis.simulate.problem import (
     BLOCK,
     DROP,
@@ -30,6 +30,7 @@ from magis.simulate.problem import (
     Int32s,
     Int64s,
     Problem,
+    rows_of,
 )
 
 
@@ -60,8 +61,7 @@ class Evaluator:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
         self.step = make_step(problem) if step is None else step
-        self.gaps = make_gaps(problem)
-        kernel.find_gaps(self.step, self.order, self.gaps)
+        self.gaps = kernel.find_gaps(self.step, self.order)
         self._scratch = make_scratch(self.step)
         self._result = self._scratch.result
         self._persistent = problem.persistent_bytes
@@ -135,39 +135,22 @@ class Evaluator:
         """The schedule of the plan judged last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
-        kinds: list[int] = []
-        args: list[int] = []
-        reuse: list[int] = []
-        renew: list[list[int]] = []
-
-        def add(kind: int, arg: int) -> None:
-            kinds.append(kind)
-            args.append(arg)
-            reuse.append(-1)
-            renew.append([])
-
+        found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, whose memory is taken over, what is renewed
         for at, run in enumerate(self.runs.tolist()):
+            node, again = run >> 1, run & 1
             if swaps:
-                for storage in _chain(scratch.wait_head[at], scratch.wait_next):
-                    add(WAIT, storage)
-                for storage in _chain(scratch.load_head[at], scratch.load_next):
-                    add(LOAD, storage)
-            node = run >> 1
-            add(REDO if run & 1 else FIRST, node)
-            reuse[-1] = int(scratch.reuse[at])
-            if run & 1:
-                renew[-1] = [s for s in self.problem.outputs(node).tolist() if scratch.redo_at[s] == at]
+                found += [(WAIT, storage, -1, []) for storage in _chain(scratch.wait_head[at], scratch.wait_next)]
+                found += [(LOAD, storage, -1, []) for storage in _chain(scratch.load_head[at], scratch.load_next)]
+            renewed = [s for s in self.problem.outputs(node).tolist() if scratch.redo_at[s] == at] if again else []
+            found.append((REDO if again else FIRST, node, int(scratch.reuse[at]), renewed))
             if swaps:
-                for storage in _chain(scratch.store_head[at], scratch.store_next):
-                    add(STORE, storage)
-            for block in _chain(scratch.blk_head[at], scratch.blk_next):
-                add(BLOCK, block)
+                found += [(STORE, storage, -1, []) for storage in _chain(scratch.store_head[at], scratch.store_next)]
+            found += [(BLOCK, block, -1, []) for block in _chain(scratch.blk_head[at], scratch.blk_next)]
         return Events(
-            kind=np.array(kinds, dtype=np.int8),
-            arg=np.array(args, dtype=np.int32),
-            reuse=np.array(reuse, dtype=np.int32),
-            renew_ptr=np.cumsum([0, *(len(row) for row in renew)], dtype=np.int32),
-            renew_idx=np.array([storage for row in renew for storage in row], dtype=np.int32),
+            kind=np.array([kind for kind, *_ in found], dtype=np.int8),
+            arg=np.array([arg for _, arg, *_ in found], dtype=np.int32),
+            reuse=np.array([taken for *_, taken, _ in found], dtype=np.int32),
+            renews=rows_of(renewed for *_, renewed in found),
         )
 
 
@@ -192,13 +175,13 @@ def check_order(problem: Problem, order: Int32s) -> None:
 
 def evaluate(problem: Problem, order: Int32s, flags: Int8s) -> Evaluation:
     """Judge one plan; VerifyError if it is none."""
-    return _checked(problem, order, flags).evaluate(_flags(flags))
+    return _checked(problem, order, flags).evaluate(np.ascontiguousarray(flags, dtype=np.int8))
 
 
 def expand(problem: Problem, order: Int32s, flags: Int8s) -> Events:
     """The complete schedule of a plan; VerifyError if it is none."""
     evaluator = _checked(problem, order, flags)
-    evaluator.quick(_flags(flags))
+    evaluator.quick(np.ascontiguousarray(flags, dtype=np.int8))
     return evaluator.events()
 
 
@@ -222,7 +205,3 @@ def _checked(problem: Problem, order: Int32s, flags: Int8s) -> Evaluator:
     if len(flags) != problem.n_storages or np.any((flags < KEEP) | (flags > DROP)):
         raise VerifyError(f"a plan needs one flag in {KEEP}..{DROP} for each of {problem.n_storages} storages")
     return Evaluator(problem, order)
-
-
-def _flags(flags: Int8s) -> Int8s:
-    return np.ascontiguousarray(flags, dtype=np.int8)

@@ -21,8 +21,8 @@ PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS = range(7)
 
 
 @numba.njit(cache=True)
-def find_gaps(step: NodeStep, order: Int32s, gaps: Gaps) -> None:
-    """Fill fresh ``gaps`` for an order: per storage the longest stretch, in time, between two touches by nodes.
+def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
+    """The gaps of an order: per storage the longest stretch, in time, between two touches by nodes.
 
     Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
     equally long ones the one over most positions wins, then the first.
@@ -31,13 +31,17 @@ def find_gaps(step: NodeStep, order: Int32s, gaps: Gaps) -> None:
     longest = np.full(count, -1, dtype=np.int64)
     widest = np.zeros(count, dtype=np.int32)
     end_ns = np.zeros(count, dtype=np.int64)
-    start, end, last = gaps
+    start = np.full(count, -1, dtype=np.int32)
+    end = np.full(count, -1, dtype=np.int32)
+    last = np.full(count, -1, dtype=np.int32)
+    in_ptr, in_idx = step.inputs
+    out_ptr, out_idx = step.outputs
     now = 0
     for position in range(len(order)):
         node = order[position]
         after = now + step.ns[0, node]
-        for k in range(step.in_ptr[node], step.in_ptr[node + 1]):
-            storage = step.in_idx[k]
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            storage = in_idx[k]
             idle = now - end_ns[storage]
             wide = position - last[storage] - 1
             longer = idle > longest[storage] or (idle == longest[storage] and wide > widest[storage])
@@ -53,9 +57,10 @@ def find_gaps(step: NodeStep, order: Int32s, gaps: Gaps) -> None:
                 start[storage] = -1
                 end[storage] = -1
         now = after
-        for k in range(step.out_ptr[node], step.out_ptr[node + 1]):
-            last[step.out_idx[k]] = position
-            end_ns[step.out_idx[k]] = after
+        for k in range(out_ptr[node], out_ptr[node + 1]):
+            last[out_idx[k]] = position
+            end_ns[out_idx[k]] = after
+    return Gaps(start, end, last)
 
 
 @numba.njit(cache=True)
@@ -81,7 +86,7 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
 @numba.njit(cache=True)
 def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     """Pass 1: the order with what must be recomputed before each node; returns the number of events."""
-    in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
+    (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     producer, nbytes, redo_ns = step.producer, step.nbytes, step.ns[1]
     until, stack, event = scratch.until, scratch.stack, scratch.event
     first_at, again_at, redo_at = scratch.first_at, scratch.again_at, scratch.redo_at
@@ -143,12 +148,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
 @numba.njit(cache=True)
 def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
     """Pass 2: every update block behind the last event that it must wait for."""
-    in_ptr, in_idx, after_ptr, after_idx = (
-        step.blk_in_ptr,
-        step.blk_in_idx,
-        step.blk_after_ptr,
-        step.blk_after_idx,
-    )
+    (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
     place_of, head, link, held_by = scratch.blk_place, scratch.blk_head, scratch.blk_next, scratch.held_by
     head[:count] = -1
@@ -172,7 +172,7 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 @numba.njit(cache=True)
 def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Start times, and the longest gap of every storage that the plan swaps."""
-    in_ptr, in_idx, out_ptr, out_idx = step.in_ptr, step.in_idx, step.out_ptr, step.out_idx
+    (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
     start_ns, gap_ns, gap_from, gap_to = scratch.start_ns, scratch.gap_ns, scratch.gap_from, scratch.gap_to
     touched, event, blk_head, blk_next = scratch.touched, scratch.event, scratch.blk_head, scratch.blk_next
@@ -275,9 +275,13 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
 def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int) -> None:  # noqa: C901 (as _expand)
     """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
-    blk_in_ptr, blk_in_idx, blk_ws, blk_tensor = step.blk_in_ptr, step.blk_in_idx, step.blk_ws, step.blk_tensor
-    blk_late_ws, blk_late_tensor = step.blk_late_ws, step.blk_late_tensor
-    reuse_ptr, reuse_idx = step.reuse_ptr, step.reuse_idx
+    (blk_in_ptr, blk_in_idx), (reuse_ptr, reuse_idx) = step.block_inputs, step.reuses
+    blk_ws, blk_tensor, blk_late_ws, blk_late_tensor = (
+        step.blk_ws,
+        step.blk_tensor,
+        step.blk_late_ws,
+        step.blk_late_tensor,
+    )
     event, last_use, redo_at, free = scratch.event, scratch.last_use, scratch.redo_at, scratch.free
     held_by, blk_place, blk_head, blk_next = (
         scratch.held_by,

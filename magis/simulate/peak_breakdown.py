@@ -27,12 +27,8 @@ class Owner:
     line: str = ""
 
 
-@dataclass(frozen=True)
-class Owned:
-    """A storage in memory: bytes as the allocator hands them out."""
-
-    owner: Owner
-    nbytes: int
+Owned = tuple[Owner, int]
+"""Whose a storage in memory is, and its bytes as the allocator hands them out."""
 
 
 def live(
@@ -47,7 +43,7 @@ def live(
     for storage in graph.storages.values():
         here = storage.kind == "temporary" and lives.born.get(storage.id, at + 1) <= at <= lives.dies[storage.id]
         if storage.persistent or here:
-            yield Owned(known.get(storage.id, Owner(storage.kind, "")), rounded(storage.nbytes, rounding))
+            yield known.get(storage.id, Owner(storage.kind, "")), rounded(storage.nbytes, rounding)
     body = graph.ops[at].body if at >= 0 else None
     if body is not None:
         inner = replay(body.graph, workspace, rounding=rounding)
@@ -64,8 +60,8 @@ def owners(graph: Graph, at: int) -> dict[int, Owner]:
 
 
 def _walked(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
-    """Storage -> owner during operator ``at``; of a loop's body also: value of a whole -> owner of the parts that are
-    put into it. Every body is walked once, however deep loops lie in each other."""
+    """The owners; of a loop's body also: value of a whole -> owner of the parts that are put into it. Every body is
+    walked once, however deep loops lie in each other."""
     found: dict[int, Owner] = {}
     wholes: dict[int, Owner] = {}
     for value in graph.inputs:
@@ -168,13 +164,13 @@ def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
     """Bytes by kind and module, most first; every byte is in exactly one row."""
     found: dict[tuple[str, str], ModuleBytes] = {}
     largest: dict[tuple[str, str], int] = {}
-    for each in owned:
-        if each.nbytes:
-            key = (each.owner.kind, each.owner.module)
+    for owner, nbytes in owned:
+        if nbytes:
+            key = (owner.kind, owner.module)
             old = found.get(key, ModuleBytes(*key, 0, 0))
-            line = each.owner.line if each.nbytes > largest.get(key, 0) else old.line
-            largest[key] = max(largest.get(key, 0), each.nbytes)
-            found[key] = ModuleBytes(*key, old.nbytes + each.nbytes, old.count + 1, line)
+            line = owner.line if nbytes > largest.get(key, 0) else old.line
+            largest[key] = max(largest.get(key, 0), nbytes)
+            found[key] = ModuleBytes(*key, old.nbytes + nbytes, old.count + 1, line)
     return collapsed(found.values(), rows)
 
 
@@ -191,17 +187,17 @@ def _changes(graph: Graph, known: Mapping[int, Owner]) -> Iterator[Owned]:
             inner = op.body.graph
             for each in inner.ops:
                 if not each.target.startswith("magis.") and not is_pure_view(inner, each):
-                    yield Owned(Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each))
+                    yield Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each)
             yield from _changes(inner, owners(inner, len(inner.ops)))
         elif op.target == "magis.store":
             (value,) = op.inputs()
             storage = graph.storages[graph.values[value].storage]
             owner = known.get(storage.id, Owner("", ""))
-            yield Owned(Owner("swapped", owner.module, owner.line), storage.nbytes)
+            yield Owner("swapped", owner.module, owner.line), storage.nbytes
         elif op.origin is not None and not is_pure_view(graph, op):
             before[op.origin] += 1
             if before[op.origin] > 1:
-                yield Owned(Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op))
+                yield Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op)
 
 
 def _fresh_bytes(graph: Graph, op: Op) -> int:

@@ -8,8 +8,9 @@ device's allocator hands out, times are integer nanoseconds: every decision repe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +23,49 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
+class Rows(NamedTuple):
+    """Rows of numbers, called like a function of the row; compiled code goes from ptr[row] to ptr[row + 1] in idx."""
+
+    ptr: Int32s
+    idx: Int32s
+
+    def __call__(self, row: int) -> Int32s:
+        return self.idx[self.ptr[row] : self.ptr[row + 1]]
+
+    def places(self) -> Int32s:
+        """The row of every number."""
+        return np.repeat(np.arange(len(self.ptr) - 1, dtype=np.int32), np.diff(self.ptr))
+
+    def turned(self, count: int) -> Rows:
+        """The other way: row i holds the rows that i is in, of ``count`` numbers."""
+        ptr = np.zeros(count + 1, dtype=np.int32)
+        ptr[1:] = np.cumsum(np.bincount(self.idx, minlength=count))
+        return Rows(ptr, self.places()[np.argsort(self.idx, kind="stable")])
+
+
+def rows_of(lists: Iterable[Sequence[int]]) -> Rows:
+    """Rows with these numbers."""
+    rows = list(lists)
+    ptr = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32)
+    return Rows(ptr, np.array([item for row in rows for item in row], dtype=np.int32))
+
+
+def int64s(values: Iterable[int]) -> Int64s:
+    """So many numbers as an array."""
+    return np.array([*values], dtype=np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A step without its plan. In pairs of arrays ``x_ptr, x_idx`` row i is x_idx[x_ptr[i]:x_ptr[i + 1]].
+    """A step without its plan.
 
     Nodes 0..n-1 stand in program order, which must be legal. Temporary storages are numbered 0..s-1;
     persistent storages that a block writes have their own numbers 0..p-1; other persistent ones have none.
     """
 
     # nodes
-    in_ptr: Int32s  # [n + 1] temporary storages that it reads or mutates, each once
-    in_idx: Int32s
-    out_ptr: Int32s  # [n + 1] temporary storages that it allocates, each of them made by no other node
-    out_idx: Int32s
+    inputs: Rows  # [n] temporary storages that it reads or mutates, each once
+    outputs: Rows  # [n] temporary storages that it allocates, each of them made by no other node
     node_ns: Int64s  # [n] time of the operator
     node_ws: Int64s  # [n] bytes at its worst moment beyond inputs and fresh outputs
     node_tensor: Int64s  # [n] the same without operators' workspace: tensors that come and go within the node
@@ -42,12 +73,9 @@ class Problem:
     redo_ws: Int64s
     redo_tensor: Int64s
     redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
-    reuse_ptr: Int32s  # [n + 1] inputs whose memory its only output may take over when they die with it
-    reuse_idx: Int32s
-    pread_ptr: Int32s  # [n + 1] persistent storages that it reads and that some block writes
-    pread_idx: Int32s
-    extra_ptr: Int32s  # [n + 1] earlier nodes that must stay before it, other than those it reads from
-    extra_idx: Int32s
+    reuses: Rows  # [n] inputs whose memory its only output may take over when they die with it
+    preads: Rows  # [n] persistent storages that it reads and that some block writes
+    extras: Rows  # [n] earlier nodes that must stay before it, other than those it reads from
     # temporary storages
     nbytes: Int64s  # [s] as the allocator rounds them
     producer: Int32s  # [s] the node that allocates it
@@ -55,10 +83,8 @@ class Problem:
     last_write: Int32s  # [s] the last node that writes it; its producer unless it is mutated
     to_end: Bools  # [s] alive until the end of the step (the loss)
     # update blocks: all operators of one weight's update, run back to back
-    blk_in_ptr: Int32s  # [b + 1] temporary storages that it reads (the gradient)
-    blk_in_idx: Int32s
-    blk_wr_ptr: Int32s  # [b + 1] persistent storages that it writes
-    blk_wr_idx: Int32s
+    block_inputs: Rows  # [b] temporary storages that it reads (the gradient)
+    block_writes: Rows  # [b] persistent storages that it writes
     blk_ns: Int64s  # [b] time of the block
     blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs, while it still uses them
     blk_tensor: Int64s  # [b] the same without operators' workspace
@@ -83,28 +109,7 @@ class Problem:
     @property
     def n_written(self) -> int:
         """Persistent storages that blocks write."""
-        return 1 + int(max(self.blk_wr_idx.max(initial=-1), self.pread_idx.max(initial=-1)))
-
-    def inputs(self, node: int) -> Int32s:
-        return self.in_idx[self.in_ptr[node] : self.in_ptr[node + 1]]
-
-    def outputs(self, node: int) -> Int32s:
-        return self.out_idx[self.out_ptr[node] : self.out_ptr[node + 1]]
-
-    def reuses(self, node: int) -> Int32s:
-        return self.reuse_idx[self.reuse_ptr[node] : self.reuse_ptr[node + 1]]
-
-    def preads(self, node: int) -> Int32s:
-        return self.pread_idx[self.pread_ptr[node] : self.pread_ptr[node + 1]]
-
-    def extras(self, node: int) -> Int32s:
-        return self.extra_idx[self.extra_ptr[node] : self.extra_ptr[node + 1]]
-
-    def block_inputs(self, block: int) -> Int32s:
-        return self.blk_in_idx[self.blk_in_ptr[block] : self.blk_in_ptr[block + 1]]
-
-    def block_writes(self, block: int) -> Int32s:
-        return self.blk_wr_idx[self.blk_wr_ptr[block] : self.blk_wr_ptr[block + 1]]
+        return 1 + int(max(self.block_writes.idx.max(initial=-1), self.preads.idx.max(initial=-1)))
 
 
 @dataclass(frozen=True)
@@ -170,45 +175,31 @@ def build_problem(
         raise VerifyError("blocks need a node to run behind")
     if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6:
         raise VerifyError(f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range")
-    in_ptr, in_idx = _rows([node.inputs for node in nodes])
-    out_ptr, out_idx = _rows([node.outputs for node in nodes])
-    reuse_ptr, reuse_idx = _rows([node.reuse for node in nodes])
-    pread_ptr, pread_idx = _rows([node.preads for node in nodes])
-    extra_ptr, extra_idx = _rows([node.extra for node in nodes])
-    blk_in_ptr, blk_in_idx = _rows([block.inputs for block in blocks])
-    blk_wr_ptr, blk_wr_idx = _rows([block.writes for block in blocks])
     return Problem(
-        in_ptr=in_ptr,
-        in_idx=in_idx,
-        out_ptr=out_ptr,
-        out_idx=out_idx,
-        node_ns=_numbers([node.ns for node in nodes]),
-        node_ws=_numbers([node.ws for node in nodes]),
-        node_tensor=_numbers([node.tensor for node in nodes]),
-        redo_ns=_numbers([node.redo_ns for node in nodes]),
-        redo_ws=_numbers([node.redo_ws for node in nodes]),
-        redo_tensor=_numbers([node.redo_tensor for node in nodes]),
+        inputs=rows_of(node.inputs for node in nodes),
+        outputs=rows_of(node.outputs for node in nodes),
+        node_ns=int64s(node.ns for node in nodes),
+        node_ws=int64s(node.ws for node in nodes),
+        node_tensor=int64s(node.tensor for node in nodes),
+        redo_ns=int64s(node.redo_ns for node in nodes),
+        redo_ws=int64s(node.redo_ws for node in nodes),
+        redo_tensor=int64s(node.redo_tensor for node in nodes),
         redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
-        reuse_ptr=reuse_ptr,
-        reuse_idx=reuse_idx,
-        pread_ptr=pread_ptr,
-        pread_idx=pread_idx,
-        extra_ptr=extra_ptr,
-        extra_idx=extra_idx,
-        nbytes=_numbers([row.nbytes for row in storages]),
+        reuses=rows_of(node.reuse for node in nodes),
+        preads=rows_of(node.preads for node in nodes),
+        extras=rows_of(node.extra for node in nodes),
+        nbytes=int64s(row.nbytes for row in storages),
         producer=np.array(producer, dtype=np.int32),
         pinned=np.array([row.pinned for row in storages], dtype=np.bool_),
         last_write=np.array(last_write, dtype=np.int32),
         to_end=np.array([row.to_end for row in storages], dtype=np.bool_),
-        blk_in_ptr=blk_in_ptr,
-        blk_in_idx=blk_in_idx,
-        blk_wr_ptr=blk_wr_ptr,
-        blk_wr_idx=blk_wr_idx,
-        blk_ns=_numbers([block.ns for block in blocks]),
-        blk_ws=_numbers([block.ws for block in blocks]),
-        blk_tensor=_numbers([block.tensor for block in blocks]),
-        blk_late_ws=_numbers([block.late_ws for block in blocks]),
-        blk_late_tensor=_numbers([block.late_tensor for block in blocks]),
+        block_inputs=rows_of(block.inputs for block in blocks),
+        block_writes=rows_of(block.writes for block in blocks),
+        blk_ns=int64s(block.ns for block in blocks),
+        blk_ws=int64s(block.ws for block in blocks),
+        blk_tensor=int64s(block.tensor for block in blocks),
+        blk_late_ws=int64s(block.late_ws for block in blocks),
+        blk_late_tensor=int64s(block.late_tensor for block in blocks),
         persistent_bytes=persistent_bytes,
         xfer_ns_per_byte=xfer_ns_per_byte,
     )
@@ -261,16 +252,6 @@ def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequenc
     return row.last_write
 
 
-def _rows(rows: list[tuple[int, ...]]) -> tuple[Int32s, Int32s]:
-    ptr = np.zeros(len(rows) + 1, dtype=np.int32)
-    ptr[1:] = np.cumsum([len(row) for row in rows], dtype=np.int32)
-    return ptr, np.array([item for row in rows for item in row], dtype=np.int32)
-
-
-def _numbers(values: list[int]) -> Int64s:
-    return np.array(values, dtype=np.int64)
-
-
 # Plans, and the complete schedules that they expand to.
 # A plan is an order of the nodes and one flag per temporary storage. ``expand`` (see ``evaluator``) makes a
 # schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current
@@ -302,8 +283,7 @@ class Events:
     kind: Int8s  # [m] FIRST ... LOAD
     arg: Int32s  # [m] node, block or storage
     reuse: Int32s  # [m] storage dying with this FIRST or REDO whose memory its output takes over, or -1
-    renew_ptr: Int32s  # [m + 1] outputs of this REDO that become current; its others die at once
-    renew_idx: Int32s
+    renews: Rows  # [m] outputs of this REDO that become current; its others die at once
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -312,6 +292,3 @@ class Events:
         """Nodes that run again, and bytes that are swapped; ``nbytes`` of each storage."""
         swapped = self.arg[self.kind == STORE]
         return int(np.count_nonzero(self.kind == REDO)), int(nbytes[swapped].sum())
-
-    def renews(self, event: int) -> Int32s:
-        return self.renew_idx[self.renew_ptr[event] : self.renew_ptr[event + 1]]

@@ -24,7 +24,7 @@ from magis.rewrite.rules.merged_weights import merge
 from magis.rewrite.rules.rule_table import matches, rule
 from magis.runtime.codegen import compile_step
 from magis.runtime.double_precision import closeness, gradient_values
-from magis.runtime.isolated_scratch import make_tensors
+from magis.runtime.scratch import make_tensors
 from magis.simulate.compiled_problem import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812 (as everywhere)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.graph.nodes import Arg, Op, Ref, Value
@@ -62,3 +64,28 @@ def record(fn: Callable[[], object]) -> Recording:
     with recording:
         fn()
     return recording
+
+
+@functools.cache
+def steps() -> dict[str, Recording]:
+    """A convolution network's and a transformer's step, forward, backward and update, as recorded calls."""
+    torch.manual_seed(0)
+    image, words = torch.rand(2, 3, 16, 16), torch.zeros(2, 8, dtype=torch.int64)
+    vision = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(8, 8, 3, groups=2), torch.nn.Upsample(scale_factor=2), torch.nn.AdaptiveAvgPool2d(5),
+        torch.nn.Dropout(0.1), torch.nn.Flatten(), torch.nn.Linear(200, 5),
+    )  # fmt: skip
+    table = torch.nn.Embedding(30, 16)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu")
+    targets = torch.zeros(2, dtype=torch.int64)
+
+    def see() -> None:
+        F.cross_entropy(vision(image), targets).backward()
+        torch.optim.AdamW(vision.parameters(), foreach=False).step()
+
+    def read() -> None:
+        layer(table(words)).square().mean().backward()
+        torch.optim.SGD([*layer.parameters(), *table.parameters()], lr=0.1, momentum=0.9, foreach=False).step()
+
+    return {"vision": record(see), "language": record(read)}

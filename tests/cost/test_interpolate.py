@@ -15,6 +15,7 @@ from magis.cost.profile_store import LEAST, REACH, Curve, Entry, Profile, kin
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
 from magis.graph import Graph, Loop, replace_refs
+from tests.strategies import examples
 
 GPU = find_device("sim:h200")
 
@@ -58,6 +59,7 @@ def test_what_was_measured_comes_back(known: list[tuple[int, int]]) -> None:
         assert answer is None or answer.ns == seen
 
 
+@examples(40)
 @given(st.lists(st.integers(1, 4096), min_size=4, max_size=9, unique=True), st.integers(1, 4096), st.integers(2, 5))
 def test_a_kernel_that_misses_the_roofline_by_a_factor_is_priced_exactly(
     rows: list[int], asked: int, factor: int

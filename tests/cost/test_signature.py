@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from magis.cost.signature import SignatureError, parse, signature
 from magis.graph.nodes import BITS, ITEM_SIZE, Arg, Const, Op, Ref, Scalar, Value
+from tests.strategies import examples
 
 SIZES = st.integers(0, 300)
 
@@ -44,6 +45,7 @@ def calls(draw: st.DrawFn) -> tuple[Op, dict[int, Value]]:
     return Op(7, "aten.some_op.default", tuple(draw(st.lists(args, max_size=4))), tuple(kwargs.items()), ()), values
 
 
+@examples(50)
 @given(calls())
 def test_reads_back_as_written(call: tuple[Op, dict[int, Value]]) -> None:
     text = signature(*call)

@@ -85,6 +85,10 @@ def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
         ('{"schema": 2, "device": {}, "link": 1e9, "operators": {}}', "is corrupt: its link"),
         ('{"schema": 2, "device": {}, "operators": {"k": 3}}', "the entry of 'k' lacks"),
         ('{"schema": 2, "device": {}, "operators": {"k": {"ns": 1, "samples": 2}}}', "the entry of 'k' lacks"),
+        (
+            '{"schema": 2, "device": {}, "operators": {"k": {"ns": 0, "spread": 2, "workspace": 3, "samples": 4}}}',
+            r"the entry of 'k' lacks ns \(above 0\)",
+        ),
     ],
 )
 def test_bad_files_get_one_line_and_stay_as_they_are(tmp_path: Path, text: str, message: str) -> None:
@@ -105,13 +109,6 @@ def test_figures_are_whole_numbers_of_a_possible_size(tmp_path: Path, field: str
     right = f'"{field}": {getattr(Entry(1, 2, 3, 4), field)}'
     path.write_text(path.read_text().replace(right, f'"{field}": {wrong}'))
     with pytest.raises(ProfileError, match="is corrupt: the entry of 'k' lacks"):
-        load(path)
-
-
-def test_a_time_of_zero_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    save(Profile(DEVICE, {"k": Entry(0, 2, 3, 4)}), path)
-    with pytest.raises(ProfileError, match=r"the entry of 'k' lacks ns \(above 0\)"):
         load(path)
 
 

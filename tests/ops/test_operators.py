@@ -113,7 +113,7 @@ OF_OTHERS = {
     "magis.ops.splits.labels": "how parts combine",
     "magis.rewrite.rules.operator_forms": "the words in which rewrite rules are written",
     "magis.runtime.codegen": "how parts combine, as code",
-    "magis.runtime.scratch_in_context": "kinds of operators",
+    "magis.runtime.scratch": "kinds of operators",
     "magis.strategies.ort.functional_trace": "operators that ONNX lacks, written in others",
     "magis.strategies.ort.layers": "how an operator is written in ONNX",
     "magis.strategies.ort.onnx_operators": "how an operator is written in ONNX",

@@ -75,7 +75,7 @@ def chained(*edges: tuple[int, ...], sizes: tuple[int, ...] = ()) -> Problem:
 def test_nodes_beside_are_as_defined(problem: Problem) -> None:
     needs = precedence(problem)
     before = above(problem)
-    assert [set(needs.before(v).tolist()) for v in range(problem.n_nodes)] == needed(problem)
+    assert [set(needs(v).tolist()) for v in range(problem.n_nodes)] == needed(problem)
     found = waists(needs, np.ones(problem.n_nodes, dtype=np.bool_))
     for v in range(problem.n_nodes):
         below = sum(v in before[other] for other in range(problem.n_nodes))

@@ -61,10 +61,10 @@ class Looks:
         return flat.to(getattr(torch, self.dtype)).as_strided(self.shape, self.steps, self.offset)
 
 
-def stretch_of(whole: Looks, dim: int, parts: int, *, view: bool) -> Looks:
-    """A stretch as it lies, or a dense copy of it with the dimensions in the same order in memory."""
+def stretch_of(whole: Looks, dim: int, parts: int, *, view: bool, more: int = 0) -> Looks:
+    """A stretch as it lies, or a dense copy of it with the dimensions in the same order in memory; ``more`` rows."""
     shape = list(whole.shape)
-    shape[dim] //= parts
+    shape[dim] = shape[dim] // parts + more
     if view:
         return Looks(tuple(shape), whole.steps, whole.dtype, whole.offset)
     order = sorted(range(len(shape)), key=lambda at: (-whole.steps[at], at))
@@ -73,13 +73,16 @@ def stretch_of(whole: Looks, dim: int, parts: int, *, view: bool) -> Looks:
 
 
 def pointwise(
-    whole: Looks, dim: int, parts: int, *, view: bool, made: Looks | None = None, join: int | None = None
+    whole: Looks, dim: int, parts: int, *, view: bool, made: Looks | None = None, around: tuple[int, ...] = ()
 ) -> Written:
-    """``neg`` of a tensor, stretch by stretch along a dimension; the result may be laid out otherwise."""
+    """``neg`` of a tensor, stretch by stretch along a dimension; the result may be laid out otherwise.
+
+    With rows ``around`` them stretches are added where they were taken from.
+    """
     made = Looks(whole.shape, None, whole.dtype) if made is None else made
-    join = dim if join is None else join
-    part = stretch_of(whole, dim, parts, view=view)
-    negated = stretch_of(Looks(whole.shape, whole.steps, whole.dtype), dim, parts, view=False)
+    part = stretch_of(whole, dim, parts, view=view, more=sum(around))
+    negated = stretch_of(Looks(whole.shape, whole.steps, whole.dtype), dim, parts, view=False, more=sum(around))
+    where = ", ".join(map(str, (dim, *around)))
     graph = parse(f"""magis graph 1
 storage 1 batch {whole.nbytes}
 storage 2 temporary {made.nbytes}
@@ -97,9 +100,9 @@ op 0 (%2) = magis.loop(%1) reads 1:0 phase forward parts {parts}
   {negated.value(4, 4)}
   input 1
   input 2
-  op 0 %3 = magis.part(%1, {dim}) reads 1:0 phase forward
+  op 0 %3 = magis.part(%1, {where}) reads 1:0 phase forward
   op 1 %4 = aten.neg.default(%3) reads {"1" if view else "3"}:0 phase forward
-  op 2 = magis.join(%2, %4, {join}) reads 2:0 4:0 writes 2:1 phase forward
+  op 2 = magis.join(%2, %4, {where}) reads 2:0 4:0 writes 2:1 phase forward
 end
 output 2
 """)

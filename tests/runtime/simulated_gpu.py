@@ -265,6 +265,43 @@ class SimulatedGpu(TorchDispatchMode):
         return [number for number, content in expected.items() if found[number] != content]
 
 
+class EventDevice:
+    """A stream whose work takes as long as it is told; the host never waits, but for events; a `torch.cuda`."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.log: list[str] = []
+
+    def Event(self, *, enable_timing: bool = True) -> TimedEvent:  # noqa: N802
+        assert enable_timing
+        return TimedEvent(self)
+
+    def synchronize(self, _device: object = None) -> None:
+        self.log.append("synchronize")
+
+    def work(self, milliseconds: float) -> None:
+        self.log.append("work")
+        self.now_ms += milliseconds
+
+
+class TimedEvent:
+    """Says when the stream was there, to those who have waited."""
+
+    def __init__(self, device: EventDevice) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        self._device.log.append("record")
+        self.at_ms, self._place = self._device.now_ms, len(self._device.log)
+
+    def synchronize(self) -> None:
+        self._device.log.append("wait")
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        assert {"synchronize", "wait"} & set(self._device.log[end._place :])  # torch raises otherwise
+        return end.at_ms - self.at_ms
+
+
 def latest_copies(able: list[int]) -> int:
     """The compute stream ahead: nothing is copied before somebody waits for it."""
     return min(able)

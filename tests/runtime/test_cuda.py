@@ -127,14 +127,17 @@ class SlowOperators(CudaRuntime):
         torch.cuda._sleep(CYCLES)
 
 
+def swapping(runtime: CudaRuntime) -> tuple[Subject, GraphStep]:
+    """A step that swaps all it can, on such a device."""
+    subject = subject_of()
+    work, graph = subject.fresh(), plan(subject, SWAP)
+    step = GraphStep(graph, work.module, work.inputs, work.targets, work.optimizer, device=DEVICE, runtime=runtime)
+    return subject, step
+
+
 @pytest.mark.parametrize("runtime", [SlowCopies, SlowOperators])
 def test_one_stream_may_lag_behind(runtime: type[CudaRuntime]) -> None:
-    subject = subject_of()
-    work = subject.fresh()
-    graph = plan(subject, SWAP)
-    step = GraphStep(
-        graph, work.module, work.inputs, work.targets, work.optimizer, device=DEVICE, runtime=runtime(DEVICE)
-    )
+    subject, step = swapping(runtime(DEVICE))
     assert compare(subject.eager(), step, 0) == SAME
 
 
@@ -180,12 +183,7 @@ def test_events_and_the_hosts_clock_agree_on_a_long_step() -> None:
 
 def test_the_host_is_not_held_up_by_swaps() -> None:
     """With copies that take a tenth of a second in all, handing out the step takes a fraction of that."""
-    subject = subject_of()
-    work = subject.fresh()
-    graph = plan(subject, SWAP)
-    step = GraphStep(
-        graph, work.module, work.inputs, work.targets, work.optimizer, device=DEVICE, runtime=SlowCopies(DEVICE)
-    )
+    _, step = swapping(SlowCopies(DEVICE))
     for _ in range(2):
         step.run()
     torch.cuda.synchronize()

@@ -13,7 +13,7 @@ from magis.runtime.codegen import add_rows, compile_step, take_rows
 from magis.runtime.measure import tensor_peak, window_peak
 from magis.simulate.simulator import replay
 from tests.oracles import same
-from tests.runtime.loop_graphs import Looks, row_by_row
+from tests.runtime.loop_graphs import Looks, pointwise, row_by_row
 
 ROWS, PARTS = 12, 4
 
@@ -21,32 +21,7 @@ ROWS, PARTS = 12, 4
 def negated(before: int, after: int, dim: int = 0, parts: int = PARTS) -> Graph:
     """Stretches with rows around them are negated, and added where they were taken from."""
     whole = Looks((ROWS, 5) if dim == 0 else (5, ROWS))
-    size = ROWS // parts + before + after
-    piece = Looks((size, 5) if dim == 0 else (5, size))
-    around = f"{dim}, {before}, {after}"
-    return parse(f"""magis graph 1
-storage 1 batch {whole.nbytes}
-storage 2 temporary {whole.nbytes}
-{whole.value(1, 1)}
-{whole.value(2, 2)}
-input 1
-op 0 (%2) = magis.loop(%1) reads 1:0 phase forward parts {parts}
-  storage 1 outer {whole.nbytes}
-  storage 2 outer {whole.nbytes}
-  storage 3 temporary {piece.nbytes}
-  storage 4 temporary {piece.nbytes}
-  {whole.value(1, 1)}
-  {whole.value(2, 2)}
-  {piece.value(3, 3)}
-  {piece.value(4, 4)}
-  input 1
-  input 2
-  op 0 %3 = magis.part(%1, {around}) reads 1:0 phase forward
-  op 1 %4 = aten.neg.default(%3) reads 3:0 phase forward
-  op 2 = magis.join(%2, %4, {around}) reads 2:0 4:0 writes 2:1 phase forward
-end
-output 2
-""")
+    return pointwise(whole, dim, parts, view=False, around=(before, after)).graph
 
 
 def times_taken(before: int, after: int, parts: int = PARTS) -> Tensor:

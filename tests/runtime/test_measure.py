@@ -29,6 +29,7 @@ from magis.runtime.measure import (
     tensor_peak,
     window_peak,
 )
+from tests.oracles import one_thread
 from tests.strategies import examples
 
 KIB = 256  # float32 elements of 1024 bytes
@@ -236,45 +237,32 @@ def step():
     return torch.ones(10)
 for _ in range(2):
     window_peak(step)
-print("after")
+print("after", flush=True)
+os.close(1), os.close(2)
+assert window_peak(lambda: torch.ones(256)).peak_bytes == 1024
 """
 
 
 def test_the_profiler_is_silent_and_the_program_is_not(repository: Path) -> None:
+    """Closed descriptors do no harm."""
     done = subprocess.run([sys.executable, "-c", PRINTING], cwd=repository, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split("\n")) == sorted(["", *["from below", "from python"] * 2, "after"])
     assert done.stderr == "an error\n" * 2
 
 
-def test_closed_descriptors_do_no_harm(repository: Path) -> None:
-    program = (
-        "import os, torch; from magis.runtime.measure import window_peak; os.close(1); os.close(2);"
-        "assert window_peak(lambda: torch.ones(256)).peak_bytes == 1024"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=repository, check=True)
-
-
 def test_identities() -> None:
-    found = device_identity("cpu")
+    with one_thread():
+        found = device_identity("cpu")
     assert found == {
         "device": "cpu",
         "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "threads": str(torch.get_num_threads()),
+        "threads": "1",
         "torch": torch.__version__,
     }
     assert all(type(value) is str for value in found.values())
     assert device_identity("sim:h100") == {"device": "sim:h100", "constants": str(CONSTANTS_VERSION)}
     with pytest.raises(UnknownDevice):
         device_identity("tpu")
-
-
-def test_the_identity_follows_the_threads() -> None:
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        assert device_identity("cpu")["threads"] == "1"
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_memory_of_devices() -> None:
@@ -344,10 +332,6 @@ def test_the_window_of_a_gpu_is_the_steps_alone(monkeypatch: pytest.MonkeyPatch)
     allocator = Allocator(monkeypatch)
     assert window_peak(allocator.step, "cuda") == WindowPeak(300, 50, 412)
     assert allocator.log == ["synchronize", "empty_cache", "reset_peak_memory_stats", "step", "synchronize"]
-
-
-def test_a_cpu_reserves_nothing() -> None:
-    assert window_peak(lambda: torch.ones(10)).reserved_bytes is None
 
 
 def test_what_others_hold_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from magis.runtime.profiler import (
     schemas,
 )
 from magis.units import MIB
+from tests.runtime.simulated_gpu import EventDevice
 
 CPU = torch.device("cpu")
 MM = "aten.mm.default(float32[64,64]{64,1}, float32[64,64]{64,1})"
@@ -150,37 +151,8 @@ def test_schemas() -> None:
     assert schemas([MM, UNKNOWN]) == {"aten.mm.default": "aten::mm(Tensor self, Tensor mat2) -> Tensor"}
 
 
-class FakeCuda:
-    """A stream on which every call takes as long as it says."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-        self.synchronized = 0
-
-    def Event(self, *, enable_timing: bool) -> FakeEvent:  # noqa: N802
-        assert enable_timing
-        return FakeEvent(self)
-
-    def synchronize(self) -> None:
-        self.synchronized += 1
-
-
-class FakeEvent:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-        self.at: float | None = None
-
-    def record(self) -> None:
-        self.at = self._cuda.now_ms
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        if not self._cuda.synchronized or self.at is None or other.at is None:
-            raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return other.at - self.at
-
-
 def test_on_a_gpu_the_larger_of_kernel_and_host_time_counts() -> None:
-    cuda = FakeCuda()
+    cuda = EventDevice()
     watch = EventWatch(cuda)
 
     def kernel() -> str:
@@ -196,20 +168,20 @@ def test_on_a_gpu_the_larger_of_kernel_and_host_time_counts() -> None:
     first, second = watch.times()
     assert first == 2_500_000
     assert second >= 20_000_000
-    assert cuda.synchronized == 2  # before the first, and for the answer
+    assert cuda.log.count("synchronize") == 2  # before the first, and for the answer
     assert watch.times() == []
 
 
 def test_kernels_of_other_calls_are_not_waited_for() -> None:
     """A stream that is full blocks the host: after so many calls the clock waits, outside of what it times."""
-    cuda = FakeCuda()
+    cuda = EventDevice()
     watch = EventWatch(cuda)
     for _ in range(2 * TOGETHER):
         watch.time(lambda: None)
-    assert cuda.synchronized == 2
+    assert cuda.log.count("synchronize") == 2
 
 
-class FakeAllocator(FakeCuda):
+class FakeAllocator(EventDevice):
     """Counts bytes as a GPU's allocator does."""
 
     def __init__(self) -> None:
@@ -228,9 +200,6 @@ class FakeAllocator(FakeCuda):
 
     def reset_peak_memory_stats(self, _device: object) -> None:
         self.peak = self.now
-
-    def synchronize(self, _device: object = None) -> None:
-        self.synchronized += 1
 
 
 def test_workspace_of_a_gpu_is_what_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +221,7 @@ def test_workspace_of_a_gpu_is_what_comes_and_goes(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_slower_direction_of_the_link_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
+    cuda = EventDevice()
     empty = torch.empty
 
     class Copied(torch.Tensor):

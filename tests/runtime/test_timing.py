@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 from magis.results import RatioInterval
 from magis.runtime import timing as module
-from magis.runtime.timing import StoppingRule, Timing, interleave, ratio_interval
+from magis.runtime.timing import StoppingRule, Timing, interleave, longest_wait, ratio_interval, waits
+from tests.runtime.simulated_gpu import EventDevice
 
 positive = st.floats(1e-3, 1e6)
 
@@ -281,56 +283,17 @@ def test_real_time_is_measured() -> None:
     assert all(before != after for before, after in pairwise(found.first_ms))
 
 
-class Device:
-    """A stream whose work takes as long as it is told; the host never waits, but for events."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.log: list[str] = []
-
-    def event(self) -> Event:
-        return Event(self)
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def work(self, milliseconds: float) -> None:
-        self.log.append("work")
-        self.now += milliseconds
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.time: float | None = None
-        self.waited = False
-
-    def record(self) -> None:
-        self.device.log.append("record")
-        self.time = self.device.now
-
-    def synchronize(self) -> None:
-        self.device.log.append("wait")
-        self.waited = True
-
-    def elapsed_time(self, end: Event) -> float:
-        assert self.time is not None
-        assert end.time is not None
-        assert end.waited  # torch raises otherwise
-        return end.time - self.time
-
-
 def test_a_device_is_timed_by_events_around_the_step() -> None:
-    device = Device()
-    clock = module.event_clock(device.event, device.synchronize)
-    device.now = 17.0
+    device = EventDevice()
+    clock = module.event_clock(device.Event, device.synchronize)
+    device.now_ms = 17.0
     assert clock(lambda: device.work(2.5)) == 2.5
     assert device.log == ["synchronize", "record", "work", "record", "wait"]
 
 
 def test_timing_starts_when_the_devices_clock_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, calls = Device(), []
-    clock = module.event_clock(device.event, device.synchronize)
+    device, calls = EventDevice(), []
+    clock = module.event_clock(device.Event, device.synchronize)
     monkeypatch.setattr(module, "clock_of", lambda _device: clock)
 
     def step() -> None:
@@ -367,3 +330,29 @@ def test_cuda_is_waited_for() -> None:
     big = torch.rand(4096, 4096, device="cuda")
     found = interleave(lambda: big @ big, lambda: [big @ big for _ in range(3)], StoppingRule(9, most=0), device="cuda")
     assert 2.0 < ratio_interval(found).ratio < 4.0
+
+
+# --- what Linux counts of threads that wait for a core ----------------------------------------------------------------
+
+
+def counted(folder: Path, **threads: str) -> dict[str, int]:
+    for name, text in threads.items():
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "schedstat").write_text(text)
+    return waits(folder)
+
+
+def test_the_second_number_of_every_thread_is_its_wait(tmp_path: Path) -> None:
+    before = counted(tmp_path, main="100 20 3\n", worker="90 5000 7\n")
+    assert before == {"main": 20, "worker": 5000}
+    after = counted(tmp_path, main="200 50 4\n", worker="95 5010 8\n", late="1 35 1\n")
+    assert longest_wait(before, after) == 35
+    assert longest_wait({}, {}) == 0
+
+
+@pytest.mark.parametrize("text", ["", "100\n", "a b c\n"])
+def test_what_is_not_counted_is_left_out(tmp_path: Path, text: str) -> None:
+    assert counted(tmp_path, main=text, worker="1 2 3") == {"worker": 2}
+    (tmp_path / "ended").mkdir()
+    assert "ended" not in waits(tmp_path)
+    assert waits(tmp_path / "nowhere") == {}

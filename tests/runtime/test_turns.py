@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from magis.planner.bench import Bench
-from magis.results import Case
 from magis.runtime import time_slices as module
 from magis.runtime import timing
 from magis.runtime.time_slices import Step, TimeSlice, TimeSlices, Watched
 from magis.runtime.timing import StoppingRule, in_turns, interleave, ratio_interval
+from tests.nets import NETS
+from tests.oracles import captured, graph_step
 
 
 class Clock:
@@ -194,10 +194,9 @@ def test_backward_passes_gradients_on_as_it_does_unwatched() -> None:
 
 
 def test_generated_steps_turn_after_every_operator_and_compute_the_same() -> None:
-    bench = Bench()
-    subject = bench.subject(Case("bert", "magis", "cpu", "small", memory_ratio=0.8))
-    graph = subject.captured.graph
-    whole, turning = subject.generated(graph), subject.generated(graph)
+    net = NETS["encoder-layer"].build()
+    graph = captured(net).graph
+    whole, turning = graph_step(graph, net), graph_step(graph, net)
     calls = []
 
     class Counting(TimeSlice):

@@ -33,23 +33,19 @@ def built(rule: OptimizerSpec) -> Built:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids="".join)
 @pytest.mark.parametrize("name", UPDATES)
-def test_what_the_user_sets_is_simulated_to_the_byte(name: str, setting: dict[str, bool]) -> None:
+def test_what_the_user_sets_is_simulated_to_the_byte_and_planned_with_eagers_numbers(
+    name: str, setting: dict[str, bool]
+) -> None:
     net = built(replace(UPDATES[name], **setting))
-    step = captured(net).original
+    found = captured(net)
+    step = found.original
     profile = replay(step.graph, workspaces().of(step.graph), deaths=step.deaths, numbers=step.numbers)
     assert (profile.peak_bytes, profile.tensor_bytes) == measured(eager_step(net), step.graph.persistent_bytes())
+    assert differences(history(eager_step(net)), history(graph_step(found.graph, net))) == []
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids="".join)
 @pytest.mark.parametrize("name", UPDATES)
-def test_a_planned_step_computes_eagers_numbers(name: str, setting: dict[str, bool]) -> None:
-    net = built(replace(UPDATES[name], **setting))
-    assert differences(history(eager_step(net)), history(graph_step(captured(net).graph, net))) == []
-
-
-@pytest.mark.parametrize("flag", [KEEP, RECOMPUTE])
-@pytest.mark.parametrize("name", UPDATES)
-def test_the_short_lists_of_a_step_for_a_gpu_float(name: str, flag: int) -> None:
+def test_the_short_lists_of_a_step_for_a_gpu_float(name: str) -> None:
     """They are blocks of the search, as single weights are; lists on a CPU compute what the loop does."""
     net = built(UPDATES[name])
     found = capture(net.module, net.inputs, net.targets, net.loss_fn, net.rule, device="cuda")
@@ -57,7 +53,9 @@ def test_the_short_lists_of_a_step_for_a_gpu_float(name: str, flag: int) -> None
     compiled = compile_problem(functionalize(found.graph), Costs(found.graph))
     assert 1 < compiled.problem.n_blocks <= 7
     order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
-    flags = np.full(compiled.problem.n_storages, flag, dtype=np.int8)
-    graph = realize(compiled, expand(compiled.problem, order, flags))
-    verify(graph)
-    assert differences(history(eager_step(net)), history(graph_step(graph, net))) == []
+    eager = history(eager_step(net))
+    for flag in (KEEP, RECOMPUTE):
+        flags = np.full(compiled.problem.n_storages, flag, dtype=np.int8)
+        graph = realize(compiled, expand(compiled.problem, order, flags))
+        verify(graph)
+        assert differences(eager, history(graph_step(graph, net))) == []

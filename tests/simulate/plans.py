@@ -190,7 +190,7 @@ def longest_gap(problem: Problem, order: Int32s, storage: int) -> tuple[int, int
 def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int) -> float:
     """Last position at which the plan leaves the first copy in memory."""
     maker = int(problem.producer[storage])
-    in_block = storage in problem.blk_in_idx
+    in_block = storage in problem.block_inputs.idx
     if flags[storage] not in (RECOMPUTE, DROP) or problem.pinned[storage] or problem.to_end[storage]:
         return math.inf
     if not problem.redo_ok[maker] or in_block:

@@ -85,7 +85,3 @@ def ids(groups: tuple[tuple[Op, ...], ...]) -> list[list[int]]:
 
 def change_op(graph: Graph, op: int, **change: object) -> Graph:
     return replace(graph, ops=tuple(replace(o, **change) if o.id == op else o for o in graph.ops))  # type: ignore[arg-type]
-
-
-def change_value(graph: Graph, key: int, **change: object) -> Graph:
-    return replace(graph, values={**graph.values, key: replace(graph.values[key], **change)})  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from magis.graph import Graph, Op, Ref, Value, verify
 from magis.rewrite.functionalize import functionalize
 from magis.simulate.compiled_problem import GENERATOR_NS, compile_problem, redo_form, reusable
 from magis.simulate.evaluator import check_order, evaluate
+from tests.graph.loop_graphs import change_value
 from tests.nets import NETS
 from tests.oracles import Costs, captured
-from tests.simulate.small_step import Bytes, change_op, change_value, compiled, ids, step
+from tests.simulate.small_step import Bytes, change_op, compiled, ids, step
 
 
 def test_operators_become_nodes_and_blocks() -> None:
@@ -87,7 +88,7 @@ def test_allocators_round() -> None:
 
 
 def test_without_reuse_nothing_is_taken_over() -> None:
-    assert len(compiled(reuse=False).problem.reuse_idx) == 0
+    assert len(compiled(reuse=False).problem.reuses.idx) == 0
 
 
 NOT_REUSED: dict[str, Callable[[Graph], Graph]] = {

@@ -27,6 +27,7 @@ from magis.simulate.problem import (
     SWAP,
     WAIT,
     BlockRow,
+    Events,
     Int8s,
     Int32s,
     NodeRow,
@@ -56,44 +57,43 @@ def chain(sizes: list[int], *, backward: list[tuple[int, ...]], ns: int = 10, **
 
 
 @examples(150)
-@given(plans())
-def test_bytes_and_time_equal_the_replay_of_the_schedule(plan: Plan) -> None:
-    found = evaluate(*plan)
-    events = expand(*plan)
-    truth = replay(plan[0], events)
-    assert found.peak == truth.peak
-    assert found.tensor_peak == truth.tensor_peak
-    assert found.latency_ns == truth.latency_ns
+@given(plans(), st.integers(0, 2**32 - 1))
+def test_a_plan_costs_what_its_schedule_says_and_the_schedule_does_what_the_plan_says(plan: Plan, seed: int) -> None:
+    problem, order, flags = plan
+    found, events = evaluate(*plan), expand(*plan)
+    truth = replay(problem, events)
+    assert (found.peak, found.tensor_peak, found.latency_ns) == (truth.peak, truth.tensor_peak, truth.latency_ns)
     assert found.redos == int((events.kind == REDO).sum())
     assert found.swaps == int((events.kind == STORE).sum()) == int((events.kind == LOAD).sum())
+    assert lower_bound(problem) <= found.peak
+    sequence = list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))
+    assert [run for run in sequence if run[0] in (FIRST, REDO)] == reference_runs(*plan)
+    check_blocks(problem, sequence)
+    assert truth.stalled_ns == 0
+    check_swaps(plan, events)
+    evaluator = Evaluator(problem, order)
+    check_gaps(evaluator)
+    # whatever was judged before
+    evaluator.quick(np.random.default_rng(seed).integers(0, 4, problem.n_storages).astype(np.int8))
+    assert evaluator.evaluate(flags) == found
+    check_levels(evaluator, events, truth.levels)
+    for flag in (KEEP, DROP):  # nothing is recomputed unless the plan says so
+        plain = evaluator.evaluate(np.full(problem.n_storages, flag, dtype=np.int8))
+        assert plain.redos == plain.swaps == 0
+        assert plain.latency_ns == int(problem.node_ns.sum() + problem.blk_ns.sum())
 
 
-@examples(150)
-@given(plans())
-def test_recomputation_equals_plain_recursion(plan: Plan) -> None:
-    events = expand(*plan)
-    runs = [(k, a) for k, a in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if k in (FIRST, REDO)]
-    assert runs == reference_runs(*plan)
-
-
-@examples(150)
-@given(plans())
-def test_gaps_are_the_longest_idle_stretches(plan: Plan) -> None:
-    """Also of storages that no plan may move: prices look at all of them."""
-    problem, order, _ = plan
-    gaps = Evaluator(problem, order).gaps
+def check_gaps(evaluator: Evaluator) -> None:
+    """The longest idle stretches, also of storages that no plan may move: prices look at all of them."""
+    problem, order, gaps = evaluator.problem, evaluator.order, evaluator.gaps
     for storage in range(problem.n_storages):
         expected = longest_gap(problem, order, storage) or (-1, -1)
         assert (gaps.start[storage], gaps.end[storage]) == expected
         assert gaps.last[storage] == touches(problem, order, storage)[-1]
 
 
-@examples(150)
-@given(plans())
-def test_blocks_run_once_each_as_early_as_they_may(plan: Plan) -> None:
-    problem, _, _ = plan
-    events = expand(*plan)
-    sequence = list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))
+def check_blocks(problem: Problem, sequence: list[tuple[int, int]]) -> None:
+    """They run once each, as early as they may."""
     assert sorted(a for k, a in sequence if k == BLOCK) == list(range(problem.n_blocks))
     for block in range(problem.n_blocks):
         here = sequence.index((BLOCK, block))
@@ -113,12 +113,9 @@ def test_blocks_run_once_each_as_early_as_they_may(plan: Plan) -> None:
         assert not any(kind in (FIRST, REDO) for kind, _ in between[1:]) or not must_precede
 
 
-@examples(150)
-@given(plans())
-def test_swaps_are_hidden_and_in_order(plan: Plan) -> None:
-    problem = plan[0]
-    events = expand(*plan)
-    assert replay(problem, events).stalled_ns == 0
+def check_swaps(plan: Plan, events: Events) -> None:
+    """Each leaves, frees its memory for something, and comes back."""
+    problem, _, flags = plan
     swapped = [arg for kind, arg in zip(events.kind.tolist(), events.arg.tolist(), strict=True) if kind == STORE]
     for storage in swapped:
         at = [np.flatnonzero((events.kind == kind) & (events.arg == storage)) for kind in (STORE, WAIT, LOAD)]
@@ -126,22 +123,18 @@ def test_swaps_are_hidden_and_in_order(plan: Plan) -> None:
         assert at[0][0] < at[1][0] < at[2][0]
         runs_between = events.kind[at[1][0] : at[2][0]]
         assert np.any(runs_between <= BLOCK), "a swap must free its memory for something"
-        assert plan[2][storage] == SWAP
+        assert flags[storage] == SWAP
     if problem.xfer_ns_per_byte == 0.0:
         assert not swapped
 
 
-@given(plans())
-def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
-    problem, order, flags = plan
-    evaluator = Evaluator(problem, order)
-    peak, _ = evaluator.quick(flags)
+def check_levels(evaluator: Evaluator, events: Events, replayed: list[int]) -> None:
+    """Bytes run by run, and who is alive then."""
+    problem = evaluator.problem
     levels = evaluator.levels
-    assert levels.max() == peak
-    assert levels[evaluator.peak_run] == peak
+    assert levels.max() == levels[evaluator.peak_run] == max(replayed)
     birth, death = evaluator.lifetimes()
-    truth = [at for at, kind in enumerate(expand(*plan).kind.tolist()) if kind in (FIRST, REDO)]
-    replayed = replay(problem, expand(*plan)).levels
+    truth = [at for at, kind in enumerate(events.kind.tolist()) if kind in (FIRST, REDO)]
     for run, (code, event) in enumerate(zip(evaluator.runs.tolist(), truth, strict=True)):
         alive = ((birth <= run) & (run <= death)).sum(axis=0)
         exact = int((alive * problem.nbytes).sum()) + problem.persistent_bytes
@@ -149,7 +142,7 @@ def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
         exact += int((problem.redo_ws if again else problem.node_ws)[node])
         made = problem.outputs(node)
         exact += sum(int(problem.nbytes[s]) for s in made.tolist() if again and birth[1, s] != run)
-        taken = int(expand(*plan).reuse[event])
+        taken = int(events.reuse[event])
         assert replayed[event] == exact - (int(problem.nbytes[taken]) if taken >= 0 else 0)
     there = birth >= 0
     assert np.array_equal(death >= 0, there)
@@ -157,29 +150,6 @@ def test_levels_and_lifetimes_describe_the_plan(plan: Plan) -> None:
     assert np.all(death[there] < len(levels))
     assert np.array_equal(birth[1] >= 0, evaluator.recomputed())
     assert np.array_equal(birth[2] >= 0, evaluator.swapped())
-
-
-@given(plans(), st.integers(0, 2**32 - 1))
-def test_a_plan_costs_the_same_after_any_other(plan: Plan, seed: int) -> None:
-    problem, order, flags = plan
-    evaluator = Evaluator(problem, order)
-    first = evaluator.evaluate(flags)
-    evaluator.quick(np.random.default_rng(seed).integers(0, 4, problem.n_storages).astype(np.int8))
-    assert evaluator.evaluate(flags) == first
-
-
-@given(plans())
-def test_nothing_is_recomputed_unless_the_plan_says_so(plan: Plan) -> None:
-    problem, order, _ = plan
-    for flag in (KEEP, DROP):
-        result = evaluate(problem, order, np.full(problem.n_storages, flag, dtype=np.int8))
-        assert result.redos == result.swaps == 0
-        assert result.latency_ns == int(problem.node_ns.sum() + problem.blk_ns.sum())
-
-
-@given(plans())
-def test_the_lower_bound_holds(plan: Plan) -> None:
-    assert lower_bound(plan[0]) <= evaluate(*plan).peak
 
 
 def test_the_lower_bound_is_reached_by_a_single_node() -> None:

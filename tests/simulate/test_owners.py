@@ -18,25 +18,9 @@ from magis.simulate.peak_breakdown import changes, live, peak_of, table
 from magis.simulate.simulator import replay
 from tests.graph.loop_graphs import sound
 from tests.nets import NETS
-from tests.oracles import captured
+from tests.oracles import captured, lives, no_scratch
 
 KINDS = {"forward": "activation", "backward": "gradient", "update": "update"}
-
-
-def nothing(op: Op, values: Mapping[int, Value]) -> int:
-    return 0
-
-
-def alive(graph: Graph, deaths: Mapping[int, int], storage: int, at: int) -> bool:
-    """Whether a temporary storage is in memory, by eager's lifetimes: looked up operator by operator."""
-    touched = [
-        position
-        for position, op in enumerate(graph.ops)
-        if any(graph.values[value].storage == storage for value in (*op.inputs(), *op.made()))
-    ]
-    returned = any(graph.values[value].storage == storage for value in graph.outputs)
-    last = len(graph.ops) if returned or storage not in deaths else max(deaths[storage] - 1, touched[0])
-    return bool(touched) and touched[0] <= at <= last
 
 
 def counted(graph: Graph, deaths: Mapping[int, int], at: int) -> Counter[tuple[str, str]]:
@@ -47,7 +31,7 @@ def counted(graph: Graph, deaths: Mapping[int, int], at: int) -> Counter[tuple[s
         if storage.persistent:
             path = names[storage.id].split(":")[-1] if storage.kind in ("parameter", "buffer", "state") else ""
             found[storage.kind, path.rpartition(".")[0]] += storage.nbytes
-        elif storage.kind == "temporary" and alive(graph, deaths, storage.id, at):
+        elif storage.kind == "temporary" and at in lives(graph, deaths, storage.id):
             for op in reversed(graph.ops[: at + 1]):
                 taken = {graph.values[value].storage for value in op.inputs()}
                 made = {graph.values[value].storage for value in op.made()}
@@ -61,9 +45,9 @@ def counted(graph: Graph, deaths: Mapping[int, int], at: int) -> Counter[tuple[s
 @pytest.mark.parametrize("name", ["encoder-layer", "tied", "inplace-dropout", "batch-norm", "conv-inplace"])
 def test_every_byte_at_the_peak_has_the_owner_that_a_count_finds(name: str) -> None:
     step = captured(NETS[name].build())
-    profile = replay(step.graph, nothing, deaths=step.deaths)
+    profile = replay(step.graph, no_scratch, deaths=step.deaths)
     at = profile.tensors.index(profile.tensor_bytes)
-    peak = peak_of(step.graph, nothing, profile, deaths=step.deaths)
+    peak = peak_of(step.graph, no_scratch, profile, deaths=step.deaths)
     assert {(row.kind, row.module): row.nbytes for row in peak.held} == counted(step.graph, step.deaths, at)
     assert peak.tensor_bytes == profile.tensor_bytes
     assert (peak.op, peak.module, peak.phase) == (
@@ -72,7 +56,7 @@ def test_every_byte_at_the_peak_has_the_owner_that_a_count_finds(name: str) -> N
         step.graph.ops[at].phase,
     )
     for position in range(0, len(step.graph.ops), 7):
-        rows = table(live(step.graph, position, nothing, deaths=step.deaths))
+        rows = table(live(step.graph, position, no_scratch, deaths=step.deaths))
         assert sum(row.nbytes for row in rows) == profile.tensors[position]
 
 
@@ -91,8 +75,8 @@ def test_scratch_is_told_beside_the_tensors() -> None:
 
 def test_within_a_loop_the_tensors_of_one_part_count_too() -> None:
     graph = replace(sound(), ops=tuple(_in_module(op, "outside") for op in sound().ops))
-    profile = replay(graph, nothing)
-    peak = peak_of(graph, nothing, profile)
+    profile = replay(graph, no_scratch)
+    peak = peak_of(graph, no_scratch, profile)
     assert peak.tensor_bytes == profile.tensor_bytes
     assert {row.module for row in peak.held if row.kind == "activation"} >= {"outside.inside"}
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from magis.graph import Graph, Op, Ref, Storage, Value
 from magis.simulate.simulator import replay, rounded
+from tests.oracles import lives, no_scratch
 from tests.strategies import schedules
 
 
@@ -17,29 +18,16 @@ def scratch(op: Op, values: Mapping[int, Value]) -> int:
     return 7 * (op.id % 3)
 
 
-def nothing(op: Op, values: Mapping[int, Value]) -> int:
-    return 0
-
-
 def counted(graph: Graph, at: int, *, deaths: dict[int, int] | None, rounding: int, held: frozenset[int]) -> int:
     """Bytes of tensors during operator ``at``, storage by storage."""
     total = 0
     for storage in graph.storages.values():
         blocks = (storage.nbytes + rounding - 1) // rounding * rounding
-        touched = [
-            position
-            for position, op in enumerate(graph.ops)
-            if any(graph.values[value].storage == storage.id for value in (*op.inputs(), *op.made()))
-        ]
         if storage.persistent:
             total += blocks
-        elif storage.kind == "temporary" and touched:
-            last = touched[-1]
-            if deaths is not None:
-                last = max(deaths[storage.id] - 1, touched[0]) if storage.id in deaths else len(graph.ops)
-            if any(graph.values[value].storage == storage.id for value in graph.outputs):
-                last = len(graph.ops)
-            if storage.id in held or touched[0] <= at <= last:
+        elif storage.kind == "temporary":
+            alive = lives(graph, deaths, storage.id)
+            if alive and (storage.id in held or at in alive):
                 total += blocks
     return total
 
@@ -99,12 +87,12 @@ def test_a_chain_by_hand() -> None:
 
 
 def test_the_first_of_equal_peaks_is_named() -> None:
-    profile = replay(chain(), lambda op, values: 153 - replay(chain(), nothing).tensors[op.id])
+    profile = replay(chain(), lambda op, values: 153 - replay(chain(), no_scratch).tensors[op.id])
     assert profile.peak_position == 0
 
 
 def test_a_step_without_operators_is_what_persists() -> None:
-    profile = replay(Graph({1: Storage(1, 10, "buffer")}, {}, (), (), ()), nothing, rounding=8)
+    profile = replay(Graph({1: Storage(1, 10, "buffer")}, {}, (), (), ()), no_scratch, rounding=8)
     assert (profile.peak_bytes, profile.tensor_bytes, profile.persistent_bytes) == (16, 16, 16)
     assert profile.peak_position == -1
 

@@ -19,7 +19,9 @@ from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
 from magis.simulate.problem import SWAP
 from magis.simulate.simulator import UNTIMED, replay, timeline
+from magis.units import MIB
 from tests.graph.loop_graphs import sound
+from tests.oracles import no_scratch
 from tests.rewrite.cases import case_of
 from tests.strategies import random_flags
 
@@ -39,6 +41,8 @@ def test_both_steps_last_and_peak_as_simulated(swapped: CaseResult) -> None:
         assert max(span.nbytes for span in spans) == step.simulated.peak_bytes
         assert step.at_peak is not None
         assert step.at_peak.tensor_bytes == step.simulated.tensor_bytes
+        assert step.reserved_bytes is not None
+        assert step.simulated.peak_bytes <= step.reserved_bytes < 2 * step.simulated.peak_bytes + 24 * MIB
         for stream in {span.stream for span in spans}:
             own = [span for span in spans if span.stream == stream]
             assert all(a.start_ms + a.ms <= b.start_ms + 1e-9 for a, b in pairwise(own))
@@ -85,12 +89,8 @@ class Microsecond:
 
 def test_parts_of_a_loop_are_told_one_by_one() -> None:
     graph, times = sound(), Microsecond()
-
-    def nothing(op, values) -> int:  # type: ignore[no-untyped-def]
-        return 0
-
-    profile = replay(graph, nothing)
-    spans = timeline(graph, times, nothing, profile)
+    profile = replay(graph, no_scratch)
+    spans = timeline(graph, times, no_scratch, profile)
     assert [span.op for span in spans].count("aten.exp.default") == 2
     assert [span.op for span in spans].count("magis.reduce") == 2 * (3 + 1)
     assert max(span.nbytes for span in spans) == profile.peak_bytes
@@ -114,7 +114,7 @@ def test_calls_and_copies_start_when_what_they_wait_for_is_done(seed: int) -> No
     flags[rng.random(len(flags)) < 0.3] = SWAP
     graph, _ = found.check(found.program_order(), flags)
     times = Uneven()
-    spans = timeline(graph, times, lambda _op, _values: 0, replay(graph, lambda _op, _values: 0))
+    spans = timeline(graph, times, no_scratch, replay(graph, no_scratch))
     assert [(span.op, span.stream, span.start_ms, span.ms, span.again) for span in spans] == list(
         expected(graph, times)
     )

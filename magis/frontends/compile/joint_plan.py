@@ -26,8 +26,8 @@ from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.realize import realize
-from magis.runtime.isolated_scratch import measure_workspaces
 from magis.runtime.measure import collector_spared
+from magis.runtime.scratch import measure_workspaces
 from magis.runtime.swap_streams import GeneratorStates
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective
 from magis.search.driver import search

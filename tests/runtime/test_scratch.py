@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 (as everywhere)
 
 from magis.cost.signature import parse, signature
 from magis.graph.nodes import Op, Ref, Scalar, Value
-from magis.runtime.isolated_scratch import make_tensors, measure_workspaces
+from magis.runtime import scratch
 from magis.runtime.measure import window_peak
-from tests.cost.recording import Recording, record
+from magis.runtime.scratch import Needs, make_tensors, measure_workspaces, measured_aside, needs
+from tests.cost.recording import Recording, steps
 
 
 def workspace(text: str) -> int:
@@ -64,50 +64,25 @@ def test_convolutions_take_scratch_and_it_is_found(channels: int) -> None:
         assert workspace(text) == in_the_open(op, make_tensors(op, values)) > 0
 
 
-@pytest.fixture(scope="module")
-def steps() -> dict[str, Recording]:
-    """A convolution network's and a transformer's step, forward, backward and update, as recorded calls."""
-    torch.manual_seed(0)
-    image, words = torch.rand(2, 3, 16, 16), torch.zeros(2, 8, dtype=torch.int64)
-    vision = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
-        torch.nn.Conv2d(8, 8, 3, groups=2), torch.nn.Upsample(scale_factor=2), torch.nn.Dropout(0.1),
-        torch.nn.Flatten(), torch.nn.Linear(800, 5),
-    )  # fmt: skip
-    table = torch.nn.Embedding(30, 16)
-    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu")
-    targets = torch.zeros(2, dtype=torch.int64)
-
-    def see() -> None:
-        F.cross_entropy(vision(image), targets).backward()
-        torch.optim.AdamW(vision.parameters(), foreach=False).step()
-
-    def read() -> None:
-        layer(table(words)).square().mean().backward()
-        torch.optim.SGD([*layer.parameters(), *table.parameters()], lr=0.1, momentum=0.9, foreach=False).step()
-
-    return {"vision": record(see), "language": record(read)}
-
-
 def items(recording: Recording) -> Iterator[tuple[Op, dict[int, Value]]]:
     return ((op, recording.values) for op in recording.calls)
 
 
 @pytest.mark.parametrize("name", ["vision", "language"])
-def test_whole_steps_are_measured_and_repeat_exactly(steps: dict[str, Recording], name: str) -> None:
-    found = measure_workspaces(items(steps[name]))
-    assert found.keys() == {signature(*item) for item in items(steps[name])}, "some operator refused"
+def test_whole_steps_are_measured_and_repeat_exactly(name: str) -> None:
+    found = measure_workspaces(items(steps()[name]))
+    assert found.keys() == {signature(*item) for item in items(steps()[name])}, "some operator refused"
     assert any(found.values())
     assert all(nbytes >= 0 for nbytes in found.values())
-    backwards = measure_workspaces(reversed(list(items(steps[name]))))
+    backwards = measure_workspaces(reversed(list(items(steps()[name]))))
     assert backwards == found
     key = max(found, key=lambda key: found[key])
     assert measure_workspaces([parse(key)]) == {key: found[key]}, "alone as among others"
 
 
-def test_threads_are_part_of_the_answer(steps: dict[str, Recording]) -> None:
+def test_threads_are_part_of_the_answer() -> None:
     threads = torch.get_num_threads()
-    norm = [item for item in items(steps["language"]) if "native_layer_norm_backward" in item[0].target]
+    norm = [item for item in items(steps()["language"]) if "native_layer_norm_backward" in item[0].target]
     found = []
     try:
         for count in (1, 2):
@@ -157,3 +132,49 @@ def test_a_value_that_comes_twice_is_one_tensor() -> None:
     op = Op(0, "aten.mul.Tensor", (Ref(3), Ref(3)), (("out", (Ref(3), Scalar("b"), (Scalar("a"), Scalar("b")))),), ())
     assert list(make_tensors(op, {3: value})) == [3]
     assert set(op.scalars()) == {"a", "b"}
+
+
+# --- what operators' tensors must hold, and calls that end their process ----------------------------------------------
+
+ADD = "aten.add_.Scalar(float32[64]{1}, 1)"
+BAGS = "aten._embedding_bag.default(float32[50,8]{8,1}, int64[32]{1}, int64[4]{1}, False, 0, False, None, False, -1)"
+ROW, BIAS, GATES = "float32[128,64,128]{8192,128,1}", "float32[512]{1}", "float32[512,128]{128,1}"
+STATE = "float32[1,64,128]{8192,128,1}"
+# a workspace of 64 bytes where the kernel takes 17 MB for granted: far beyond any memory that happens to lie there
+DEADLY = (
+    f"aten.mkldnn_rnn_layer_backward.default({ROW}, {GATES}, {GATES}, {BIAS}, {BIAS}, {STATE}, {STATE}, {ROW}, {STATE},"
+    f" {STATE}, {ROW}, None, None, False, 2, 128, 1, True, True, False, [], False, uint8[64]{{1}})"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("aten.mm.default(float32[64,64]{64,1}, float32[64,64]{1,64})", Needs.ANYTHING),
+        ("aten.embedding.default(float32[50,8]{8,1}, int64[32]{1})", Needs.ANYTHING),
+        ("aten.mul.Tensor(int64[8]{1}, int64[8]{1})", Needs.ANYTHING),
+        (BAGS, Needs.NUMBERS),
+        ("aten.prod.dim_int(float32[8,8]{8,1}, 1)", Needs.NUMBERS),
+        (DEADLY, Needs.BYTES),
+        ("mine.attend.default(float32[8]{1})", Needs.BYTES),
+    ],
+)
+def test_needs(text: str, wanted: Needs) -> None:
+    assert needs(*parse(text)) is wanted
+
+
+def test_what_must_not_be_made_up_is_left_out() -> None:
+    assert measure_workspaces([parse(DEADLY), parse(ADD)]) == {ADD: 12}
+
+
+def test_a_call_that_ends_its_process_is_left_out_and_nothing_else() -> None:
+    bad = "aten.mm.default(float32[2,3]{3,1}, float32[2,3]{3,1})"
+    found = measured_aside([ADD, DEADLY, bad, BAGS])
+    assert found.keys() == {ADD, BAGS}
+    assert found[ADD] == 12
+
+
+def test_a_call_that_never_comes_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "PATIENCE_SECONDS", 0.0)
+    assert measured_aside([ADD]) == {}
+    assert torch.ones(1).item() == 1.0

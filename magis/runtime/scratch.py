@@ -1,0 +1,319 @@
+"""Workspaces: the scratch bytes that each operator allocates, by signature.
+
+Each distinct signature is called on made-up tensors of the same shapes, strides and types, under one profile of the CPU
+allocator for all of them. Workspaces depend on the instruction set, on the number of threads and on the torch version
+(the device identity), and mostly not on the numbers in the tensors. The made-up numbers only have to be harmless:
+floats in [0.5, 1) (valid variances and probabilities), whole numbers 0 (valid indices), scalars 1. One call before the
+measured one lets kernels fill their caches, which are no scratch.
+
+That is exact where a kernel allocates by shapes alone, as dense arithmetic does. It is not where whole numbers say how
+much there is to do (bags, segments, places to scatter to); and it can end the process where a tensor holds another
+kernel's bytes, which only that one can write. There a whole step is run on its own tensors (`record_workspaces`), else
+a process of its own tries made-up ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from magis.cost.shapes import reach
+from magis.cost.signature import parse, signature
+from magis.graph import Graph
+from magis.graph.nodes import ITEM_SIZE, Op, Value
+from magis.ops.call import CallError, call, resolve, shaped_by_contents
+from magis.ops.fake_results import IN_TRAINING, masked, with_bits
+from magis.ops.generators import own_kept
+from magis.ops.operators import op_info
+from magis.runtime.codegen import compile_step
+from magis.runtime.measure import Allocation, allocations, logged, memory_profile, replay
+from magis.runtime.steps import GraphStep
+
+
+class Needs(Enum):
+    """What a call's tensors must hold for its scratch to be that of the step."""
+
+    ANYTHING = "anything harmless"
+    NUMBERS = "the step's own numbers"
+    """Made-up ones are an estimate, and tried where a crash takes nobody else along."""
+    BYTES = "the bytes that another operator wrote"
+    """Never made up."""
+
+
+_PRIVATE = (
+    "mkldnn", "cudnn", "miopen", "onednn", "fbgemm", "quantize", "qlinear", "qconv", "_thnn_fused", "_sparse", "_cslt",
+    "_weight_int", "_dyn_quant", "_nested", "_jagged", "_pack_padded", "_prepack", "_packed",
+)  # fmt: skip
+"""In names of operators that hand packed bytes to each other."""
+
+_BY_SHAPES = ("copy", "fill", "none", "gather", "pool", "softmax", "random")
+"""Kinds of operators whose scratch hangs on shapes alone, unless their row says otherwise; those that torch calls
+pointwise are such, too."""
+
+
+def needs(op: Op, values: Mapping[int, Value]) -> Needs:
+    """What is to be in the tensors of `op` when its scratch is measured."""
+    space, name = (*op.target.split("."), "")[:2]
+    if space != "aten" or any(part in name for part in _PRIVATE):
+        return Needs.ANYTHING if _is_first(name, op, values) else Needs.BYTES
+    info = op_info(op.target)
+    if info.scratch == "values" or shaped_by_contents(op, values):
+        return Needs.NUMBERS
+    whole = {values[number].dtype for number in op.inputs() if _is_whole(values[number].dtype)}
+    by_shapes = info.scratch == "shapes" or (not info.scratch and info.kind in _BY_SHAPES)
+    return Needs.ANYTHING if not whole or by_shapes or info.view or _is_pointwise(op.target) else Needs.NUMBERS
+
+
+def _is_first(name: str, op: Op, values: Mapping[int, Value]) -> bool:
+    """Whether an operator of such a family is the one that makes the bytes, of floats alone."""
+    floats = all(not _is_whole(values[number].dtype) and values[number].dtype != "bool" for number in op.inputs())
+    return op.target.startswith("aten.") and "backward" not in name and "quant" not in name and floats
+
+
+def _is_whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint"))
+
+
+def _is_pointwise(target: str) -> bool:
+    try:
+        return torch.Tag.pointwise in resolve(target).tags
+    except CallError:
+        return False
+
+
+def measure_workspaces(
+    items: Iterable[tuple[Op, Mapping[int, Value]]], limit_bytes: int | None = None
+) -> dict[str, int]:
+    """Bytes that each operator allocates at its worst moment beyond its fresh outputs, by signature; on the
+    CPU.
+
+    Left out of the answer: operators that refuse made-up arguments (they raise) or that must not be given any, those
+    whose process ended over them, and, with `limit_bytes`, those whose arguments and outputs alone are larger than
+    that. The result repeats exactly.
+    """
+    here: list[tuple[Op, Mapping[int, Value]]] = []
+    aside: dict[str, None] = {}
+    for op, values in items:
+        wanted = needs(op, values)
+        if wanted is Needs.BYTES or (limit_bytes is not None and _bytes(op, values) > limit_bytes):
+            continue
+        if wanted is Needs.ANYTHING:
+            here.append((op, values))
+        else:
+            aside[signature(op, values)] = None
+    return {**measure_here(here), **measured_aside(tuple(aside))}
+
+
+def _bytes(op: Op, values: Mapping[int, Value]) -> int:
+    touched = dict.fromkeys((*op.inputs(), *op.made()))
+    looks = [values[number] for number in touched]
+    return sum(reach(value.shape, value.stride) * ITEM_SIZE[value.dtype] for value in looks)
+
+
+# Made-up tensors, and calls on them in this process.
+
+
+def make_tensors(op: Op, values: Mapping[int, Value], device: torch.device | str = "cpu") -> dict[int, torch.Tensor]:
+    """Made-up tensors for the inputs of `op` by value id: exact shapes, strides and types, storages apart.
+
+    The numbers come from a fixed seed and are the same for every call.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    return {number: _tensor(values[number], generator) for number in dict.fromkeys(op.inputs())}
+
+
+def _tensor(value: Value, generator: torch.Generator) -> torch.Tensor:
+    """A tensor as `value` describes it, at offset 0 of a storage that is just large enough."""
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    length = reach(value.shape, value.stride)
+    flat: torch.Tensor
+    if dtype == torch.bool:
+        flat = torch.rand(length, generator=generator, device=generator.device) < 0.5
+    elif dtype.is_floating_point or dtype.is_complex:
+        flat = torch.rand(length, generator=generator, device=generator.device).add_(1).mul_(0.5).to(dtype)
+    else:
+        flat = torch.zeros(length, dtype=dtype, device=generator.device)
+    # filled before it is strided: an expanded tensor (stride 0) cannot be written in place
+    return with_bits(flat.as_strided(value.shape, value.stride), value.bits)
+
+
+def measure_here(items: Iterable[tuple[Op, Mapping[int, Value]]]) -> dict[str, int]:
+    """Bytes that each operator allocates in this process, on made-up arguments, by signature.
+
+    Runs every distinct signature of `items` (operator, values of the graph) twice with the thread count in force; never
+    more than one signature's arguments are alive. The global random-number generator is left as it was.
+    """
+    distinct: dict[str, tuple[Op, Mapping[int, Value]]] = {}
+    for op, values in items:
+        distinct.setdefault(signature(op, values), (op, values))
+    fresh_bytes: dict[str, int] = {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), memory_profile() as log:
+        for key, (op, values) in distinct.items():
+            fresh = _call_marked(op, values)
+            if fresh is not None:
+                fresh_bytes[key] = fresh
+    windows = [*_between_marks(log)][1::2]
+    return {
+        key: max(0, replay(w).peak_bytes - fresh) for w, (key, fresh) in zip(windows, fresh_bytes.items(), strict=True)
+    }
+
+
+def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
+    """Call `op` between two marks; bytes of the storages that it made and returned, or None if it refuses."""
+    tensors = make_tensors(op, values)
+    scalars = dict.fromkeys(op.scalars(), 1.0)
+    made = [values[number] for number in op.made()]
+    packs = op.target in IN_TRAINING and (not made or made[-1].numel > 0)
+    older = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    with torch.set_grad_enabled(packs):
+        try:
+            call(op, tensors, scalars)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            return None
+        _mark()
+        results = call(op, tensors, scalars)
+        _mark()
+    # without what some kernels make although nobody asked for it
+    wanted: tuple[torch.Tensor | None, ...] = masked(resolve(op.target), op.args, results)
+    fresh: dict[int, int] = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (result.untyped_storage() for result in wanted if result is not None)
+        if storage.data_ptr() not in older
+    }
+    return sum(fresh.values())
+
+
+_MARK = "magis mark"
+
+
+def _mark() -> None:
+    with record_function(_MARK):
+        pass
+
+
+def _between_marks(log: Any) -> Iterator[list[Allocation]]:
+    """The allocator's events up to each mark, from the one before it on."""
+    events = allocations(log)
+    at = 0
+    for moment in sorted(node.start_time_ns for node in logged(log) if node.name == _MARK):
+        first = at
+        while at < len(events) and events[at].time_ns <= moment:
+            at += 1
+        yield events[first:at]
+
+
+# Operators within a step that runs on its own tensors.
+
+
+def record_workspaces(graph: Graph, ready: Callable[[], GraphStep]) -> dict[str, int]:
+    """Bytes that each operator of a whole step allocates on the step's own numbers, by signature; on the CPU.
+
+    The step runs twice, as generated code does, each time on the tensors of a new one that `ready` makes, and with the
+    generators as they are now: what it branches on shall not have moved. Where calls of one signature differ, the most
+    that any takes. All generators are left as they were.
+    """
+
+    def run(log: AbstractContextManager[Any]) -> Any:
+        made = ready()
+        with torch.random.fork_rng(devices=[]), own_kept(made.generators):
+            made.prepare()
+            step, numbers = compile_step(graph, between=_mark, generators=made.generators), made.numbers()
+            with log as window, record_function("magis step"):
+                kept = step(made.tensors, numbers)
+        del kept
+        return window
+
+    run(nullcontext())
+    log = run(memory_profile())
+    found: dict[str, int] = {}
+    calls, windows = [*_called(graph)], [*_between_marks(log)]
+    if len(calls) != len(windows):
+        return {}  # it is not known which window is whose
+    for (op, inside), events in zip(calls, windows, strict=True):
+        window = replay(events)
+        key = signature(op, inside.values)
+        # some kernels make what nobody asked for, which is scratch
+        stays = min(window.kept_bytes, _made_bytes(op, inside)) if None in op.outputs else window.kept_bytes
+        found[key] = max(found.get(key, 0), window.peak_bytes - stays)
+    return found
+
+
+def _called(graph: Graph) -> Iterator[tuple[Op, Graph]]:
+    """Calls of torch's operators with their graph, in the order in which generated code makes them."""
+    for op in graph.ops:
+        if op.body is not None:
+            for _ in range(op.body.parts):
+                yield from _called(op.body.graph)
+        elif not op.target.startswith("magis."):
+            yield op, graph
+
+
+def _made_bytes(op: Op, graph: Graph) -> int:
+    given = {graph.values[value].storage for value in op.inputs()}
+    fresh = {graph.values[value].storage for value in op.made()} - given
+    return sum(graph.storages[storage].nbytes for storage in fresh)
+
+
+# Operators that a process of its own tries out, which may die of it.
+# Run as ``python -m magis.runtime.scratch``: signatures come as lines on standard input, answers leave as lines on
+# standard output, one each, `null` for a call that raises. Whoever asks sees from the end of the answers which call
+# ended the process, leaves that one out and goes on with the next in a process of its own. Starting one takes seconds,
+# so only operators that need it are tried this way.
+
+PATIENCE_SECONDS = 120
+"""For all calls of one process together: a kernel that made-up numbers send into an endless loop ends with it."""
+
+
+def measured_aside(keys: Sequence[str]) -> dict[str, int]:
+    """Workspace bytes by signature; left out are those that raised, ended their process, or never came back."""
+    found: dict[str, int] = {}
+    pending = list(keys)
+    while pending:
+        answers = list(_answers(pending))
+        found.update({key: nbytes for key, nbytes in zip(pending, answers, strict=False) if nbytes is not None})
+        pending = pending[len(answers) + 1 :]  # without the one that it died of
+    return found
+
+
+def _answers(keys: Sequence[str]) -> Iterator[int | None]:
+    paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 (an empty one stands for this folder)
+    command = [sys.executable, "-P", "-m", "magis.runtime.scratch", str(torch.get_num_threads())]
+    try:
+        said = subprocess.run(
+            command,
+            input="".join(f"{key}\n" for key in keys).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C reaches the one who asks
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+    for line in said.splitlines():
+        yield json.loads(line)
+
+
+def main() -> None:
+    """Answer line by line until the input ends."""
+    torch.set_num_threads(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # kernels and profilers that print
+    for line in sys.stdin.read().splitlines():
+        nbytes = measure_here([parse(line)]).get(line)
+        answers.write(f"{json.dumps(nbytes)}\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
