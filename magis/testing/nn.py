@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from magis.capture.workload import Workload
 from magis.models.building import SEED, Style, choose
-from magis.models.convnets import DENSENETS, RESNETS, VGGS, DenseNetConfig, ResNetConfig, VggConfig
+from magis.models.convnets import DENSENETS, RESNETS, VGGS, DenseNetConfig, MlpConfig, ResNetConfig, VggConfig
 from magis.models.convnets import densenet as make_densenet
+from magis.models.convnets import mlp as make_mlp
 from magis.models.convnets import resnet as make_resnet
 from magis.models.convnets import vgg as make_vgg
 from magis.models.decoders import BtlmConfig, GptConfig, GptNeoConfig
@@ -26,8 +27,6 @@ from magis.models.decoders import gpt_neo as make_gpt_neo
 from magis.models.encoders import BERT_SIZES, VIT_SIZES, BertConfig, VitConfig
 from magis.models.encoders import bert as make_bert
 from magis.models.encoders import vit as make_vit
-from magis.models.mlp import MlpConfig
-from magis.models.mlp import mlp as make_mlp
 from magis.models.unet import UNetConfig, UNetPlusPlusConfig
 from magis.models.unet import unet as make_unet
 from magis.models.unet import unetpp as make_unetpp

@@ -12,8 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.preset_sizes import measure
 from magis.models import get, resolve
-from magis.models.attention import SelfAttention
-from magis.models.building import REAL, SEED, SizeError
+from magis.models.building import REAL, SEED, SelfAttention, SizeError
 from magis.models.decoders import Gpt, GptConfig, gpt
 
 TINY = GptConfig(2, 6, layers=2, width=8, heads=2, vocab_size=9, max_positions=7, dropout=0.0)

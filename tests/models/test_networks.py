@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.models import GATE_NAMES, SEED_NAMES, Workload, all_names, get
-from magis.models.attention import SelfAttention, alibi_slopes, causal_mask
-from magis.models.building import REAL, SEED
+from magis.models.building import REAL, SEED, SelfAttention, alibi_slopes, causal_mask
 from magis.models.decoders import Btlm, BtlmConfig, GptNeo, GptNeoConfig
 from magis.models.encoders import VIT_SIZES, BertConfig, VitConfig, bert, vit
 

@@ -10,7 +10,7 @@ import torch
 
 from magis.errors import UsageError
 from magis.models.building import REAL
-from magis.models.mlp import MlpConfig, mlp
+from magis.models.convnets import MlpConfig, mlp
 from magis.strategies.single_device import local
 from magis.strategies.strategy_names import LISTED, PLANNED_CODE, PLANS, family, is_local
 from pytest_magis.strategies import Magis, by_name
