@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from torch.nn import functional
 from magis.capture.workload import Workload
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @contextmanager
@@ -88,11 +91,7 @@ class SizeError(UsageError):
     """A network cannot be built at the sizes asked for."""
 
 
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-def check_sizes(model: str, config: _Dataclass) -> None:
+def check_sizes(model: str, config: DataclassInstance) -> None:
     """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1.
 
     Sizes are the fields annotated `int` or `tuple[int, ...]`.

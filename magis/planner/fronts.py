@@ -57,13 +57,17 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
-    if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+    if seconds is not None and not _is_amount(seconds):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case), points)
+
+
+def _is_amount(number: object) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < math.inf
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
