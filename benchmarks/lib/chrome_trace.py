@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from magis.report.atomic_files import check_writable, write_bytes_atomically
+from magis.report.text_store import check_writable, write_bytes_atomically
 from magis.runtime.measure import quiet_profiler
 from magis.runtime.steps import Step, whole_step
 

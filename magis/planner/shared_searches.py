@@ -29,8 +29,7 @@ import numpy as np
 
 from magis.errors import UsageError
 from magis.graph import digest
-from magis.report.atomic_files import write_bytes_atomically
-from magis.report.text_store import code_digest
+from magis.report.text_store import code_digest, write_bytes_atomically
 from magis.search.budgeted_evaluator import JudgedPlan, Over, never
 from magis.search.fission_pareto import DivisibleStep, Findings, LoopPlace, PointRecord, findings
 from magis.simulate.problem import DROP, Int8s, Int32s

@@ -3,7 +3,6 @@
 Imports neither torch nor pandas; pandas is loaded when a table is written or read.
 """
 
-from magis.report.atomic_files import check_writable, write_text_atomically
 from magis.report.pictures import front_svg, front_text, thinned, thinned_timelines, trace_text
 from magis.report.results_table import (
     COLUMNS,
@@ -15,6 +14,7 @@ from magis.report.results_table import (
     row_from_result,
     write_csv,
 )
+from magis.report.text_store import check_writable, write_text_atomically
 
 __all__ = [
     "COLUMNS",

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, TypeAlias
 
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
-from magis.report.atomic_files import write_text_atomically
+from magis.report.text_store import write_text_atomically
 from magis.results import CaseResult, RankMemory, StepFigures
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""Texts kept in a folder from run to run: written whole, bounded in number and bytes, read only if sound.
+"""Files that are whole at every moment; texts kept in a folder from run to run, bounded, read only if sound.
 
-A file is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user named.
-Whatever goes wrong costs the time that the file would have saved, and one warning: a folder that cannot be written
-means that nothing is kept. Two processes may use one folder: files are put in place in one step.
+Every file is written beside, flushed to the disk, then put in place in one step: two processes may use one folder. A
+kept one is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user
+named. Whatever goes wrong costs the time that it would have saved, and one warning: a folder that cannot be written
+means that nothing is kept.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import secrets
 import stat
 import time
 import warnings
@@ -21,9 +23,66 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
-from magis.errors import MagisError
-from magis.report.atomic_files import write_bytes_atomically
+from magis.errors import MagisError, UsageError
 from magis.units import MIB
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """As `write_bytes_atomically`, with text in UTF-8."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Replace the file `path` by `content`: a reader sees the old file or the new one, never a part.
+
+    Links are followed, so that the file they name is replaced and the link stays. When anything goes wrong, an
+    interrupt included, the old file is untouched and the temporary one is removed. Raises UsageError for a path that
+    cannot be written.
+    """
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        _refuse_special(path, target)
+        # "x" rather than mkstemp: the new file gets the permissions that any new file gets
+        with temporary.open("xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if target.exists():
+            temporary.chmod(target.stat().st_mode & 0o777)
+        temporary.replace(target)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):  # in place by now, or never made
+            temporary.unlink()
+
+
+def check_writable(path: Path) -> None:
+    """Raise UsageError unless `write_text_atomically` can replace `path` now. Leaves nothing behind.
+
+    Tries it with an empty file beside it: permission bits say little (to root, or on a read-only file system).
+    """
+    target = path.resolve()
+    probe = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        _refuse_special(path, target)
+        if not target.parent.is_dir():
+            kind = "not a directory" if target.parent.exists() else "no such directory"
+            raise UsageError(f"cannot write {path}: {kind}: {target.parent}")
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _refuse_special(path: Path, target: Path) -> None:
+    """Raise UsageError for a directory or a device: replacing those would destroy them."""
+    if target.is_dir():
+        raise UsageError(f"cannot write {path}: it is a directory")
+    if target.exists() and not target.is_file():
+        raise UsageError(f"cannot write {path}: it is not a regular file")
+
 
 # What a kept result depends on besides its case: the code that makes it.
 
