@@ -43,7 +43,7 @@ class Point:
 def plans(subject: Subject, ratio: float) -> tuple[Plan, Plan]:
     """The plans for a simulated latency ratio without and with fission."""
     limit = int(ratio * subject.latency_ns(subject.captured.graph))
-    without = plan_whole(subject, PlanScratch(subject, None), Objective(latency_limit_ns=limit))
+    without = plan_whole(PlanScratch(subject, None), Objective(latency_limit_ns=limit))
     with_it = plan(subject, memory_limit=None, latency_limit_ns=limit, budget=None, seconds=None, seed=0, stored=None)
     return without, with_it
 

@@ -73,7 +73,7 @@ def main() -> None:
         graph, costs = subject.normal, subject.costs({})
         nodes = compile_problem(graph, costs, reuse=True).problem.n_nodes
         goal = Objective(memory_limit=int(asked.memory * subject.original.peak_bytes))
-        planned = seconds(partial(plan_whole, subject, PlanScratch(subject, None), goal))
+        planned = seconds(partial(plan_whole, PlanScratch(subject, None), goal))
         front = seconds(partial(whole_front, graph, costs, reuse=True))
         divided = 0.0
         if asked.fission:

@@ -1,4 +1,5 @@
-"""Finds, before any case of a model runs, what only building, capturing and running that model can find.
+"""Finds, before any case of a model runs, what only building, capturing and running that model can find; and memory
+that grows from step to step.
 
 Fake tensors take some steps that eager refuses: their kernels do not compare the data types of a matrix product, say.
 So a captured step is looked through for mixed products, and run once in eager mode where cases run for real.
@@ -6,18 +7,27 @@ So a captured step is looked through for mixed products, and run once in eager m
 
 from __future__ import annotations
 
+import gc
 import traceback
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magis.cases.case_rows import attempt
 from magis.cases.contenders import technique_of
-from magis.cases.growth import growth
+from magis.cases.tensor_ledger import MadeStorage, TensorLedger, by_module
+from magis.dtypes import autocast_type
 from magis.errors import CaptureError, UsageError
+from magis.ops.generators import generators_kept
 from magis.planner.bench import Bench, Make
 from magis.planner.subject import Subject
-from magis.results import Case
+from magis.results import Case, StepGrowth
+from magis.runtime.measure import no_collection
+from magis.runtime.steps import EagerStep, Step
+from magis.strategies.single_device import on_fake_tensors
 
 EAGER_FIRST = "the step must run eagerly before it can be optimized"
 
@@ -63,3 +73,72 @@ def _place(error: BaseException) -> str:
         if not any(Path(frame.filename).is_relative_to(folder) for folder in own):
             return f" at {Path(frame.filename).name}:{frame.lineno}"
     return ""
+
+
+# Memory that grows from step to step: outputs, graphs or gradients kept alive, state made late, caches.
+
+STEPS = 4
+"""The second one is compared with the later ones: the first makes gradients and optimizer state."""
+
+
+def growth(subject: Subject) -> StepGrowth | None:
+    """What eager's step of a user's network leaves alive, step by step; None where nothing grows.
+
+    Run for real where cases of the network are, else on fake tensors. A step that runs in neither way is not looked at:
+    whoever runs it says what is wrong.
+    """
+    if subject.traced.optimizer.kind == "none":
+        return None
+    ways = ((_real, subject.kind), (_fake, "cpu")) if subject.runs else ((_fake, "cpu"),)
+    for make, device in ways:
+        try:
+            with generators_kept():
+                return grown(*make(subject), device)
+        except Exception:  # noqa: BLE001, S112  (said where the step is run for its own sake)
+            continue
+    return None
+
+
+def _real(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
+    return subject.eager(), nullcontext()
+
+
+def _fake(subject: Subject) -> tuple[Step, AbstractContextManager[object]]:
+    with FakeTensorMode():
+        mode, work = on_fake_tensors(subject.make())
+    cast = autocast_type(subject.source.dtype)
+
+    def around() -> AbstractContextManager[object]:
+        return nullcontext() if cast is None else torch.autocast("cpu", getattr(torch, cast))
+
+    explicit, seed = work.explicit_attention, subject.source.seed
+    return EagerStep(*work.parts, explicit_attention=explicit, around=around, seed=seed), mode
+
+
+def grown(step: Step, inside: AbstractContextManager[object], device: str) -> StepGrowth | None:
+    """Run a step some times; what is alive after each later one and was not after the second."""
+    ledger = TensorLedger(device)
+    held: list[tuple[MadeStorage, ...]] = []
+    with no_collection(), inside, ledger.modules.watched(), ledger:
+        for _ in range(STEPS):
+            step.prepare()
+            step.run()
+            step.prepare()  # neither gradients nor results are kept by the loop
+            gc.collect()
+            held.append(ledger.alive())
+    alive = [sum(each.nbytes for each in storages) for storages in held]
+    if min(alive[2:]) <= alive[1]:  # not at all, or not for good: what was freed again is no growth
+        return None
+    return StepGrowth(alive[-1] - alive[1], STEPS, by_module(_added(held[-1], held[1])))
+
+
+def _added(held: tuple[MadeStorage, ...], before: tuple[MadeStorage, ...]) -> list[MadeStorage]:
+    """Storages beyond those of the same size from the same place that were there before."""
+    known = Counter(before)
+    added = []
+    for each in held:
+        if known[each]:
+            known[each] -= 1
+        else:
+            added.append(each)
+    return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from magis.capture.with_optimizer import before_update, without_state
-from magis.cases.shared_tensors import SharedTensors, shared_tensors
 from magis.graph import Graph
 from magis.ops.generators import generator_of
+from magis.ops.held_tensors import PREFIX, look_up
 from magis.planner.subject import Subject
 from magis.results import RatioInterval
 from magis.runtime.double_precision import (
@@ -62,7 +63,10 @@ def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = N
 
     Steps have a module each; ``shared`` are other tensors that they write to.
     """
-    shared = SharedTensors({}) if shared is None else shared
+    return next(_unlike(eager, step, seed, SharedTensors({}) if shared is None else shared), SAME)
+
+
+def _unlike(eager: Step, step: Step, seed: int, shared: SharedTensors) -> Iterator[str]:
     for index in range(STEPS_COMPARED):
         returned, drawn = [], []
         for each in (eager, step):
@@ -70,26 +74,24 @@ def compare(eager: Step, step: Step, seed: int, shared: SharedTensors | None = N
             returned.append(each.results())
             drawn.append(_states(each))
         if len(returned[0]) != len(returned[1]):
-            return f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
+            yield f"differs: {len(returned[1])} results, eager has {len(returned[0])}"
         for position, (theirs, ours) in enumerate(zip(*returned, strict=True)):
             if not same(ours, theirs):
                 what = "loss" if position == 0 else f"result {position}"
-                return f"differs: {what} of step {index + 1}, by up to {furthest(ours, theirs):.3g}"
-        for said in _moved(*drawn):
-            return f"differs: {said} {index + 1}"
-    expected, found = eager.module.state_dict(), step.module.state_dict()
-    for name, tensor in expected.items():
-        if not same(found[name], tensor):
-            return f"differs: {name} after {STEPS_COMPARED} steps"
-    kept = step.state()
-    for name, tensor in eager.state().items():
-        if not same(kept[name], tensor):
-            return f"differs: optimizer state {name} after {STEPS_COMPARED} steps"
-    left = shared.left_by(step)
-    for name, tensor in shared.left_by(eager).items():
-        if not same(left[name], tensor):
-            return f"differs: {name} after {STEPS_COMPARED} steps"
-    return SAME
+                yield f"differs: {what} of step {index + 1}, by up to {furthest(ours, theirs):.3g}"
+        yield from (f"differs: {said} {index + 1}" for said in _moved(*drawn))
+    behind = f"after {STEPS_COMPARED} steps"
+    for what, expected, found in (
+        ("", eager.module.state_dict(), step.module.state_dict()),
+        ("optimizer state ", eager.state(), step.state()),
+        ("", shared.left_by(eager), shared.left_by(step)),
+    ):
+        yield from _changed(expected, found, f"{what}{{}} {behind}")
+
+
+def _changed(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], said: str) -> Iterator[str]:
+    """Of tensors by name, those that are not as expected."""
+    yield from (f"differs: {said.format(name)}" for name in expected if not same(found[name], expected[name]))
 
 
 def _seed(step: Step, seed: int) -> None:
@@ -219,13 +221,9 @@ def _otherwise_updated(
     twin.forward()
     generator_of(subject.torch_device).set_state(drawn)
     twin.update(gradients)
-    weights = dict(step.module.named_parameters())
-    for name, parameter in twin.module.named_parameters():
-        if not same(weights[name], parameter):
-            yield f"differs: {name} after the step, by the same gradient"
-    for name, tensor in twin.state().items():
-        if not same(step.state()[name], tensor):
-            yield f"differs: optimizer state {name} after the step, by the same gradients"
+    weights, theirs = (dict(each.module.named_parameters()) for each in (step, twin))
+    yield from _changed(theirs, weights, "{} after the step, by the same gradient")
+    yield from _changed(twin.state(), step.state(), "optimizer state {} after the step, by the same gradients")
 
 
 # The latency ratio of a case: two looks at it, of steps that are made anew for each.
@@ -295,3 +293,55 @@ def once_in_turns(step: Step) -> TurningStep:
         return step.run_in_turns(turn)
 
     return once
+
+
+# Tensors that a step writes beside its module's: counts of a loss, what a hook adds up in a closure, a global.
+# Modules and batches are copied for each step, these are not. Steps that are compared find what they left there
+# themselves, as if they ran alone.
+
+
+class SharedTensors:
+    """Keeps, for each step that runs `within`, what it leaves in ``tensors``; a step's first run begins with what was
+    there at the start."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._first = _contents(tensors)
+        self._left: dict[object, dict[str, Tensor]] = {}
+
+    @contextmanager
+    def within(self, step: object) -> Iterator[None]:
+        """Give ``step`` its own contents for the block, and put those of the start back behind it."""
+        self._fill(self.left_by(step))
+        try:
+            yield
+            self._left[step] = _contents(self._tensors)
+        finally:
+            self._fill(self._first)
+
+    def left_by(self, step: object) -> dict[str, Tensor]:
+        """Contents by name, as the last block of ``step`` left them."""
+        return self._left.get(step, self._first)
+
+    def _fill(self, contents: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(contents[name])
+
+
+def shared_tensors(subject: Subject) -> SharedTensors:
+    """What the subject's step writes and its modules do not own."""
+    (graph, cached), holders = (subject.captured.graph, subject.captured.cached), subject.holders
+    written = {storage for op in graph.ops for storage, _ in op.writes}
+    names = (value.name for value in map(graph.values.__getitem__, graph.inputs) if value.storage in written)
+    return SharedTensors(
+        {
+            name: cached[name] if name in cached else look_up(holders, name)
+            for name in names
+            if name in cached or name.startswith(PREFIX)
+        }
+    )
+
+
+def _contents(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from magis.cases.case_rows import Replayed
-from magis.cases.comparison import compare_by_kind, compare_losses
-from magis.cases.shared_tensors import shared_tensors
+from magis.cases.comparison import compare_by_kind, compare_losses, shared_tensors
 from magis.dtypes import autocast_type
 from magis.errors import UsageError, nearest
 from magis.graph import Graph

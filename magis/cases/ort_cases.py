@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.cases.comparison import TimingLook, TimingLooks, compare_losses
 from magis.planner.subject import Subject
-from magis.results import Case, CaseResult, Memory, RatioInterval, StepFigures, Term
+from magis.results import Case, CaseResult, RatioInterval, StepFigures
 from magis.runtime.steps import Step
 from magis.strategies.distributed import check_update, has_dropout, without_dropout
+from magis.strategies.ort import ort_step
 from magis.strategies.strategy_names import OrtName, ort_name
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ def ort_result(
     ``latency_bounds`` and ``rough`` are `run_case`'s. Raises UsageError without the extra, for operators that have no
     form in ONNX, and for ones that ONNX Runtime has no kernel for.
     """
-    from magis.strategies.ort.ort_step import check_installed
-
-    check_installed()
+    ort_step.check_installed()
     name = ort_name(case.strategy)
     if not name.inference:
         check_update(subject.traced, case.strategy)
@@ -56,12 +55,14 @@ class _OrtCase:
     rough: bool
 
     def result(self) -> CaseResult:
-        from magis.strategies.ort.ort_memory import MEASURED, PREDICTED
+        from magis.strategies.ort.ort_memory import MEASURED, PREDICTED, measured_memory, predicted_memory
         from magis.strategies.ort.ort_session import ort_version
 
         subject = self.subject
         self.progress("predicting")
-        predicted, terms = self._predicted()
+        exported = self._exported(dropout=True)
+        optimized, name = self.name.optimized, subject.traced.name
+        predicted, terms = predicted_memory(exported, optimized=optimized, name=name)
         original = original_figures(subject, measured=self._runs)
         simulated_ms = subject.latency_ns(subject.captured.original.graph) / 1e6
         row = other_result(self.case, subject, original, StepFigures(predicted, simulated_ms))
@@ -75,7 +76,7 @@ class _OrtCase:
         if not self._runs:
             return replace(found, note=f"{PREDICTED}; latency is of eager", numbers=NOT_RUN)
         self.progress("measuring in ONNX Runtime")
-        memory = self._measured()
+        memory = measured_memory(exported, optimized=optimized, name=name)
         numbers = self._numbers()
         looks = self._timed()
         figures = StepFigures(predicted, simulated_ms, memory, looks[0].whole.second_ms)
@@ -86,22 +87,8 @@ class _OrtCase:
     def _runs(self) -> bool:
         return self.subject.kind == "cpu" and self.subject.runs
 
-    def _predicted(self) -> tuple[Memory, tuple[Term, ...]]:
-        from magis.strategies.ort.ort_memory import predicted_memory
-
-        name, optimized = self.subject.traced.name, self.name.optimized
-        return predicted_memory(self._exported(dropout=True), name=name, optimized=optimized)
-
-    def _measured(self) -> Memory:
-        from magis.strategies.ort.ort_memory import measured_memory
-
-        name, optimized = self.subject.traced.name, self.name.optimized
-        return measured_memory(self._exported(dropout=True), name=name, optimized=optimized)
-
     def _exported(self, *, dropout: bool) -> Exported:
         """The step as ONNX, made once for all cases that run it."""
-        from magis.strategies.ort.ort_step import export_step
-
         name, subject = self.name, self.subject
         dropout = dropout and has_dropout(subject.traced.module)
 
@@ -109,14 +96,13 @@ class _OrtCase:
             work = subject.fresh() if self._runs else subject.traced
             if not dropout and has_dropout(work.module):
                 without_dropout(work.module)
-            return export_step(work, precision=name.precision, inference=name.inference)
+            return ort_step.export_step(work, precision=name.precision, inference=name.inference)
 
         return subject.memo.get(("onnx", name.precision, name.inference, dropout), made)
 
     def _step(self, *, dropout: bool) -> Step:
-        from magis.strategies.ort.ort_step import make_ort_step
-
-        return make_ort_step(self.subject.fresh(), self._exported(dropout=dropout), optimized=self.name.optimized)
+        exported = self._exported(dropout=dropout)
+        return ort_step.make_ort_step(self.subject.fresh(), exported, optimized=self.name.optimized)
 
     def _numbers(self) -> str:
         """Three steps beside eager's, without dropout: its random numbers are ONNX Runtime's own."""

@@ -20,9 +20,9 @@ from magis.cases.case_rows import (
     run_alone,
     too_large,
 )
+from magis.cases.check import growth
 from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
 from magis.cases.contenders import Candidate, check_precision, numbers_of, of_technique, technique_of
-from magis.cases.growth import growth
 from magis.cases.kept_results import KeptResults
 from magis.cases.ort_cases import ort_result
 from magis.cases.rank_cases import ranked_result
@@ -30,7 +30,6 @@ from magis.errors import UsageError
 from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces
-from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
@@ -68,13 +67,13 @@ def run_case(
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
         subject = bench.subject(case, make)
-        kind = family(case.strategy)
+        kind, told = family(case.strategy), progress or (lambda _text: None)
         check_precision(case)
         if kind == "ort":
-            return ort_result(case, subject, progress or (lambda _text: None), latency_bounds, rough=rough)
+            return ort_result(case, subject, told, latency_bounds, rough=rough)
         if kind == "distributed":
-            return ranked_result(case, subject, bench.pool_for(subject, make), progress or (lambda _text: None))
-        run = CaseRun(case, subject, progress, latency_bounds, rough=rough, timelines=timelines, growing=growing)
+            return ranked_result(case, subject, bench.pool_for(subject, make), told)
+        run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
         keeps = bench.kept if bench.keeps_results and not timelines else None
         with collector_spared():
             if keeps is None:
@@ -98,76 +97,65 @@ class _Outcome:
     note: str = ""
 
 
+@dataclass(eq=False)
 class CaseRun:
     """The parts of one case. After ``result``, ``graph`` is the optimized step (None but for "magis")."""
 
-    def __init__(
-        self,
-        case: Case,
-        subject: Subject,
-        progress: Progress | None = None,
-        latency_bounds: Sequence[float] = (),
-        *,
-        rough: bool = False,
-        timelines: bool = False,
-        growing: bool = False,
-    ) -> None:
-        check_amounts(case)
-        self._technique = technique_of(case, subject)
-        self.graph: Graph | None = None
-        self._case = case
-        self._subject = subject
-        self._progress = progress or (lambda _text: None)
-        self._bounds = tuple(latency_bounds)
-        self._rough = rough
-        self._timelines = timelines
-        self._growing = growing and case.strategy == "eager" and subject.source.of_user
+    case: Case
+    subject: Subject
+    progress: Progress = lambda _text: None
+    latency_bounds: Sequence[float] = ()
+    rough: bool = False
+    timelines: bool = False
+    growing: bool = False
+    graph: Graph | None = None
+
+    def __post_init__(self) -> None:
+        check_amounts(self.case)
+        self._technique = technique_of(self.case, self.subject)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
-        with products_of(self._subject.source.dtype):
+        """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
+        with products_of(self.subject.source.dtype):
             return self._result(stored, expected_graph)
 
     def _result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
-        subject, case = self._subject, self._case
-        self._progress("capturing")
+        subject, case = self.subject, self.case
+        self.progress("capturing")
         _ = subject.conformance  # first: where eager lays tensors out in another way, all that follows is by that
         original_ns = subject.latency_ns(subject.captured.original.graph)
         if subject.kind == "cpu":
-            self._progress("timing one step")
-        refusal = self._refusal()
-        measured = None
-        if refusal is None:
-            self._progress("measuring the original")
+            self.progress("timing one step")
+        measured, refusal = None, ""
+        if subject.runs:
+            self.progress("measuring the original")
             measured = attempt(lambda: subject.original_measured)
-            refusal = ran_out(subject) if measured is None else None
+            refusal = "" if measured else ran_out(subject)
+        elif not subject.simulated_only:  # where there is nothing to say
+            refusal = subject.too_slow or too_large(subject)
         reference = measured or subject.original
         table = planning_workspaces(subject, stored, expected_graph)
         limit = share_of(case.memory_ratio, reference.peak_bytes)
-        candidate = self._candidate(table, limit, original_ns, reference)
+        if case.strategy in PLANS:
+            candidate = self._planned(table, limit, original_ns, reference)
+        else:
+            candidate = of_technique(subject, self._technique)
         if measured is not None:
             outcome = self._execute(candidate, measured)
         else:
-            outcome = self._without_original(candidate, refusal or "")
+            outcome = self._without_original(candidate, refusal)
         return self._assembled(candidate, outcome, limit, original_ns)
-
-    # -- the candidate ------------------------------------------------------------------------------------------
-
-    def _candidate(
-        self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
-    ) -> Candidate:
-        if self._case.strategy in PLANS:
-            return self._planned(table, limit, original_ns, reference)
-        return of_technique(self._subject, self._technique)
 
     def _planned(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
     ) -> Candidate:
-        case, subject = self._case, self._subject
-        self._progress("searching")
+        case, subject = self.case, self.subject
+        self.progress("searching")
         target = limit
         if limit is not None and table is not None:
             # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
-            target = share_of(case.memory_ratio, self._stored_peak(table, reference))
+            stored = subject.original_with(table) if subject.kind == "cpu" else reference
+            target = share_of(case.memory_ratio, stored.peak_bytes)
         latency_limit = share_of(case.latency_ratio, original_ns)
         if target is None and latency_limit is None:
             raise UsageError("a magis case needs a memory ratio or a latency ratio")
@@ -182,27 +170,7 @@ class CaseRun:
             search=case.search,
         )
         self.graph = found.graph
-        whole = subject.whole(found.graph)
-        step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
-        return Candidate(
-            subject.simulate_graph(found.graph),
-            found.latency_ns,
-            lambda _stack: subject.generated(found.graph),
-            self._stats(found),
-            found.workspaces,
-            subject.reserved_bytes(step.graph, None if whole is None else whole.deaths),
-            step,
-        )
-
-    def _stored_peak(self, table: Mapping[str, int], reference: Memory) -> int:
-        """Peak of the original with the baseline's workspaces."""
-        subject = self._subject
-        if subject.kind != "cpu":
-            return reference.peak_bytes
-        return subject.original_with(table).peak_bytes
-
-    def _stats(self, found: Plan) -> SearchStats:
-        return SearchStats(
+        stats = SearchStats(
             seconds=found.seconds,
             states=found.states,
             stopped_by_seconds=found.stopped_by_seconds,
@@ -213,20 +181,22 @@ class CaseRun:
             unsplit=found.unsplit,
             changes=changes(found.graph),
         )
-
-    # -- running ------------------------------------------------------------------------------------------------
-
-    def _refusal(self) -> str | None:
-        """Why the original is not run (nothing to say on a simulated device); None if it is run."""
-        subject = self._subject
-        if subject.runs:
-            return None
-        return "" if subject.simulated_only else subject.too_slow or too_large(subject)
+        whole = subject.whole(found.graph)
+        step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
+        return Candidate(
+            subject.simulate_graph(found.graph),
+            found.latency_ns,
+            lambda _stack: subject.generated(found.graph),
+            stats,
+            found.workspaces,
+            subject.reserved_bytes(step.graph, None if whole is None else whole.deaths),
+            step,
+        )
 
     def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
         """The optimized step alone if it fits, else nothing."""
         found = None
-        if self._case.strategy != "eager" and fits_alone(self._subject, candidate.simulated.peak_bytes):
+        if self.case.strategy != "eager" and fits_alone(self.subject, candidate.simulated.peak_bytes):
             found = self._alone(candidate)
             refusal += "" if found else "; nor does the optimized step fit, which ran out of memory too"
         if found is None:
@@ -235,15 +205,15 @@ class CaseRun:
         return replace(found, numbers=NOT_COMPARED, note=note)
 
     def _alone(self, candidate: Candidate) -> _Outcome | None:
-        self._progress("measuring and timing the optimized step alone")
+        self.progress("measuring and timing the optimized step alone")
         with ExitStack() as stack:
-            found = run_alone(self._subject, lambda: candidate.make(stack))
+            found = run_alone(self.subject, lambda: candidate.make(stack))
         return None if found is None else _Outcome(optimized=found.memory, optimized_ms=found.times_ms)
 
     def _execute(self, candidate: Candidate, measured: Memory) -> _Outcome:
         """Both steps, beside each other; each alone where they do not fit together."""
-        subject = self._subject
-        if self._case.strategy == "eager":
+        subject = self.subject
+        if self.case.strategy == "eager":
             times = subject.original_times_ms
             return _Outcome(measured, times, measured, times, numbers="reference")
         found = attempt(lambda: self._compared(candidate, measured))
@@ -260,21 +230,21 @@ class CaseRun:
         )
 
     def _compared(self, candidate: Candidate, measured: Memory) -> _Outcome:
-        subject, looks = self._subject, self._looks
+        subject, looks = self.subject, self._looks
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
-            self._progress("comparing numbers")
-            numbers = numbers_of(candidate, subject, self.graph, eager, step, self._case.seed)
-            self._progress("measuring memory")
+            self.progress("comparing numbers")
+            numbers = numbers_of(candidate, subject, self.graph, eager, step, self.case.seed)
+            self.progress("measuring memory")
             memory = subject.measure(step, compiled=self._is_compiled)
-            self._progress("timing")
+            self.progress("timing")
             found = [looks.look(eager, step)]
             if self._is_compiled and looks.wants_another(found[0]):  # to compile it again would take a minute
                 found.append(looks.look(eager, step))
             del eager, step
         if not self._is_compiled and looks.wants_another(found[0]):
-            self._progress("timing again")
+            self.progress("timing again")
             with ExitStack() as stack:
                 found.append(looks.look(subject.eager(), candidate.make(stack)))
         whole = found[0].whole
@@ -282,18 +252,20 @@ class CaseRun:
 
     @property
     def _looks(self) -> TimingLooks:
-        subject = self._subject
-        rounds = self._case.timing_rounds
-        rough = self._rough and rounds is None
+        subject = self.subject
+        rounds = self.case.timing_rounds
+        rough = self.rough and rounds is None
         turning = subject.runs_together and not self._is_compiled  # which nobody can interrupt
-        return TimingLooks(subject.torch_device, rounds or TIMING_ROUNDS, self._bounds, rough=rough, turning=turning)
+        return TimingLooks(
+            subject.torch_device, rounds or TIMING_ROUNDS, tuple(self.latency_bounds), rough=rough, turning=turning
+        )
 
     @property
     def _is_compiled(self) -> bool:
         return self._technique is not None and not self._technique.is_captured
 
     def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
-        case, subject, opt_step = self._case, self._subject, candidate.replayed
+        case, subject, opt_step = self.case, self.subject, candidate.replayed
         ori_step = Replayed(subject, subject.captured.original.graph, subject.captured.original)
         eager = subject.reserved_bytes(subject.captured.original.graph, subject.captured.original.deaths)
         expected_ns = subject.predicted_ns(subject.captured.original.graph, original_ns)
@@ -305,11 +277,10 @@ class CaseRun:
             eager,
             ori_step.at_peak(),
         )
+        planned_ns = candidate.simulated_ns
         opt = StepFigures(
             candidate.simulated,
-            candidate.simulated_ns / 1e6
-            if opt_step is None
-            else subject.predicted_ns(opt_step.graph, candidate.simulated_ns) / 1e6,
+            (planned_ns if opt_step is None else subject.predicted_ns(opt_step.graph, planned_ns)) / 1e6,
             outcome.optimized,
             outcome.optimized_ms,
             candidate.reserved,
@@ -317,15 +288,17 @@ class CaseRun:
         )
         if case.strategy == "eager":
             opt = original
+        growing = self.growing and case.strategy == "eager" and subject.source.of_user
         latency = original.measured_ms or original.simulated_ms
         partings = [_parting("original", original, ori_step, subject.eager)]
         graph = self.graph or (opt_step.graph if opt_step and subject.captured.behind is None else None)
         if opt_step is not None and opt is not original and graph is not None:
             partings.append(_parting("optimized", opt, opt_step, partial(subject.generated, graph)))
-        row = other_result(case, subject, original, opt)
+        whole = Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self.timelines else None
+        found = other_result(case, subject, original, opt)
         return replace(
-            row,
-            identity={**row.identity, **_unlike_others(outcome, subject), **_prices(subject)},
+            found,
+            identity={**found.identity, **_unlike_others(outcome, subject), **_prices(subject)},
             ratio=outcome.ratio,
             memory_limit_bytes=None if self._is_compiled else limit,  # of "magis+compile": the unfused graph's
             latency_limit_ms=None if case.latency_ratio is None else case.latency_ratio * latency,
@@ -339,8 +312,8 @@ class CaseRun:
             off_by=candidate.off_by,
             priced=candidate.priced,
             portable=not self._is_compiled,
-            growth=growth(subject) if self._growing else None,
-            timelines=Timelines(ori_step.spans(), opt_step.spans() if opt_step else ()) if self._timelines else None,
+            growth=growth(subject) if growing else None,
+            timelines=whole,
         )
 
 

@@ -16,7 +16,7 @@ from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
-from magis.report.merge_results import case_name, merge_results
+from magis.report.results_table import case_name, merge_results
 from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The networks: ordinary `torch.nn` modules with synthetic batches, losses and optimizers, each under a name.
 
 Every network exists twice: the `real` one, as a user would recognise it, and a `seed-` one that leaves out what
-the seed of this project leaves out (see `style.Style`). Importing this package imports no torch: that happens
+the seed of this project leaves out (see `building.Style`). Importing this package imports no torch: that happens
 when a network is built, or when `Workload` or `OptimizerSpec` is first used.
 """
 

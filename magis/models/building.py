@@ -1,11 +1,12 @@
-"""What the networks share: size checks, seeds, batches, losses, initial weights, and the seed's style."""
+"""What the networks share: size checks, seeds, batches, losses, initial weights, the seed's style, attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from torch.nn import functional
 from magis.capture.workload import Workload
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @contextmanager
@@ -36,15 +40,6 @@ def images(batch: int, size: int) -> Tensor:
 def labels(classes: int, *shape: int) -> Tensor:
     """Uniform class numbers, int64, of the given shape."""
     return torch.randint(0, classes, shape)
-
-
-def tokens(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Token numbers and, as the target of each, the next token; int64 [batch, length] both.
-
-    One sequence longer by one is cut twice, so that the logits need not be shifted, which would copy them.
-    """
-    text = torch.randint(0, vocabulary, (batch, length + 1))
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def image_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -96,11 +91,7 @@ class SizeError(UsageError):
     """A network cannot be built at the sizes asked for."""
 
 
-class _Dataclass(Protocol):
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-def check_sizes(model: str, config: _Dataclass) -> None:
+def check_sizes(model: str, config: DataclassInstance) -> None:
     """Raise SizeError unless every field of `config` that holds a size is a whole number of at least 1.
 
     Sizes are the fields annotated `int` or `tuple[int, ...]`.
@@ -201,77 +192,197 @@ SEED = Style(seed=True)
 WRITTEN_OUT = Style(seed=False, written_out=True)
 
 
-# Training steps of networks that differ in the network alone.
+Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""Inputs and targets."""
 
 
-class _Images(Protocol):
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def image_size(self) -> int: ...
-    @property
-    def classes(self) -> int: ...
+def image_batch(batch: int, size: int, classes: int) -> Batch:
+    """Noise images and a random class for each."""
+    return (images(batch, size),), (labels(classes, batch),)
 
 
-class _Text(Protocol):
-    @property
-    def batch_size(self) -> int: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
+def token_batch(batch: int, length: int, vocabulary: int) -> Batch:
+    """Token numbers and, as the target of each, the next token; int64 [batch, length] both.
+
+    One sequence longer by one is cut twice, so that the logits need not be shifted, which would copy them.
+    """
+    text = torch.randint(0, vocabulary, (batch, length + 1))
+    return (text[:, :-1].contiguous(),), (text[:, 1:].contiguous(),)
 
 
-Images = TypeVar("Images", bound=_Images)
-Text = TypeVar("Text", bound=_Text)
-
-
-def image_classifier(
-    make: Callable[[Images, Style], nn.Module],
-    config: Images,
-    style: Style,
+def training_step(
     name: str,
+    style: Style,
     seed: int,
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Batch],
+    loss_fn: Callable[..., Tensor],
     blocks: Iterable[str],
+    optimizer: OptimizerSpec | None = None,
 ) -> Workload:
-    """A network with a batch of noise images and random classes; `blocks` are names of its modules."""
+    """A network with its batch, made in this order from the seed; `blocks` are names of its modules. Without an
+    optimizer, that of the style."""
     with seeded(seed):
-        module = make(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size),)
+        module = make()
+        inputs, targets = batch()
     return Workload(
         name=name,
         module=module,
         inputs=inputs,
         targets=targets,
-        loss_fn=image_loss,
-        optimizer=style.optimizer,
+        loss_fn=loss_fn,
+        optimizer=optimizer or style.optimizer,
         blocks=tuple(blocks),
         explicit_attention=style.explicit_attention,
     )
 
 
-def language_model(
-    make: Callable[[Text, Style], nn.Module],
-    config: Text,
-    style: Style,
-    name: str,
-    seed: int,
-    optimizer: OptimizerSpec | None = None,
-) -> Workload:
-    """A decoder with a batch of random tokens; its `layers` are the blocks. None: the style's optimizer."""
-    with seeded(seed):
-        module = make(config, style)
-        text, following = tokens(config.batch_size, config.seq_len, config.vocab_size)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=(text,),
-        targets=(following,),
-        loss_fn=token_loss,
-        optimizer=optimizer or style.optimizer,
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+def numbered(group: str, count: int) -> Iterator[str]:
+    """The names of the modules in a list."""
+    return (f"{group}.{number}" for number in range(count))
+
+
+# Parts that the transformers share.
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention [batch, length, width] -> [batch, length, width].
+
+    `packed` projects query, key and value with one matrix (ViT, BTLM), otherwise with three (BERT,
+    GPT-Neo). `scale` multiplies the scores, 1/sqrt(head width) by default. `forward` takes an additive mask
+    that broadcasts to [batch, heads, length, length]; `causal` without a mask leaves the masking to the
+    fused kernel. In the seed's style attention is written out and every mask has to be given.
+    """
+
+    def __init__(
+        self,
+        style: Style,
+        width: int,
+        heads: int,
+        *,
+        packed: bool,
+        bias: bool = True,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        causal: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_width = width // heads
+        self.scale = self.head_width**-0.5 if scale is None else scale
+        self.explicit = style.explicit_attention
+        self.dropout = 0.0 if style.seed else dropout
+        self.causal = causal
+        self.qkv = style.linear(width, 3 * width, bias=bias) if packed else None
+        if not packed:
+            self.query = style.linear(width, width, bias=bias)
+            self.key = style.linear(width, width, bias=bias)
+            self.value = style.linear(width, width, bias=bias)
+        self.out = style.linear(width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        heads = (self.heads, self.head_width)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self._project(x))
+        mixed = self._explicit(q, k, v, mask) if self.explicit else self._fused(q, k, v, mask)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is None:
+            return self.query(x), self.key(x), self.value(x)
+        packed: Tensor = self.qkv(x)
+        return packed.chunk(3, dim=-1)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
+        )
+
+    def _explicit(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # the narrow operand is scaled, not the scores, which are length / head width times as large
+        scores = torch.matmul(q * self.scale, k.transpose(-2, -1))
+        if mask is not None:
+            scores = scores + mask.to(scores.dtype)
+        weights = torch.softmax(scores, dim=-1)
+        if self.dropout:
+            weights = functional.dropout(weights, self.dropout, self.training)
+        return torch.matmul(weights, v)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between, [..., width] -> [..., width], then dropout."""
+
+    def __init__(
+        self,
+        style: Style,
+        width: int,
+        inner: int,
+        *,
+        activation: nn.Module,
+        dropout: float = 0.0,
+        inside: bool = False,
+    ) -> None:
+        super().__init__()
+        self.up = style.linear(width, inner)
+        self.activation = activation
+        # `inside`: a dropout after the activation as well (ViT)
+        self.inner_dropout = style.dropout(dropout if inside else 0.0)
+        self.down = style.linear(inner, width)
+        self.dropout = style.dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner_dropout(self.activation(self.up(x)))
+        out: Tensor = self.dropout(self.down(hidden))
+        return out
+
+
+class PreNormLayer(nn.Module):
+    """Attention and feed-forward network, each behind a norm and beside what it is given: [batch, length, width] ->
+    the same."""
+
+    def __init__(
+        self,
+        style: Style,
+        attention: SelfAttention,
+        feed_forward: FeedForward,
+        width: int,
+        *,
+        dropout: float,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = style.layer_norm(width, eps=eps)
+        self.attention = attention
+        self.dropout = style.dropout(dropout)
+        self.norm = style.layer_norm(width, eps=eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
+        out: Tensor = x + self.feed_forward(self.norm(x))
+        return out
+
+
+def causal_mask(length: int, window: int | None = None) -> Tensor:
+    """Additive mask [length, length]: 0 where a token (row) sees another (column), -inf elsewhere.
+
+    A token sees itself and the tokens before it; with a `window`, only the nearest `window` of those.
+    """
+    position = torch.arange(length)
+    distance = position[:, None] - position[None, :]
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(length, length).masked_fill(hidden, -math.inf)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """ALiBi's slope of each head (Press et al. 2022): a geometric series, for a head count that is no power
+    of two filled up with every other slope of the next power's series."""
+    nearest = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / nearest) for i in range(nearest)]
+    return slopes + [2 ** (-4 * (2 * i + 1) / nearest) for i in range(heads - nearest)]

@@ -1,14 +1,26 @@
-"""Convolutional networks: ResNet (He et al. 2016), VGG (2015) and DenseNet-BC (Huang et al. 2017)."""
+"""Convolutional networks, ResNet (He et al. 2016), VGG (2015) and DenseNet-BC (Huang et al. 2017); a perceptron."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from magis.capture.workload import Workload
-from magis.models.building import SizeError, Style, check_sizes, image_classifier, init_convolutions
+from magis.models.building import (
+    SizeError,
+    Style,
+    check_sizes,
+    image_batch,
+    image_loss,
+    init_convolutions,
+    labels,
+    numbered,
+    training_step,
+)
 
 RESNETS = {
     # blocks of the four stages, expansion of a block's output (1: basic block, 4: bottleneck), widening
@@ -109,10 +121,25 @@ class ResNet(nn.Module):
         return out
 
 
+def _classifier(
+    network: Callable[..., nn.Module],
+    config: ResNetConfig | VggConfig | DenseNetConfig,
+    style: Style,
+    name: str,
+    seed: int,
+    blocks: Iterable[str],
+) -> Workload:
+    """A network of images with a batch of noise and random classes."""
+    batch = config.batch_size, config.image_size, config.classes
+    return training_step(
+        name, style, seed, lambda: network(config, style), lambda: image_batch(*batch), image_loss, blocks
+    )
+
+
 def resnet(config: ResNetConfig, style: Style, name: str, seed: int) -> Workload:
     """A ResNet with a batch of noise images and random classes."""
-    blocks = (f"blocks.{i}" for i in range(sum(config.stages)))
-    return image_classifier(ResNet, config, style, name, seed, blocks)
+    blocks = numbered("blocks", sum(config.stages))
+    return _classifier(ResNet, config, style, name, seed, blocks)
 
 
 # VGG (Simonyan and Zisserman 2015), without BatchNorm as published.
@@ -183,8 +210,8 @@ class Vgg(nn.Module):
 
 def vgg(config: VggConfig, style: Style, name: str, seed: int) -> Workload:
     """A VGG with a batch of noise images and random classes."""
-    blocks = (f"stages.{i}" for i in range(len(config.stages)))
-    return image_classifier(Vgg, config, style, name, seed, blocks)
+    blocks = numbered("stages", len(config.stages))
+    return _classifier(Vgg, config, style, name, seed, blocks)
 
 
 # DenseNet-BC (Huang et al. 2017), as in torchvision.
@@ -281,4 +308,65 @@ class DenseNet(nn.Module):
 def densenet(config: DenseNetConfig, style: Style, name: str, seed: int) -> Workload:
     """A DenseNet with a batch of noise images and random classes."""
     blocks = (f"stages.{i}.layers.{j}" for i, count in enumerate(config.stages) for j in range(count))
-    return image_classifier(DenseNet, config, style, name, seed, blocks)
+    return _classifier(DenseNet, config, style, name, seed, blocks)
+
+
+# A plain multi-layer perceptron.
+
+
+@dataclass(frozen=True)
+class MlpConfig:
+    """Sizes of one perceptron and its batch."""
+
+    batch_size: int = 16384
+    inputs: int = 1024
+    hidden: int = 1024
+    layers: int = 12
+    """Linear layers with an activation; the classifier comes on top."""
+    classes: int = 1000
+
+    def __post_init__(self) -> None:
+        check_sizes("mlp", self)
+
+
+class Layer(nn.Module):
+    """Linear, ReLU: [batch, inputs] -> [batch, outputs]."""
+
+    def __init__(self, style: Style, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = style.linear(inputs, outputs)
+        self.relu = style.relu()
+        nn.init.kaiming_normal_(self.linear.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.relu(self.linear(x))
+        return out
+
+
+class Mlp(nn.Module):
+    """Features [batch, inputs] -> class logits [batch, classes]."""
+
+    def __init__(self, config: MlpConfig, style: Style) -> None:
+        super().__init__()
+        widths = [config.inputs] + [config.hidden] * config.layers
+        self.layers = nn.ModuleList(Layer(style, a, b) for a, b in pairwise(widths))
+        self.head = style.linear(config.hidden, config.classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def mlp(config: MlpConfig, style: Style, name: str, seed: int) -> Workload:
+    """A perceptron with a batch of noise and random classes."""
+    return training_step(
+        name,
+        style,
+        seed,
+        lambda: Mlp(config, style),
+        lambda: ((torch.randn(config.batch_size, config.inputs),), (labels(config.classes, config.batch_size),)),
+        image_loss,
+        numbered("layers", config.layers),
+    )

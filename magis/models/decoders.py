@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture.workload import Workload
-from magis.models.attention import FeedForward, SelfAttention, alibi_slopes, causal_mask
-from magis.models.building import SizeError, Style, check_divides, check_sizes, choose, init_transformer, language_model
+from magis.models.building import (
+    FeedForward,
+    PreNormLayer,
+    SelfAttention,
+    SizeError,
+    Style,
+    alibi_slopes,
+    causal_mask,
+    check_divides,
+    check_sizes,
+    choose,
+    init_transformer,
+    numbered,
+    token_batch,
+    token_loss,
+    training_step,
+)
 from magis.ops.optimizers import OptimizerSpec
 
 _GELUS = {"tanh": "tanh", "erf": "none"}
@@ -41,59 +58,74 @@ class GptConfig:
         choose("gpt", "gelu", _GELUS, self.gelu)
 
 
-class GptLayer(nn.Module):
-    """Pre-norm decoder layer, [batch, length, width] -> the same."""
-
-    def __init__(self, config: GptConfig, style: Style) -> None:
-        super().__init__()
-        self.attention_norm = style.layer_norm(config.width)
-        self.attention = SelfAttention(
-            style, config.width, config.heads, packed=True, dropout=config.dropout, causal=True
-        )
-        self.dropout = style.dropout(config.dropout)
-        self.norm = style.layer_norm(config.width)
-        activation = style.gelu(_GELUS[config.gelu])
-        self.feed_forward = FeedForward(
-            style, config.width, 4 * config.width, activation=activation, dropout=config.dropout
-        )
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
-        out: Tensor = x + self.feed_forward(self.norm(x))
-        return out
-
-
-class Gpt(nn.Module):
+class Decoder(nn.Module):
     """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
 
-    mask: Tensor | None
-
-    def __init__(self, config: GptConfig, style: Style) -> None:
+    def __init__(self, config: GptConfig | GptNeoConfig, style: Style, gelu: str, **attention: Any) -> None:
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.width)
         self.position = nn.Embedding(config.max_positions, config.width) if style.positions else None
         self.dropout = style.dropout(config.dropout)
-        self.layers = nn.ModuleList(GptLayer(config, style) for _ in range(config.layers))
+        self.layers = nn.ModuleList(_layer(config, style, gelu, attention) for _ in range(config.layers))
         self.norm = style.layer_norm(config.width)
-        # the fused kernel masks by itself; written out, attention needs the mask
-        mask = causal_mask(config.seq_len) if style.explicit_attention else None
-        self.register_buffer("mask", mask, persistent=False)
-        init_transformer(self)
+
+    def mask_of(self, layer: int) -> Tensor | None:
+        """What a layer's attention adds to the scores; None: the fused kernel masks by itself."""
+        raise NotImplementedError
 
     def forward(self, token_ids: Tensor) -> Tensor:
         x = self.word(token_ids)
         if self.position is not None:
             x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
         x = self.dropout(x)
-        for layer in self.layers:
-            x = layer(x, self.mask)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, self.mask_of(i))
         return functional.linear(self.norm(x), self.word.weight)
+
+
+def _layer(config: GptConfig | GptNeoConfig, style: Style, gelu: str, attention: Mapping[str, Any]) -> PreNormLayer:
+    width, dropout = config.width, config.dropout
+    mixing = SelfAttention(style, width, config.heads, dropout=dropout, causal=True, **attention)
+    inner = FeedForward(style, width, 4 * width, activation=style.gelu(gelu), dropout=dropout)
+    return PreNormLayer(style, mixing, inner, width, dropout=dropout)
+
+
+class Gpt(Decoder):
+    """Of layers that see all tokens before their own."""
+
+    mask: Tensor | None
+
+    def __init__(self, config: GptConfig, style: Style) -> None:
+        super().__init__(config, style, _GELUS[config.gelu], packed=True)
+        # the fused kernel masks by itself; written out, attention needs the mask
+        mask = causal_mask(config.seq_len) if style.explicit_attention else None
+        self.register_buffer("mask", mask, persistent=False)
+        init_transformer(self)
+
+    def mask_of(self, layer: int) -> Tensor | None:  # noqa: ARG002
+        return self.mask
 
 
 def gpt(config: GptConfig, style: Style, name: str, seed: int) -> Workload:
     """GPT with a batch of random tokens, trained with Adam as its row was measured (the seed's: as all of those)."""
     optimizer = None if style.seed else OptimizerSpec("adam", lr=1e-4)
-    return language_model(Gpt, config, style, name, seed, optimizer)
+    return _language_model(Gpt, config, style, name, seed, optimizer)
+
+
+def _language_model(
+    network: Callable[..., nn.Module],
+    config: GptConfig | GptNeoConfig | BtlmConfig,
+    style: Style,
+    name: str,
+    seed: int,
+    optimizer: OptimizerSpec | None = None,
+) -> Workload:
+    """A decoder with a batch of random tokens; its `layers` are the blocks."""
+    batch = config.batch_size, config.seq_len, config.vocab_size
+    blocks = numbered("layers", config.layers)
+    return training_step(
+        name, style, seed, lambda: network(config, style), lambda: token_batch(*batch), token_loss, blocks, optimizer
+    )
 
 
 # GPT-Neo (Black et al. 2021): decoder, alternating between global and local (windowed) attention.
@@ -120,66 +152,27 @@ class GptNeoConfig:
             raise SizeError(f"gpt_neo: seq_len {self.seq_len} exceeds max_positions {self.max_positions}")
 
 
-class GptNeoLayer(nn.Module):
-    """Pre-norm decoder layer, [batch, length, width] -> the same; its scores are not scaled."""
-
-    def __init__(self, config: GptNeoConfig, style: Style) -> None:
-        super().__init__()
-        self.attention_norm = style.layer_norm(config.width)
-        self.attention = SelfAttention(
-            style,
-            config.width,
-            config.heads,
-            packed=False,
-            bias=False,
-            dropout=config.dropout,
-            scale=1.0,
-            causal=True,
-        )
-        self.dropout = style.dropout(config.dropout)
-        self.norm = style.layer_norm(config.width)
-        self.feed_forward = FeedForward(
-            style, config.width, 4 * config.width, activation=style.gelu("tanh"), dropout=config.dropout
-        )
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), mask))
-        out: Tensor = x + self.feed_forward(self.norm(x))
-        return out
-
-
-class GptNeo(nn.Module):
-    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary], head tied."""
+class GptNeo(Decoder):
+    """Of layers that see all tokens before their own and ones that see the nearest, in turn; scores are not scaled."""
 
     local_mask: Tensor
     global_mask: Tensor | None
 
     def __init__(self, config: GptNeoConfig, style: Style) -> None:
-        super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.width)
-        self.position = nn.Embedding(config.max_positions, config.width) if style.positions else None
-        self.dropout = style.dropout(config.dropout)
-        self.layers = nn.ModuleList(GptNeoLayer(config, style) for _ in range(config.layers))
-        self.norm = style.layer_norm(config.width)
+        super().__init__(config, style, "tanh", packed=False, bias=False, scale=1.0)
         self.register_buffer("local_mask", causal_mask(config.seq_len, config.window), persistent=False)
         # the fused kernel masks global attention by itself; written out, it needs the mask
         full = causal_mask(config.seq_len) if style.explicit_attention else None
         self.register_buffer("global_mask", full, persistent=False)
         init_transformer(self)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x = self.word(token_ids)
-        if self.position is not None:
-            x = x + self.position(torch.arange(token_ids.shape[1], device=token_ids.device))
-        x = self.dropout(x)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, self.global_mask if i % 2 == 0 else self.local_mask)
-        return functional.linear(self.norm(x), self.word.weight)
+    def mask_of(self, layer: int) -> Tensor | None:
+        return self.global_mask if layer % 2 == 0 else self.local_mask
 
 
 def gpt_neo(config: GptNeoConfig, style: Style, name: str, seed: int) -> Workload:
     """GPT-Neo with a batch of random tokens."""
-    return language_model(GptNeo, config, style, name, seed)
+    return _language_model(GptNeo, config, style, name, seed)
 
 
 # BTLM-3B (Dey et al. 2023): decoder with ALiBi, SwiGLU and the maximal-update parametrization (muP).
@@ -227,8 +220,7 @@ class BtlmLayer(nn.Module):
 
 
 class Btlm(nn.Module):
-    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is
-    tied.
+    """Token numbers, int64 [batch, length] -> next-token logits [batch, length, vocabulary]; the head is tied.
 
     The seed's variant masks causally but has no ALiBi, and keeps SwiGLU.
     """
@@ -268,4 +260,4 @@ def alibi_bias(heads: int, length: int) -> Tensor:
 
 def btlm(config: BtlmConfig, style: Style, name: str, seed: int) -> Workload:
     """BTLM with a batch of random tokens."""
-    return language_model(Btlm, config, style, name, seed)
+    return _language_model(Btlm, config, style, name, seed)

@@ -9,17 +9,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from magis.capture.workload import Workload
-from magis.models.attention import FeedForward, SelfAttention
 from magis.models.building import (
+    Batch,
+    FeedForward,
+    PreNormLayer,
+    SelfAttention,
     SizeError,
     Style,
     check_divides,
     check_sizes,
-    image_classifier,
+    image_batch,
+    image_loss,
     init_transformer,
     labels,
-    seeded,
+    numbered,
     token_loss,
+    training_step,
 )
 
 BERT_SIZES = {
@@ -125,22 +130,15 @@ def pretraining_loss(output: tuple[Tensor, Tensor], token_labels: Tensor, senten
 
 def bert(config: BertConfig, style: Style, name: str, seed: int) -> Workload:
     """BERT with a batch of random sentence pairs, the second of each starting in the middle."""
-    with seeded(seed):
-        module = Bert(config, style)
-        shape = (config.batch_size, config.seq_len)
+    shape = (config.batch_size, config.seq_len)
+
+    def batch() -> Batch:
         types = (torch.arange(config.seq_len) >= config.seq_len // 2).long().expand(shape).contiguous()
         inputs = (labels(config.vocab_size, *shape), types)
-        targets = (labels(config.vocab_size, *shape), labels(2, config.batch_size))
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=pretraining_loss,
-        optimizer=style.optimizer,
-        blocks=tuple(f"layers.{i}" for i in range(config.layers)),
-        explicit_attention=style.explicit_attention,
-    )
+        return inputs, (labels(config.vocab_size, *shape), labels(2, config.batch_size))
+
+    blocks = numbered("layers", config.layers)
+    return training_step(name, style, seed, lambda: Bert(config, style), batch, pretraining_loss, blocks)
 
 
 # Vision transformer (Dosovitskiy et al. 2021), the classifier with a class token.
@@ -180,23 +178,13 @@ class VitConfig:
         check_divides("vit", "image_size", self.image_size, "patch_size", self.patch_size)
 
 
-class VitLayer(nn.Module):
-    """Pre-norm encoder layer, [batch, length, width] -> the same."""
-
-    def __init__(self, config: VitConfig, style: Style) -> None:
-        super().__init__()
-        self.attention_norm = style.layer_norm(config.width, eps=1e-6)
-        self.attention = SelfAttention(style, config.width, config.heads, packed=True)
-        self.dropout = style.dropout(config.dropout)
-        self.norm = style.layer_norm(config.width, eps=1e-6)
-        self.feed_forward = FeedForward(
-            style, config.width, config.inner, activation=style.gelu(), dropout=config.dropout, inside=True
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
-        out: Tensor = x + self.feed_forward(self.norm(x))
-        return out
+def vit_layer(config: VitConfig, style: Style) -> PreNormLayer:
+    """One layer of the encoder."""
+    attention = SelfAttention(style, config.width, config.heads, packed=True)
+    feed_forward = FeedForward(
+        style, config.width, config.inner, activation=style.gelu(), dropout=config.dropout, inside=True
+    )
+    return PreNormLayer(style, attention, feed_forward, config.width, dropout=config.dropout, eps=1e-6)
 
 
 class Vit(nn.Module):
@@ -210,7 +198,7 @@ class Vit(nn.Module):
         length = (config.image_size // patch) ** 2 + 1
         self.positions = nn.Parameter(torch.empty(1, length, config.width)) if style.positions else None
         self.dropout = style.dropout(config.dropout)
-        self.layers = nn.ModuleList(VitLayer(config, style) for _ in range(config.layers))
+        self.layers = nn.ModuleList(vit_layer(config, style) for _ in range(config.layers))
         self.norm = style.layer_norm(config.width, eps=1e-6)
         self.head = style.linear(config.width, config.classes)
         init_transformer(self)
@@ -231,5 +219,6 @@ class Vit(nn.Module):
 
 def vit(config: VitConfig, style: Style, name: str, seed: int) -> Workload:
     """ViT with a batch of noise images and random classes."""
-    blocks = (f"layers.{i}" for i in range(config.layers))
-    return image_classifier(Vit, config, style, name, seed, blocks)
+    batch = config.batch_size, config.image_size, config.classes
+    blocks = numbered("layers", config.layers)
+    return training_step(name, style, seed, lambda: Vit(config, style), lambda: image_batch(*batch), image_loss, blocks)

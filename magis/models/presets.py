@@ -18,15 +18,16 @@ from magis.models.convnets import (
     RESNETS,
     VGGS,
     DenseNetConfig,
+    MlpConfig,
     ResNetConfig,
     VggConfig,
     densenet,
+    mlp,
     resnet,
     vgg,
 )
 from magis.models.decoders import BtlmConfig, GptConfig, GptNeoConfig, btlm, gpt, gpt_neo
 from magis.models.encoders import BertConfig, VitConfig, bert, vit
-from magis.models.mlp import MlpConfig, mlp
 from magis.models.unet import UNetConfig, UNetPlusPlusConfig, unet, unetpp
 
 Make = Callable[[Style, str, int], Workload]

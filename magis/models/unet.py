@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,16 @@ from torch.nn import functional
 
 from magis.capture.workload import Workload
 from magis.models.building import (
+    Batch,
     Style,
     check_divides,
     check_sizes,
     images,
     init_convolutions,
     labels,
+    numbered,
     pixel_loss,
-    seeded,
+    training_step,
 )
 
 
@@ -56,17 +59,10 @@ class DoubleConv(nn.Module):
         return out
 
 
-class Down(nn.Module):
-    """Halve the resolution, double the channels."""
-
-    def __init__(self, style: Style, inputs: int) -> None:
-        super().__init__()
-        self.pool = nn.MaxPool2d(2)
-        self.convs = DoubleConv(style, inputs, 2 * inputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.convs(self.pool(x))
-        return out
+def down(style: Style, inputs: int, outputs: int, *, bias: bool = False) -> nn.Sequential:
+    """Half the resolution: [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
+    convs = DoubleConv(style, inputs, outputs, bias=bias)
+    return nn.Sequential(OrderedDict[str, nn.Module](pool=nn.MaxPool2d(2), convs=convs))
 
 
 class Up(nn.Module):
@@ -89,7 +85,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [config.width * 2**level for level in range(config.levels + 1)]
         self.first = DoubleConv(style, 3, config.width)
-        self.downs = nn.ModuleList(Down(style, width) for width in widths[:-1])
+        self.downs = nn.ModuleList(down(style, width, 2 * width) for width in widths[:-1])
         self.ups = nn.ModuleList(Up(style, width) for width in reversed(widths[1:]))
         self.head = style.conv(config.width, config.classes, 1, bias=True)
         init_convolutions(self, mode="fan_in")
@@ -107,21 +103,13 @@ class UNet(nn.Module):
 
 def unet(config: UNetConfig, style: Style, name: str, seed: int) -> Workload:
     """U-Net with a batch of noise images and random pixel classes, cross-entropy per pixel."""
-    with seeded(seed):
-        module = UNet(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(config.classes, config.batch_size, config.image_size, config.image_size),)
-    levels = range(config.levels)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=pixel_loss,
-        optimizer=style.optimizer,
-        blocks=("first", *(f"downs.{i}" for i in levels), *(f"ups.{i}" for i in levels)),
-        explicit_attention=style.explicit_attention,
-    )
+    levels, pixels = config.levels, (config.image_size, config.image_size)
+
+    def batch() -> Batch:
+        return (images(config.batch_size, config.image_size),), (labels(config.classes, config.batch_size, *pixels),)
+
+    blocks = ("first", *numbered("downs", levels), *numbered("ups", levels))
+    return training_step(name, style, seed, lambda: UNet(config, style), batch, pixel_loss, blocks)
 
 
 # U-Net++ (Zhou et al. 2018): nested, densely joined decoders, without deep supervision.
@@ -140,19 +128,6 @@ class UNetPlusPlusConfig:
     def __post_init__(self) -> None:
         check_sizes("unetpp", self)
         check_divides("unetpp", "image_size", self.image_size, "2 ** levels", 2**self.levels)
-
-
-class Encoder(nn.Module):
-    """Node X(i, 0), i > 0: half the resolution, [batch, inputs, h, w] -> [batch, outputs, h/2, w/2]."""
-
-    def __init__(self, style: Style, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.pool = nn.MaxPool2d(2)
-        self.convs = DoubleConv(style, inputs, outputs, bias=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.convs(self.pool(x))
-        return out
 
 
 class Nested(nn.Module):
@@ -177,7 +152,7 @@ class UNetPlusPlus(nn.Module):
         widths = [config.width * 2**level for level in range(config.levels + 1)]
         self.nodes = nn.ModuleDict({"x0_0": DoubleConv(style, 3, widths[0], bias=True)})
         for i in range(1, config.levels + 1):
-            self.nodes[f"x{i}_0"] = Encoder(style, widths[i - 1], widths[i])
+            self.nodes[f"x{i}_0"] = down(style, widths[i - 1], widths[i], bias=True)
         for j in range(1, config.levels + 1):
             for i in range(config.levels + 1 - j):
                 self.nodes[f"x{i}_{j}"] = Nested(style, j * widths[i] + widths[i + 1], widths[i])
@@ -197,17 +172,12 @@ class UNetPlusPlus(nn.Module):
 
 def unetpp(config: UNetPlusPlusConfig, style: Style, name: str, seed: int) -> Workload:
     """U-Net++ with a batch of noise images and a random binary mask, binary cross-entropy per pixel."""
-    with seeded(seed):
-        module = UNetPlusPlus(config, style)
-        inputs = (images(config.batch_size, config.image_size),)
-        targets = (labels(2, config.batch_size, 1, config.image_size, config.image_size).float(),)
-    return Workload(
-        name=name,
-        module=module,
-        inputs=inputs,
-        targets=targets,
-        loss_fn=functional.binary_cross_entropy_with_logits,
-        optimizer=style.optimizer,
-        blocks=tuple(f"nodes.{node}" for node in module.nodes),
-        explicit_attention=style.explicit_attention,
-    )
+    batch, size, levels = config.batch_size, config.image_size, config.levels
+
+    def made() -> Batch:
+        return (images(batch, size),), (labels(2, batch, 1, size, size).float(),)
+
+    # in the order in which the network lists them
+    nodes = (f"nodes.x{i}_{j}" for j in range(levels + 1) for i in range(levels + 1 - j))
+    loss = functional.binary_cross_entropy_with_logits
+    return training_step(name, style, seed, lambda: UNetPlusPlus(config, style), made, loss, nodes)

@@ -16,8 +16,6 @@ from magis.errors import CaptureError
 from magis.graph import Graph, Op, Ref, Value
 from magis.ops.generators import generators_kept
 
-# Whether a captured step is what eager runs: the operators, their order and their results, recorded on real
-# tensors.
 # Capture looks at a step without computing it. Code that tells the two apart, or reads what it should not, takes
 # another way through a library; then plan and prediction would be of another step than the user's.
 
@@ -142,17 +140,6 @@ def _checked(
     *,
     follows: bool,
 ) -> tuple[str, Captured | None]:
-    try:
-        return said, _check(work, captured, autocast, start, follows=follows)
-    except ConformanceError:
-        raise
-    except CaptureError as error:  # who runs the step for its own sake says so
-        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
-
-
-def _check(
-    work: Workload, captured: Captured | None, autocast: str | None, start: Callable[[], None], *, follows: bool
-) -> Captured:
     explicit = work.explicit_attention
     expects = captured is not None and captured.expects
 
@@ -164,18 +151,23 @@ def _check(
         start()
         return capture(*work.parts, explicit_attention=explicit, autocast=autocast, heard=heard)
 
-    with generators_kept():
-        try:
-            found = captured or anew(None)
-        except BranchError:
-            expects = True
-            found = anew(eager().heard)
-        theirs = eager()
-        if follows and first_difference(found.graph, theirs.graph):
-            other = anew(theirs.heard)
-            found = found if first_difference(other.graph, theirs.graph) else other
-    check_conforms(found.graph, theirs.graph)
-    return found
+    try:
+        with generators_kept():
+            try:
+                found = captured or anew(None)
+            except BranchError:
+                expects = True
+                found = anew(eager().heard)
+            theirs = eager()
+            if follows and first_difference(found.graph, theirs.graph):
+                other = anew(theirs.heard)
+                found = found if first_difference(other.graph, theirs.graph) else other
+        check_conforms(found.graph, theirs.graph)
+    except ConformanceError:
+        raise
+    except CaptureError as error:  # who runs the step for its own sake says so
+        return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
+    return said, found
 
 
 def _smaller(work: Workload) -> Workload | None:

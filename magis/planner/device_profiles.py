@@ -60,9 +60,11 @@ class Profiles:
     def pricing(self, device: str, dtype: str = "") -> Pricing:
         """The prices of a device, for steps of a data type (empty: any). Raises ProfileError, in one line, where `file`
         is of no use for them, or where the file in the folder is corrupt; a sound one is left aside with a note."""
-        path = self.file if self.file is not None else self._found(device, dtype)
+        path = self.file
         if path is None:
-            return UNPRICED
+            path = None if self.folder is None else profile_file(self.folder, device, dtype)
+            if path is None or not path.is_file():
+                return UNPRICED
         profile = load(path)
         problem = refused(profile, device) or _lacking(profile, dtype) or _rounded_otherwise(profile, dtype)
         if problem:
@@ -72,12 +74,6 @@ class Profiles:
             return Pricing(note=f"{text}: latencies are estimated")
         kept, changed = matched(profile, schema_of)
         return Pricing(kept, f"{path.name} ({_origin(profile)})", _changes(profile, changed))
-
-    def _found(self, device: str, dtype: str) -> Path | None:
-        if self.folder is None:
-            return None
-        path = profile_file(self.folder, device, dtype)
-        return path if path.is_file() else None
 
 
 def profile_file(folder: Path, device: str, dtype: str = "") -> Path:

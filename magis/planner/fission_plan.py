@@ -24,7 +24,7 @@ from magis.search.loop_nest import (
     solve,
     with_body,
 )
-from magis.search.split_at_peak import Relieved, relieve
+from magis.search.split_at_peak import relieve
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
 
@@ -153,15 +153,6 @@ GAIN = 0.01
 """Share of the original's latency (or of the peak, under a latency limit) that fission must win to be chosen."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is asked of a search for plans with fission."""
-
-    subject: Subject
-    scratch: PlanScratch
-    wanted: PlanRequest
-
-
 def worth_dividing(subject: Subject, goal: Objective, plain: Plan) -> bool:
     """Whether fission has anything to win over a plan without it.
 
@@ -175,38 +166,40 @@ def worth_dividing(subject: Subject, goal: Objective, plain: Plan) -> bool:
     return goal.memory_limit is None or plain.latency_ns > FREE * subject.original_ns
 
 
-def divided(request: Request, plain: Plan) -> Plan:
+def divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof."""
     try:
-        return _divided(request, plain)
+        return _divided(scratch, wanted, plain)
     except VerifyError as error:
         return replace(plain, unsplit=f"a cut failed its proof: {error}")
 
 
-def _divided(request: Request, plain: Plan) -> Plan:
+def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     """That plan; raises VerifyError.
 
     What runs in parts is decided by estimated workspaces, which are the same everywhere; the decision is then planned
     with those that are known.
     """
-    subject, wanted = request.subject, request.wanted
-    graph, reuse, goal = subject.aggregated, subject.source.reuse, wanted.goal
+    subject, goal = scratch.subject, wanted.goal
+    graph = subject.aggregated
     known = (plain.planned.peak_bytes, plain.latency_ns)
     found = divide(joined(subject.sketched, subject.divided_front(wanted)), wanted, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)
-        attempt, states = _of_divided(request, found), found.states
+        attempt, states = _of_divided(scratch, wanted, found), found.states
     elif goal.memory_limit is None or not plain.feasible:
-        eased = relieve(graph, subject.roofline, wanted, reuse=reuse)
+        eased = relieve(graph, subject.roofline, wanted, reuse=subject.source.reuse)
         if eased is not None:
             verify_fission(eased.graph, graph)
-            attempt, states = _of_relieved(request, eased), eased.states
+            plans = attempts(scratch, eased.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
+            loops = listed(eased.loops)
+            attempt, states = (lambda aim: replace(plans(aim), fission=loops)), eased.states
     if attempt is None:
-        return _without(request, plain)
+        return _without(subject, wanted, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    chosen = best if _better(goal, best, plain, subject.original_ns) else _without(request, plain)
+    chosen = best if _better(goal, best, plain, subject.original_ns) else _without(subject, wanted, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,
@@ -215,11 +208,11 @@ def _divided(request: Request, plain: Plan) -> Plan:
     )
 
 
-def _without(request: Request, plain: Plan) -> Plan:
+def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
     """The plan without fission, with the reason."""
-    if request.wanted.over():
+    if wanted.over():
         return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
-    return replace(plain, unsplit=blocked(request.subject.untangled) or "no cut is worth its time")
+    return replace(plain, unsplit=blocked(subject.untangled) or "no cut is worth its time")
 
 
 def _better(goal: Objective, ours: Plan, plain: Plan, original_ns: int) -> bool:
@@ -230,19 +223,16 @@ def _better(goal: Objective, ours: Plan, plain: Plan, original_ns: int) -> bool:
     return ours.latency_ns < plain.latency_ns - GAIN * original_ns
 
 
-def _of_divided(request: Request, found: Divided) -> Callable[[Objective], Plan]:
+def _of_divided(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:
     """Plans of a step cut along its batch."""
-    subject, scratch = request.subject, request.scratch
+    subject = scratch.subject
     around = searched(found.level.compiled.graph)
     known = scratch.known((subject.captured.original.graph, *around))
 
-    def planned(aim: Objective) -> Divided:
-        if not known and aim == request.wanted.goal:
-            return replace(found, states=0)  # planned with the same costs already
-        return replan(found, subject.costs(known), replace(request.wanted, goal=aim), reuse=subject.source.reuse)
-
     def attempt(aim: Objective) -> Plan:
-        again = planned(aim)
+        again = replace(found, states=0)  # planned with the same costs already
+        if known or aim != wanted.goal:
+            again = replan(found, subject.costs(known), replace(wanted, goal=aim), reuse=subject.source.reuse)
         plan = plan_of_level(scratch, again.level, again.solution, around)
         feasible = aim.met(again.solution.peak, again.solution.latency_ns)
         return replace(plan, states=again.states, feasible=feasible)
@@ -253,29 +243,11 @@ def _of_divided(request: Request, found: Divided) -> Callable[[Objective], Plan]
 def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan, around: Iterable[Graph]) -> Plan:
     """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
     graph = realize_level(level, solution)
-    memory, relied = scratch.judged(graph, around)
     recomputed, swapped = repeats(solution)
-    loop = next((op for op in graph.ops if op.body is not None), None)
-    return Plan(
-        graph=graph,
-        planned=memory,
-        latency_ns=solution.latency_ns,
-        states=0,
-        seconds=0.0,
-        stopped_by_seconds=False,
-        feasible=True,
-        recomputed_ops=recomputed,
-        swapped_bytes=swapped,
-        workspaces=relied,
-        fission="" if loop is None else described(loop),
+    fission = next((described(op) for op in graph.ops if op.body is not None), "")
+    return scratch.plan(
+        graph, around, solution.latency_ns, recomputed_ops=recomputed, swapped_bytes=swapped, fission=fission
     )
-
-
-def _of_relieved(request: Request, found: Relieved) -> Callable[[Objective], Plan]:
-    """Plans of a step with loops around single operators."""
-    wanted = request.wanted
-    plain = attempts(request.scratch, found.graph, budget=wanted.budget, seed=wanted.seed, over=wanted.over)
-    return lambda aim: replace(plain(aim), fission=listed(found.loops))
 
 
 def described(loop: Op) -> str:

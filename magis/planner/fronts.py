@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from magis.errors import UsageError
 from magis.planner.bench import Bench, default_device
@@ -25,16 +24,6 @@ POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
 WHOLE = 0.4
 """Share of a cap on seconds by which the front without fission must end."""
-
-
-class Ending(Protocol):
-    """Says whether a share of the time is over."""
-
-    def __call__(self, share: float = 1.0, /) -> bool: ...
-
-
-def _never(_share: float = 1.0, /) -> bool:
-    return False
 
 
 def pareto(
@@ -89,7 +78,10 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
     found, states = realized_front(subject, budget=case.budget, seed=case.seed, points=points, over=over)
     eager = FrontPoint(subject.original.peak_bytes, eager_ms, 0, 0, "")
     behind = subject.behind_ns
-    found = [replace(plan, latency_ns=plan.latency_ns + behind) for plan in found]
+    planned = [
+        FrontPoint(plan.peak, (plan.latency_ns + behind) / 1e6, plan.recomputed_ops, plan.swapped_bytes, plan.fission)
+        for plan in found
+    ]
     return ParetoFront(
         model=case.model,
         device=case.device,
@@ -98,16 +90,10 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         seed=case.seed,
         original=eager,
         lower_bound_bytes=subject.lower_bound,
-        points=_with_eager([_figures(plan) for plan in found], eager),
+        points=_with_eager(planned, eager),
         states=states,
         seconds=time.perf_counter() - started,
         provenance=subject.provenance(original),
-    )
-
-
-def _figures(plan: Plan) -> FrontPoint:
-    return FrontPoint(
-        plan.planned.peak_bytes, plan.latency_ns / 1e6, plan.recomputed_ops, plan.swapped_bytes, plan.fission
     )
 
 
@@ -123,9 +109,15 @@ def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint) -> tuple[FrontP
 
 
 def realized_front(
-    subject: Subject, *, budget: int | None = None, seed: int = 0, points: int = POINTS, over: Ending = _never
+    subject: Subject,
+    *,
+    budget: int | None = None,
+    seed: int = 0,
+    points: int = POINTS,
+    over: Callable[..., bool] = lambda *_: False,
 ) -> tuple[list[Plan], int]:
-    """The plan of every point, realized and verified, and the states that were judged; those found until ``over``."""
+    """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
+    which is asked with the share of the time that is meant, too."""
     scratch = PlanScratch(subject, None)
     wanted = PlanRequest(Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
@@ -133,26 +125,21 @@ def realized_front(
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
     whole = joined(hasty, subject.whole_front(known, partial(over, WHOLE)))
     divided = joined(sketched, subject.divided_front(wanted))
-    chosen = spread(undominated([*whole.points, *_worth_their_parts(subject, divided.points, whole.points)]), points)
+    # on a CPU only parts that need less memory than any whole step (docs/notes/fission.md), elsewhere all
+    leanest = min((point.peak for point in whole.points), default=0)
+    in_parts = [point for point in divided.points if subject.source.device != "cpu" or point.peak < leanest]
+    chosen = spread(undominated([*whole.points, *in_parts]), points)
     plans = [_plan_of(scratch, point) for point in chosen]
     return undominated(plans), whole.states + divided.states
-
-
-def _worth_their_parts(
-    subject: Subject, divided: Sequence[FissionPoint], whole: Sequence[FissionPoint]
-) -> Iterator[FissionPoint]:
-    """On a CPU only what needs less memory than any whole step (docs/notes/fission.md), elsewhere everything."""
-    leanest = min((point.peak for point in whole), default=0)
-    return (point for point in divided if subject.source.device != "cpu" or point.peak < leanest)
 
 
 def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
     return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
 
 
-def best_on_front(subject: Subject, scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
+def best_on_front(scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
-    front = subject.whole_front({}, over)
+    front = scratch.subject.whole_front({}, over)
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
     found = _plan_of(scratch, best)
     states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()

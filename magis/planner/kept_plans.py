@@ -189,7 +189,7 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
     Latency exactly without swaps and loops. A swap takes up to its copies' time more, a loop is planned with or without
     the views in its body.
     """
-    memory, _ = scratch.judged(plan.graph, ())
+    memory = scratch.plan(plan.graph, (), plan.latency_ns).planned
     if memory != plan.planned:
         raise MagisError(f"its peak is {memory.peak_bytes:,} bytes, not {plan.planned.peak_bytes:,}")
     costs = scratch.subject.costs(scratch.known((plan.graph,)))

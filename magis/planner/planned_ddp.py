@@ -21,19 +21,8 @@ from magis.strategies.rank_step import World, share_of_batch
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
 
-RATIO = 0.6
-"""Of the peak of a rank's own forward and backward."""
-BUDGET = 3_000
-"""Plans evaluated: every rank searches, and all find the same plan."""
-
-
-FACTORIES = {PLANNED: f"{__name__}:planned_ddp"}
+FACTORIES = {PLANNED: f"{__name__}:PlannedReplica"}
 """By the names of techniques that plan: what makes them, as ranks are told."""
-
-
-def planned_ddp() -> PlannedReplica:
-    """The technique called "magis+ddp"."""
-    return PlannedReplica()
 
 
 @dataclass(frozen=True)
@@ -43,18 +32,13 @@ class PlannedReplica:
     The optimizer is torch's own on whole weights. Gradients stay until the update, as in ddp without its buckets.
     """
 
-    ratio: float = RATIO
-    budget: int = BUDGET
-
-    warm_steps = 1
-
-    @property
-    def name(self) -> str:
-        return PLANNED
-
-    @property
-    def group(self) -> int:
-        return 1
+    ratio: float = 0.6
+    """Of the peak of a rank's own forward and backward."""
+    budget: int = 3_000
+    """Plans evaluated: every rank searches, and all find the same plan."""
+    name: str = PLANNED
+    group: int = 1
+    warm_steps: int = 1
 
     def prepare(self, work: Workload, world: World) -> PlannedReplicaStep:
         """The step on this rank's share of the batch. CaptureError where it is no single static graph."""

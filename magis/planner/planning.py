@@ -9,70 +9,15 @@ from functools import partial
 
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
-from magis.graph import Graph
-from magis.paper.coordinated_search import STATES, PaperPlan, published
+from magis.paper.coordinated_search import STATES, published
 from magis.paper.ftree import LEVELS
-from magis.planner.fission_plan import Request, described, divided, listed, worth_dividing
+from magis.planner.fission_plan import described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
 from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
 from magis.simulate.peak_breakdown import changes
-
-# A plan made by the paper's own method: its coordinated search, realized, proved and simulated as every plan is.
-
-
-def paper_plan(scratch: PlanScratch, goal: Objective, *, budget: int | None, over: Callable[[], bool]) -> Plan:
-    """The plan that Algorithm 3 finds under a limit, from the step in program order.
-
-    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed); `over` ends the search.
-    Without fission where the proof of a cut fails: the plan says so.
-    """
-    states = STATES if budget is None else budget
-    try:
-        return approached(goal, _attempts(scratch, states, LEVELS, over))
-    except VerifyError as error:
-        plain = approached(goal, _attempts(scratch, states, 0, over))
-        return replace(plain, unsplit=f"a cut failed its proof: {error}")
-
-
-def _attempts(scratch: PlanScratch, states: int, levels: int, over: Callable[[], bool]) -> Callable[[Objective], Plan]:
-    subject = scratch.subject
-    step = subject.untangled
-    around = searched(step)
-    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
-
-    def attempt(aim: Objective) -> Plan:
-        found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
-        if found.loops:
-            verify_fission(found.frame.compiled.graph, step)
-        return _realized(scratch, found, aim, around)
-
-    return attempt
-
-
-def _realized(scratch: PlanScratch, found: PaperPlan, aim: Objective, around: tuple[Graph, ...]) -> Plan:
-    graph = found.realized()
-    if found.loops:
-        verify_fission(graph)
-    memory, relied = scratch.judged(graph, around)
-    done = changes(graph)
-    loops = [described(op) for op in graph.ops if op.body is not None]
-    return Plan(
-        graph=graph,
-        planned=memory,
-        latency_ns=found.figures.latency_ns,
-        states=found.states,
-        seconds=0.0,
-        stopped_by_seconds=found.stopped,
-        feasible=aim.met(found.figures.peak, found.figures.latency_ns),
-        recomputed_ops=sum(row.count for row in done if row.kind == "recomputed"),
-        swapped_bytes=sum(row.nbytes for row in done if row.kind == "swapped"),
-        workspaces=relied,
-        fission=listed(loops) if loops else "",
-    )
-
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
@@ -128,10 +73,44 @@ def plan(
 
 
 def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:
-    started = time.perf_counter()
-    return paper_plan(
-        scratch, goal, budget=budget, over=lambda: seconds is not None and time.perf_counter() - started >= seconds
-    )
+    """The plan that Algorithm 3 finds under a limit, from the step in program order: realized, proved and simulated as
+    every plan is.
+
+    `budget` counts simulated states (default 3000: the paper's three minutes at its own speed). Without fission where
+    the proof of a cut fails: the plan says so.
+    """
+    started, states = time.perf_counter(), STATES if budget is None else budget
+    subject = scratch.subject
+    step, around = subject.untangled, searched(subject.untangled)
+    costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
+
+    def over() -> bool:
+        return seconds is not None and time.perf_counter() - started >= seconds
+
+    def attempt(levels: int, aim: Objective) -> Plan:
+        found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        graph = found.realized()
+        if found.loops:
+            verify_fission(found.frame.compiled.graph, step)
+            verify_fission(graph)
+        done = changes(graph)
+        loops = [described(op) for op in graph.ops if op.body is not None]
+        return scratch.plan(
+            graph,
+            around,
+            found.figures.latency_ns,
+            states=found.states,
+            stopped_by_seconds=found.stopped,
+            feasible=aim.met(found.figures.peak, found.figures.latency_ns),
+            recomputed_ops=sum(row.count for row in done if row.kind == "recomputed"),
+            swapped_bytes=sum(row.nbytes for row in done if row.kind == "swapped"),
+            fission=listed(loops) if loops else "",
+        )
+
+    try:
+        return approached(goal, partial(attempt, LEVELS))
+    except VerifyError as error:
+        return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")
 
 
 def _searched(scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int) -> Plan:
@@ -147,21 +126,23 @@ def _searched(scratch: PlanScratch, goal: Objective, budget: int, seconds: float
 
     has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
     share = WHOLE if has_front else 1.0
-    request = Request(subject, scratch, PlanRequest(goal, seed, budget, over))
-    best = plan_whole(subject, scratch, goal, budget=budget, seed=seed, left=left)
+    best = plan_whole(scratch, goal, budget=budget, seed=seed, left=left)
     if has_front:
         best = (
             replace(best, stopped_by_seconds=True)
             if over()
-            else best_on_front(subject, scratch, goal, best, partial(over, FRONT))
+            else best_on_front(scratch, goal, best, partial(over, FRONT))
         )
     if worth_dividing(subject, goal, best):
-        best = replace(best, stopped_by_seconds=True) if over() else divided(request, best)
+        best = (
+            replace(best, stopped_by_seconds=True)
+            if over()
+            else divided(scratch, PlanRequest(goal, seed, budget, over), best)
+        )
     return best
 
 
 def plan_whole(
-    subject: Subject,
     scratch: PlanScratch,
     goal: Objective,
     *,
@@ -170,5 +151,5 @@ def plan_whole(
     left: Callable[[], float | None] = lambda: None,
 ) -> Plan:
     """The best plan without fission; ``left`` says how many seconds the search may still take."""
-    attempt = attempts(scratch, subject.normal, budget=budget, seed=seed, left=left)
-    return approached(goal, attempt, hopeless=subject.is_hopeless(goal))
+    attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, left=left)
+    return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))

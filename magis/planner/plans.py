@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
@@ -14,8 +15,8 @@ from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, never
-from magis.search.driver import SearchResult, search
-from magis.simulate.compiled_problem import Compiled, compile_problem
+from magis.search.driver import search
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 
 ATTEMPTS = 3
@@ -29,14 +30,14 @@ class Plan:
     graph: Graph
     planned: Memory
     latency_ns: int
-    states: int
-    seconds: float
-    stopped_by_seconds: bool
-    feasible: bool
-    recomputed_ops: int
-    swapped_bytes: int
     workspaces: Mapping[str, int]
     """Non-zero workspaces that planning relied on, by signature."""
+    states: int = 0
+    seconds: float = 0.0
+    stopped_by_seconds: bool = False
+    feasible: bool = True
+    recomputed_ops: int = 0
+    swapped_bytes: int = 0
     fission: str = ""
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
@@ -67,20 +68,16 @@ class PlanScratch:
             return {}
         return {key: nbytes for graph in graphs for key, nbytes in subject.workspaces(graph).items()}
 
-    def judged(self, graph: Graph, around: Iterable[Graph]) -> tuple[Memory, Mapping[str, int]]:
-        """Memory of a realized graph, verified, and the non-zero workspaces that it and planning relied on.
-
-        ``around`` are the graphs that the search worked on.
-        """
+    def plan(self, graph: Graph, around: Iterable[Graph], latency_ns: int, **figures: Any) -> Plan:
+        """A realized graph as a plan: verified, with its memory and the non-zero workspaces that it and planning relied
+        on. ``around`` are the graphs that the search worked on."""
         verify(graph)
         graphs = (self.subject.captured.original.graph, *around, graph)
         table = self.known(graphs)
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
-        return (
-            Memory(profile.tensor_bytes, profile.peak_bytes),
-            {key: table[key] for key in keys if table.get(key, 0) > 0},
-        )
+        planned = Memory(profile.tensor_bytes, profile.peak_bytes)
+        return Plan(graph, planned, latency_ns, {key: table[key] for key in keys if table.get(key, 0) > 0}, **figures)
 
 
 def searched(graph: Graph) -> tuple[Graph, Graph]:
@@ -116,28 +113,20 @@ def attempts(
             seed=seed,
             over=over,
         )
-        return _realized(scratch, compiled, result, around)
+        events = expand(compiled.problem, result.order, result.flags)
+        recomputed, swapped = events.repeats(compiled.problem.nbytes)
+        return scratch.plan(
+            realize(compiled, events),
+            around,
+            result.latency_ns,
+            states=result.states,
+            stopped_by_seconds=result.stopped_by_seconds,
+            feasible=result.feasible,
+            recomputed_ops=recomputed,
+            swapped_bytes=swapped,
+        )
 
     return attempt
-
-
-def _realized(scratch: PlanScratch, compiled: Compiled, result: SearchResult, around: Iterable[Graph]) -> Plan:
-    events = expand(compiled.problem, result.order, result.flags)
-    graph = realize(compiled, events)
-    recomputed, swapped = events.repeats(compiled.problem.nbytes)
-    memory, relied = scratch.judged(graph, around)
-    return Plan(
-        graph=graph,
-        planned=memory,
-        latency_ns=result.latency_ns,
-        states=result.states,
-        seconds=0.0,
-        stopped_by_seconds=result.stopped_by_seconds,
-        feasible=result.feasible,
-        recomputed_ops=recomputed,
-        swapped_bytes=swapped,
-        workspaces=relied,
-    )
 
 
 def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:
@@ -163,6 +152,3 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
         # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
         workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
     )
-
-
-# What is known of the scratch of a subject's operators, each signature found out once.

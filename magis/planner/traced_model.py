@@ -107,18 +107,14 @@ class TracedModel:
             if not branches and (not self._asked.of_user or self.traced is self.workload):
                 raise
         self.__dict__["traced"] = self.workload
-        return self._branching()
-
-    def _branching(self) -> Captured:
-        """Of the real workload; where it branches on data, with what eager's run of it tells."""
         try:
-            return self._captured(self.traced, settled=False)
+            return self._captured(self.workload, settled=False)
         except BranchError:
             weights = sum(each.numel() * each.element_size() for each in self.workload.module.parameters())
             if 4 * weights > MOST_BYTES:
                 raise
-            self._listen()
-        return self._captured(self.traced, settled=False)
+            self._listen()  # what eager's run tells of the ways that it takes
+        return self._captured(self.workload, settled=False)
 
     def _listen(self) -> None:
         """Run the real workload once, for the ways that its branches take."""
@@ -154,7 +150,16 @@ class TracedModel:
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
         with generators_kept():
             self._asked.start()
-            found = self.followed(self._captured_now(workload, cast, settled=settled), workload)
+            found = capture(
+                *workload.parts,
+                device=self.kind,
+                explicit_attention=workload.explicit_attention,
+                autocast=cast or autocast_type(self._asked.dtype),
+                settled=settled,
+                heard=self._heard,
+                results=self._asked.keeps_results,
+            )
+            found = self.followed(found, workload)
         verify(found.graph)
         verify(found.original.graph)
         return found
@@ -167,17 +172,6 @@ class TracedModel:
     def whole(self, graph: Graph) -> Captured | None:
         """A graph of ours with the optimizer that runs by itself behind it; None where there is none."""
         return None if self.captured.behind is None else joined(self.captured, graph)
-
-    def _captured_now(self, workload: Workload, cast: str, *, settled: bool) -> Captured:
-        return capture(
-            *workload.parts,
-            device=self.kind,
-            explicit_attention=workload.explicit_attention,
-            autocast=cast or autocast_type(self._asked.dtype),
-            settled=settled,
-            heard=self._heard,
-            results=self._asked.keeps_results,
-        )
 
     @property
     def torch_device(self) -> torch.device:

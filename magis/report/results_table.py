@@ -1,4 +1,4 @@
-"""results.csv, one row per case.
+"""results.csv, one row per case; several of them as one.
 
 The first 17 columns are those of the seed, same names, order and meaning: there "memory" is peak bytes / item size of
 the row's data type (of the weights' for tf32 and under autocast: 4), an exact float, and "latency" is milliseconds. The
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
@@ -24,165 +25,95 @@ if TYPE_CHECKING:
 Cell: TypeAlias = "str | int | float | bool | None"
 """A value of a row; None is an empty field."""
 
-SEED_COLUMNS = (
-    "name",
-    "device memory limit",
-    "latency limit",
-    "memory limit",
-    "latency limit ratio",
-    "memory limit ratio",
-    "weight memory",
-    "opt-is-prof-result",
-    "opt-latency",
-    "opt-memory",
-    "opt-simul-latency",
-    "opt-simul-memory",
-    "ori-is-prof-result",
-    "ori-latency",
-    "ori-memory",
-    "ori-simul-latency",
-    "ori-simul-memory",
-)
+Column = Callable[[CaseResult], Cell]
 
-OWN_COLUMNS = (
-    "device",
-    "preset",
-    "dtype",
-    "strategy",
-    "search",
-    "ranks",
-    "figures",
-    "samples per second",
-    "samples per second spread",
-    "memory ratio reached (opt/ori)",
-    "latency ratio reached (opt/ori)",
-    "latency ratio low (opt/ori)",
-    "latency ratio high (opt/ori)",
-    "timed pairs",
-    "opt peak bytes",
-    "ori peak bytes",
-    "opt tensor bytes",
-    "ori tensor bytes",
-    "opt workspace bytes",
-    "ori workspace bytes",
-    "opt reserved bytes (predicted)",
-    "ori reserved bytes (predicted)",
-    "opt reserved bytes (measured)",
-    "ori reserved bytes (measured)",
-    "memory limit bytes",
-    "lower bound bytes",
-    "persistent bytes",
-    "opt memory error bytes (simulated - measured)",
-    "opt memory error % (of measured)",
-    "ori memory error bytes (simulated - measured)",
-    "ori memory error % (of measured)",
-    "opt latency error % (of measured)",
-    "ori latency error % (of measured)",
-    "opt latency spread ms",
-    "ori latency spread ms",
-    "search seconds",
-    "states evaluated",
-    "stopped by seconds",
-    "feasible",
-    "recomputed operators",
-    "swapped bytes",
-    "fission",
-    "measured latency share",
-    "interpolated latency share",
-    "estimated latency share",
-    "interpolation off by % (typical)",
-    "priced by",
-    "peak bytes of each rank",
-    "predicted peak of the worst rank by terms",
-    "numbers",
-    "conformance",
-    "verdict",
-    "note",
-    "graph digest",
-    "torch version",
-    "device identity",
-)
+_SEED: Mapping[str, Column] = {
+    "name": lambda r: r.case.model,
+    "device memory limit": lambda r: _items(r, r.device_memory_bytes),
+    "latency limit": lambda r: r.latency_limit_ms,
+    "memory limit": lambda r: _items(r, r.memory_limit_bytes),
+    "latency limit ratio": lambda r: r.case.latency_ratio,
+    "memory limit ratio": lambda r: r.case.memory_ratio,
+    "weight memory": lambda r: _items(r, r.weight_bytes),
+    "opt-is-prof-result": lambda r: r.optimized.is_measured,
+    "opt-latency": lambda r: _latency(r.optimized),
+    "opt-memory": lambda r: _items(r, r.memory.peak_bytes),
+    "opt-simul-latency": lambda r: r.optimized.simulated_ms,
+    "opt-simul-memory": lambda r: _items(r, r.optimized.simulated.peak_bytes),
+    "ori-is-prof-result": lambda r: r.original.is_measured,
+    "ori-latency": lambda r: _latency(r.original),
+    "ori-memory": lambda r: _items(r, r.original_memory.peak_bytes),
+    "ori-simul-latency": lambda r: r.original.simulated_ms,
+    "ori-simul-memory": lambda r: _items(r, r.original.simulated.peak_bytes),
+}
 
+_OWN: Mapping[str, Column] = {
+    "device": lambda r: r.case.device,
+    "preset": lambda r: r.case.preset,
+    "dtype": lambda r: r.dtype,
+    "strategy": lambda r: r.case.strategy,
+    "search": lambda r: r.case.search,
+    "ranks": lambda r: r.case.ranks,
+    "figures": lambda r: "predicted" if r.is_predicted else "measured",
+    "samples per second": lambda r: r.samples_per_s,
+    "samples per second spread": lambda r: r.samples_per_s_spread,
+    "memory ratio reached (opt/ori)": lambda r: _ratio(r.memory.peak_bytes, r.original_memory.peak_bytes),
+    "latency ratio reached (opt/ori)": lambda r: r.ratio.ratio if r.ratio else _latency_ratio(r.optimized, r.original),
+    "latency ratio low (opt/ori)": lambda r: r.ratio.low if r.ratio else None,
+    "latency ratio high (opt/ori)": lambda r: r.ratio.high if r.ratio else None,
+    "timed pairs": lambda r: r.ratio.pairs if r.ratio else None,
+    "opt peak bytes": lambda r: r.memory.peak_bytes,
+    "ori peak bytes": lambda r: r.original_memory.peak_bytes,
+    "opt tensor bytes": lambda r: r.memory.tensor_bytes,
+    "ori tensor bytes": lambda r: r.original_memory.tensor_bytes,
+    "opt workspace bytes": lambda r: r.memory.workspace_bytes,
+    "ori workspace bytes": lambda r: r.original_memory.workspace_bytes,
+    "opt reserved bytes (predicted)": lambda r: r.optimized.reserved_bytes,
+    "ori reserved bytes (predicted)": lambda r: r.original.reserved_bytes,
+    "opt reserved bytes (measured)": lambda r: r.optimized.measured_reserved_bytes,
+    "ori reserved bytes (measured)": lambda r: r.original.measured_reserved_bytes,
+    "memory limit bytes": lambda r: r.memory_limit_bytes,
+    "lower bound bytes": lambda r: r.lower_bound_bytes,
+    "persistent bytes": lambda r: r.persistent_bytes,
+    "opt memory error bytes (simulated - measured)": lambda r: _error_bytes(r.optimized),
+    "opt memory error % (of measured)": lambda r: _error_percent(r.optimized),
+    "ori memory error bytes (simulated - measured)": lambda r: _error_bytes(r.original),
+    "ori memory error % (of measured)": lambda r: _error_percent(r.original),
+    "opt latency error % (of measured)": lambda r: _latency_error_percent(r.optimized),
+    "ori latency error % (of measured)": lambda r: _latency_error_percent(r.original),
+    "opt latency spread ms": lambda r: r.optimized.spread_ms,
+    "ori latency spread ms": lambda r: r.original.spread_ms,
+    "search seconds": lambda r: r.search.seconds,
+    "states evaluated": lambda r: r.search.states,
+    "stopped by seconds": lambda r: r.search.stopped_by_seconds,
+    "feasible": lambda r: r.search.feasible,
+    "recomputed operators": lambda r: r.search.recomputed_ops,
+    "swapped bytes": lambda r: r.search.swapped_bytes,
+    "fission": lambda r: r.search.fission or (f"none: {r.search.unsplit}" if r.search.unsplit else ""),
+    "measured latency share": lambda r: r.provenance.measured,
+    "interpolated latency share": lambda r: r.provenance.interpolated,
+    "estimated latency share": lambda r: r.provenance.estimated,
+    "interpolation off by % (typical)": lambda r: 100 * r.provenance.error if r.provenance.interpolated else None,
+    "priced by": lambda r: r.provenance.source,
+    "peak bytes of each rank": lambda r: "; ".join(f"{rank.rank}: {_rank_bytes(rank)}" for rank in r.ranks),
+    "predicted peak of the worst rank by terms": lambda r: _terms(r.ranks),
+    "numbers": lambda r: r.numbers,
+    "conformance": lambda r: r.conformance,
+    "verdict": lambda _: "",
+    "note": lambda r: r.note,
+    "graph digest": lambda r: r.graph_digest,
+    "torch version": lambda r: r.identity.get("torch", ""),
+    "device identity": lambda r: ", ".join(f"{key}={value}" for key, value in sorted(r.identity.items())),
+}
+
+SEED_COLUMNS, OWN_COLUMNS = tuple(_SEED), tuple(_OWN)
 COLUMNS = SEED_COLUMNS + OWN_COLUMNS
 
 
 def row_from_result(result: CaseResult, *, verdict: str = "", note: str | None = None) -> dict[str, Cell]:
     """The row of one case, in the order of COLUMNS. `note` stands in for the result's own note if given."""
-    from magis.graph import ITEM_SIZE
-
-    item_size = ITEM_SIZE.get(tensor_type(result.dtype))
-    if item_size is None:
-        raise UsageError(f"results.csv: unknown data type {result.dtype!r} of {result.case.model}")
-    case = result.case
-    limit = result.memory_limit_bytes
-    seed: dict[str, Cell] = {
-        "name": case.model,
-        "device memory limit": result.device_memory_bytes / item_size,
-        "latency limit": result.latency_limit_ms,
-        "memory limit": None if limit is None else limit / item_size,
-        "latency limit ratio": case.latency_ratio,
-        "memory limit ratio": case.memory_ratio,
-        "weight memory": result.weight_bytes / item_size,
-        **_seed_step("opt", result.optimized, item_size),
-        **_seed_step("ori", result.original, item_size),
-    }
-    interval, search = result.ratio, result.search
-    latency_ratio = interval.ratio if interval else _latency_ratio(result.optimized, result.original)
-    own: dict[str, Cell] = {
-        "device": case.device,
-        "preset": case.preset,
-        "dtype": result.dtype,
-        "strategy": case.strategy,
-        "search": case.search,
-        "ranks": case.ranks,
-        "figures": "predicted" if result.is_predicted else "measured",
-        "samples per second": result.samples_per_s,
-        "samples per second spread": result.samples_per_s_spread,
-        "memory ratio reached (opt/ori)": _ratio(result.memory.peak_bytes, result.original_memory.peak_bytes),
-        "latency ratio reached (opt/ori)": latency_ratio,
-        "latency ratio low (opt/ori)": interval.low if interval else None,
-        "latency ratio high (opt/ori)": interval.high if interval else None,
-        "timed pairs": interval.pairs if interval else None,
-        "opt peak bytes": result.memory.peak_bytes,
-        "ori peak bytes": result.original_memory.peak_bytes,
-        "opt tensor bytes": result.memory.tensor_bytes,
-        "ori tensor bytes": result.original_memory.tensor_bytes,
-        "opt workspace bytes": result.memory.workspace_bytes,
-        "ori workspace bytes": result.original_memory.workspace_bytes,
-        "opt reserved bytes (predicted)": result.optimized.reserved_bytes,
-        "ori reserved bytes (predicted)": result.original.reserved_bytes,
-        "opt reserved bytes (measured)": result.optimized.measured_reserved_bytes,
-        "ori reserved bytes (measured)": result.original.measured_reserved_bytes,
-        "memory limit bytes": limit,
-        "lower bound bytes": result.lower_bound_bytes,
-        "persistent bytes": result.persistent_bytes,
-        **_errors("opt", result.optimized),
-        **_errors("ori", result.original),
-        "opt latency spread ms": result.optimized.spread_ms,
-        "ori latency spread ms": result.original.spread_ms,
-        "search seconds": search.seconds,
-        "states evaluated": search.states,
-        "stopped by seconds": search.stopped_by_seconds,
-        "feasible": search.feasible,
-        "recomputed operators": search.recomputed_ops,
-        "swapped bytes": search.swapped_bytes,
-        "fission": search.fission or (f"none: {search.unsplit}" if search.unsplit else ""),
-        "measured latency share": result.provenance.measured,
-        "interpolated latency share": result.provenance.interpolated,
-        "estimated latency share": result.provenance.estimated,
-        "interpolation off by % (typical)": 100 * result.provenance.error if result.provenance.interpolated else None,
-        "priced by": result.provenance.source,
-        "peak bytes of each rank": "; ".join(f"{rank.rank}: {_rank_bytes(rank)}" for rank in result.ranks),
-        "predicted peak of the worst rank by terms": _terms(result.ranks),
-        "numbers": result.numbers,
-        "conformance": result.conformance,
-        "verdict": verdict,
-        "note": result.note if note is None else note,
-        "graph digest": result.graph_digest,
-        "torch version": result.identity.get("torch", ""),
-        "device identity": ", ".join(f"{key}={value}" for key, value in sorted(result.identity.items())),
-    }
-    return {column: (seed | own)[column] for column in COLUMNS}
+    row = {column: cell(result) for table in (_SEED, _OWN) for column, cell in table.items()}
+    return row | {"verdict": verdict, "note": result.note if note is None else note}
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
@@ -288,26 +219,29 @@ def _terms(ranks: Sequence[RankMemory]) -> str:
     return " + ".join(f"{term.name} {term.nbytes}" for term in worst.terms)
 
 
-def _seed_step(prefix: str, step: StepFigures, item_size: int) -> dict[str, Cell]:
-    return {
-        f"{prefix}-is-prof-result": step.is_measured,
-        f"{prefix}-latency": _latency(step),
-        f"{prefix}-memory": (step.measured or step.simulated).peak_bytes / item_size,
-        f"{prefix}-simul-latency": step.simulated_ms,
-        f"{prefix}-simul-memory": step.simulated.peak_bytes / item_size,
-    }
+def _items(result: CaseResult, nbytes: int | None) -> float | None:
+    """Bytes in items of the result's data type."""
+    from magis.graph import ITEM_SIZE
+
+    size = ITEM_SIZE.get(tensor_type(result.dtype))
+    if size is None:
+        raise UsageError(f"results.csv: unknown data type {result.dtype!r} of {result.case.model}")
+    return None if nbytes is None else nbytes / size
 
 
-def _errors(prefix: str, step: StepFigures) -> dict[str, Cell]:
-    """How far the simulator is off, where the step ran."""
-    error_bytes = step.simulated.peak_bytes - step.measured.peak_bytes if step.measured else None
-    memory_share = _ratio(error_bytes, step.measured.peak_bytes if step.measured else None)
-    latency_share = _ratio(step.simulated_ms, step.measured_ms)
-    return {
-        f"{prefix} memory error bytes (simulated - measured)": error_bytes,
-        f"{prefix} memory error % (of measured)": None if memory_share is None else 100 * memory_share,
-        f"{prefix} latency error % (of measured)": None if latency_share is None else 100 * (latency_share - 1),
-    }
+def _error_bytes(step: StepFigures) -> int | None:
+    """How far the simulator is off, where the step ran; below, in percent."""
+    return step.simulated.peak_bytes - step.measured.peak_bytes if step.measured else None
+
+
+def _error_percent(step: StepFigures) -> float | None:
+    share = _ratio(_error_bytes(step), step.measured.peak_bytes if step.measured else None)
+    return None if share is None else 100 * share
+
+
+def _latency_error_percent(step: StepFigures) -> float | None:
+    share = _ratio(step.simulated_ms, step.measured_ms)
+    return None if share is None else 100 * (share - 1)
 
 
 def _latency(step: StepFigures) -> float | None:
@@ -362,3 +296,94 @@ def _existing_header(stream: IO[str]) -> tuple[list[str], bool]:
 def _check_header(columns: Iterable[str], name: str | Path) -> None:
     if not {"name", "opt-memory", "ori-memory"} <= set(columns):
         raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")
+
+
+# Several files as one: the shares of a run that several machines made. Texts of fields stay as they are.
+
+CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
+"""The columns that tell cases apart."""
+RED = ("FAIL", "ERROR")
+"""What the verdict of a red case begins with."""
+GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
+"""And that of a green one: anything else is no verdict that a gate may pass."""
+NEEDED = (*CASE, "verdict")
+SEARCH = "search"
+"""Tells cases apart, too; files of earlier versions lack it: their plans are all of one search."""
+OURS = "magis"
+HINT = "give files that the plugin has written (--magis-csv)"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The rows of all files, in their order, each case once."""
+
+    columns: tuple[str, ...]
+    """Of all files: those of the first one, then those that it lacks."""
+    rows: tuple[Mapping[str, str], ...]
+
+    @property
+    def red(self) -> tuple[Mapping[str, str], ...]:
+        """Rows of cases that failed."""
+        return tuple(row for row in self.rows if row["verdict"].startswith(RED))
+
+    def text(self) -> str:
+        """As results.csv; fields of columns that a row's file had not are empty."""
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, self.columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return stream.getvalue()
+
+
+def merge_results(paths: Sequence[Path]) -> Merged:
+    """The results of the files as one. A case may be in several of them if its rows are equal.
+
+    Raises UsageError for what is no results file, and for a case with two different rows.
+    """
+    columns: dict[str, None] = {}
+    found: dict[tuple[str, ...], tuple[dict[str, str], Path]] = {}
+    for path in paths:
+        header, rows = _texts(path)
+        columns |= dict.fromkeys(header)
+        for row in rows:
+            if not row["verdict"].startswith((*RED, *GREEN)):
+                raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
+            key = (*(row[column] for column in CASE), row.get(SEARCH) or OURS)
+            known, first = found.setdefault(key, (row, path))
+            if _filled(known) != _filled(row):
+                where = f"{first} and {path}" if first != path else f"{path} twice"
+                raise UsageError(
+                    f"the case {case_name(row)} is in {where}, with different figures",
+                    hint="leave one of them out, or run its share anew",
+                )
+    return Merged(tuple(columns), tuple(row for row, _ in found.values()))
+
+
+def case_name(row: Mapping[str, str]) -> str:
+    """A row's case for a reader: "bert[magis mem 0.6]"."""
+    limits = (("mem", row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
+    by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
+    return f"{row['name']}[{' '.join((row['strategy'], *by, *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
+
+
+def _filled(row: Mapping[str, str]) -> dict[str, str]:
+    return {SEARCH: OURS} | {column: text for column, text in row.items() if text}
+
+
+def _texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Header and rows of a results file."""
+    try:
+        with path.open(newline="", encoding="utf-8") as stream:
+            lines = list(csv.reader(stream, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no csv in UTF-8 ({error})"
+        raise UsageError(f"cannot read the results {path}: {reason}", hint=HINT) from None
+    header = lines[0] if lines else []
+    missing = [column for column in NEEDED if column not in header]
+    if missing or len(set(header)) != len(header):
+        why = f"its first line has no column {missing[0]!r}" if missing else "its first line has a column twice"
+        raise UsageError(f"{path} is no results file: {why}", hint=HINT)
+    for number, line in enumerate(lines[1:], 2):
+        if len(line) != len(header):
+            raise UsageError(f"{path}: row {number} has {len(line)} fields, the header {len(header)}", hint=HINT)
+    return header, [dict(zip(header, line, strict=True)) for line in lines[1:]]

@@ -1,8 +1,8 @@
-"""Texts kept in a folder from run to run: written whole, bounded in number and bytes, read only if sound.
+"""Texts kept in a folder from run to run, bounded, read only if sound; two processes may use one folder.
 
-A file is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user named.
-Whatever goes wrong costs the time that the file would have saved, and one warning: a folder that cannot be written
-means that nothing is kept. Two processes may use one folder: files are put in place in one step.
+A kept file is ``magis kept 1 <SHA-256 of the rest>``, then the text. Its name is a digest, never anything that a user
+named. Whatever goes wrong costs the time that it would have saved, and one warning: a folder that cannot be written
+means that nothing is kept.
 """
 
 from __future__ import annotations

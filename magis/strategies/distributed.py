@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.attention import SelfAttention
+from magis.models.building import SelfAttention
 from magis.ops.optimizers import torch_optimizer
 from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
 

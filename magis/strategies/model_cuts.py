@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.models.attention import FeedForward, SelfAttention
+from magis.models.building import FeedForward, SelfAttention
 from magis.models.decoders import Btlm, BtlmLayer, Gpt, GptNeo
 from magis.models.encoders import Bert, Vit
 from magis.strategies.distributed import quiet

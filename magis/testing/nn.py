@@ -17,8 +17,8 @@ from magis.capture.workload import Workload
 from magis.models import convnets, decoders, encoders
 from magis.models import unet as unets
 from magis.models.building import SEED, Style, choose
-from magis.models.mlp import MlpConfig
-from magis.models.mlp import mlp as make_mlp
+from magis.models.convnets import MlpConfig
+from magis.models.convnets import mlp as make_mlp
 
 C = TypeVar("C")
 

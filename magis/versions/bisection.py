@@ -14,7 +14,7 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.report import read_results
-from magis.report.merge_results import case_name
+from magis.report.results_table import case_name
 from magis.units import format_bytes
 from magis.versions.environments import environment_of, is_requirement, releases
 from magis.versions.gate_run import GateRun, run_gate

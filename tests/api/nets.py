@@ -28,10 +28,9 @@ class Block(nn.Module):
         return x + self.drop(self.down(hidden))
 
 
-def blocks() -> Workload:
-    """Six blocks, 64 wide, batch 256, AdamW."""
-    body = nn.Sequential(nn.Linear(32, 64), *(Block(64) for _ in range(6)), nn.Linear(64, 10))
-    names = tuple(str(index) for index in range(1, 7))
+def blocks(count: int = 6) -> Workload:
+    """Blocks, 64 wide, batch 256, AdamW."""
+    body = nn.Sequential(nn.Linear(32, 64), *(Block(64) for _ in range(count)), nn.Linear(64, 10))
     return Workload(
         "blocks",
         body.train(),
@@ -39,8 +38,13 @@ def blocks() -> Workload:
         (torch.randint(10, (256,)),),
         F.cross_entropy,
         OptimizerSpec("adamw", weight_decay=0.01),
-        blocks=names,
+        blocks=tuple(str(index + 1) for index in range(count)),
     )
+
+
+def few_blocks() -> Workload:
+    """Four of them."""
+    return blocks(4)
 
 
 class Hungry(nn.Sequential):
@@ -55,7 +59,7 @@ class Hungry(nn.Sequential):
 
 def hungry() -> Workload:
     """The same in a module that only runs captured."""
-    work = blocks()
+    work = few_blocks()
     return replace(work, module=Hungry(*work.module.children()).train())
 
 
@@ -75,8 +79,8 @@ class Projected(nn.Module):
 
 
 def projected() -> Workload:
-    """Four blocks of three projections each, 32 wide, batch 512: calls that are merged into one."""
-    body = nn.Sequential(nn.Linear(16, 32), *(Projected(32) for _ in range(4)), nn.Linear(32, 10))
+    """Three blocks of three projections each, 32 wide, batch 512: calls that are merged into one."""
+    body = nn.Sequential(nn.Linear(16, 32), *(Projected(32) for _ in range(3)), nn.Linear(32, 10))
     return Workload(
         "projected",
         body.train(),
@@ -112,3 +116,57 @@ def normed() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]
     norms = (nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU())
     body = nn.Sequential(*norms, nn.Linear(64, 3))
     return body.train(), (torch.randn(64, 8),), (torch.randint(3, (64,)),), F.cross_entropy
+
+
+# Networks whose casts differ: norms of half-precision inputs, weights that are cast once and used twice.
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+        out: Tensor = self.last(self.out(F.gelu(mixed)))
+        return out
+
+
+def transformer() -> Workload:
+    module = nn.Sequential(*(Layer(32) for _ in range(4)), nn.Flatten(0, 1), nn.Linear(32, 10)).train()
+    x, y = torch.randn(16, 12, 32), torch.randint(10, (16 * 12,))
+    spec, blocks = OptimizerSpec("adam", lr=1e-3), ("0", "1", "2", "3")
+    return Workload("transformer", module, (x,), (y,), F.cross_entropy, spec, blocks)
+
+
+def convolutions() -> Workload:
+    parts: list[nn.Module] = []
+    for width in (3, 16, 16, 16):
+        parts += [nn.Conv2d(width, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.GroupNorm(4, 16)]
+    module = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).train()
+    x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    return Workload("convolutions", module, (x,), (y,), F.cross_entropy, OptimizerSpec("sgd", lr=0.1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 24)
+        self.mix = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.words(x)
+        for _ in range(4):
+            out = out + torch.tanh(self.mix(out)) * torch.softmax(out, -1).pow(2)
+        return F.linear(out, self.words.weight)
+
+
+def tied() -> Workload:
+    x, y = torch.randint(50, (32, 16)), torch.randint(50, (32, 16))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    return Workload("tied", Tied().train(), (x,), (y,), loss, OptimizerSpec("momentum", lr=0.1))

@@ -19,7 +19,7 @@ from magis.planner.workload_source import COLD, STEPS, running_seconds, step_sec
 from magis.results import Case
 from magis.testing import nn, run_optimization, setup_training_graph
 
-CASE = Case("tests.api.nets:blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300, timing_rounds=1)
+CASE = Case("tests.api.nets:few_blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300, timing_rounds=1)
 
 
 class Ticks:

@@ -12,7 +12,7 @@ from magis.errors import CaptureError, UsageError
 from magis.planner.bench import Bench, check_device, default_device
 from magis.results import Case, CaseResult
 
-BLOCKS = "tests.api.nets:blocks"
+BLOCKS = "tests.api.nets:few_blocks"
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,15 @@ def bench() -> Bench:
     return Bench()
 
 
+@pytest.fixture(scope="module")
+def own(bench: Bench) -> CaseResult:
+    return run_case(case(), cache=bench)
+
+
 def case(strategy: str = "magis", model: str = BLOCKS, device: str = "cpu", **more: object) -> Case:
     if strategy == "magis" and "latency_ratio" not in more:
         more.setdefault("memory_ratio", 0.6)
-    return Case(model, strategy, device, "small", budget=2000, timing_rounds=8, **more)  # type: ignore[arg-type]
+    return Case(model, strategy, device, "small", budget=600, timing_rounds=2, **more)  # type: ignore[arg-type]
 
 
 def as_judged(result: CaseResult) -> str:
@@ -36,7 +41,7 @@ def assert_exact(result: CaseResult) -> None:
     assert result.optimized.measured == result.optimized.simulated
 
 
-@pytest.mark.parametrize("ratio", [0.8, 0.5])
+@pytest.mark.parametrize("ratio", [0.8, 0.55])
 def test_a_memory_limit_is_kept_exactly_predicted_and_changes_no_number(bench: Bench, ratio: float) -> None:
     told: list[str] = []
     result = run_case(case(memory_ratio=ratio), cache=bench, progress=told.append)
@@ -51,14 +56,8 @@ def test_a_memory_limit_is_kept_exactly_predicted_and_changes_no_number(bench: B
     assert result.ratio.low <= result.ratio.ratio <= result.ratio.high
     assert told[0] == "capturing"
     assert "timing" in told
-
-
-def test_tight_limits_recompute(bench: Bench) -> None:
-    result = run_case(case(memory_ratio=0.4), cache=bench)
-    assert result.search.recomputed_ops > 0
+    assert result.search.recomputed_ops > 0 or ratio == 0.8
     assert result.search.swapped_bytes == 0  # a host copy frees nothing on the CPU
-    assert result.numbers == as_judged(result)
-    assert_exact(result)
 
 
 def test_a_limit_out_of_reach_is_infeasible_and_the_bound_proves_it(bench: Bench) -> None:
@@ -87,16 +86,15 @@ def test_other_strategies_are_predicted_exactly_too(bench: Bench, strategy: str)
     assert (result.memory_ratio < 0.9) == (strategy == "checkpoint")
 
 
-def test_the_same_request_gives_the_same_plan(bench: Bench) -> None:
-    first, second = (run_case(case(), cache=each) for each in (bench, Bench()))
-    assert first.memory == second.memory
-    assert first.search.states == second.search.states
-    assert first.graph_digest == second.graph_digest
-    assert first.planning_workspaces == second.planning_workspaces
+def test_the_same_request_gives_the_same_plan(own: CaseResult) -> None:
+    again = run_case(case(), cache=Bench())
+    assert own.memory == again.memory
+    assert own.search.states == again.search.states
+    assert own.graph_digest == again.graph_digest
+    assert own.planning_workspaces == again.planning_workspaces
 
 
-def test_a_baselines_workspaces_decide_the_plan_not_this_machines(bench: Bench) -> None:
-    own = run_case(case(), cache=bench)
+def test_a_baselines_workspaces_decide_the_plan_not_this_machines(bench: Bench, own: CaseResult) -> None:
     # Another machine: every operator that has scratch here has ten times as much there.
     there = {key: 10 * value for key, value in own.planning_workspaces.items()}
     results = [
@@ -109,8 +107,7 @@ def test_a_baselines_workspaces_decide_the_plan_not_this_machines(bench: Bench) 
     assert same.memory == own.memory
 
 
-def test_workspaces_of_another_graph_are_ignored(bench: Bench) -> None:
-    own = run_case(case(), cache=bench)
+def test_workspaces_of_another_graph_are_ignored(bench: Bench, own: CaseResult) -> None:
     odd = run_case(case(), cache=bench, planning_workspaces={"nonsense": 1}, expected_graph="0" * 16)
     assert odd.memory == own.memory
 

@@ -13,7 +13,7 @@ from magis.planner.bench import Bench
 from magis.results import Case, CaseResult
 from magis.runtime.measure import collector_spared
 
-BLOCKS = "tests.api.nets:blocks"
+BLOCKS = "tests.api.nets:few_blocks"
 NORM = "tests.api.nets:normed"
 
 

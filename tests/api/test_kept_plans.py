@@ -25,8 +25,8 @@ from magis.report.text_store import Kept
 from magis.results import Case, CaseResult
 from magis.search.budgeted_evaluator import Objective
 
-BLOCKS = "tests.api.nets:blocks"
-CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=6)
+BLOCKS = "tests.api.nets:few_blocks"
+CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=2)
 GPU = dataclasses.replace(CPU, device="sim:rtx3090")
 LATENCY = dataclasses.replace(GPU, memory_ratio=None, latency_ratio=1.1)
 
@@ -57,25 +57,18 @@ def test_a_kept_plan_gives_the_result_of_the_search(case: Case, tmp_path: Path, 
     assert again.numbers in ("bit-identical", "not run")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"budget": 301}, {"seed": 1}, {"memory_ratio": 0.71}, {"device": "sim:v100"}, {"dtype": "bfloat16"}],
-    ids=lambda change: next(iter(change)),
-)
-def test_whatever_a_search_depends_on_is_in_the_key(
-    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_case(GPU, cache=Bench(kept=tmp_path))
-    before = set(tmp_path.iterdir())
-    run_case(dataclasses.replace(GPU, **change), cache=Bench(kept=tmp_path))
-    assert len(set(tmp_path.iterdir()) - before) == 1
-
-
-def test_other_code_is_another_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_case(GPU, cache=Bench(kept=tmp_path))
+def test_whatever_a_search_depends_on_is_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(kept=tmp_path)
+    run_case(GPU, cache=bench)
+    changes: list[dict[str, Any]] = [
+        {"budget": 301}, {"seed": 1}, {"memory_ratio": 0.71}, {"device": "sim:v100"}, {"dtype": "bfloat16"},
+    ]  # fmt: skip
+    for count, change in enumerate(changes, 1):
+        assert len(list(tmp_path.iterdir())) == count
+        run_case(dataclasses.replace(GPU, **change), cache=bench)
     monkeypatch.setattr("magis.report.text_store.code_digest", lambda *_further: "other code")
     run_case(GPU, cache=Bench(kept=tmp_path))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == len(changes) + 2
 
 
 def test_a_search_that_seconds_ended_is_not_kept(tmp_path: Path) -> None:
@@ -246,22 +239,25 @@ def test_a_kept_result_is_handed_back_and_says_so(
     assert dataclasses.replace(again, note="") == first
 
 
-def test_a_forgotten_result_is_measured_again(tmp_path: Path) -> None:
+def test_a_forgotten_result_and_one_of_other_settings_or_bounds_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = Bench(kept=tmp_path, keep_results=True)
     run_case(GPU, cache=bench)
+    assert run_case(GPU, cache=bench, latency_bounds=(1.1,)).note == ""
+    assert run_case(GPU, cache=bench).note != ""
     bench.measure_again(GPU)
     assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
-
-
-def test_another_setting_of_torch_is_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
+    assert run_case(GPU, cache=bench).note != ""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True)).note == ""
+    assert run_case(GPU, cache=bench).note == ""
 
 
-def test_other_bounds_of_the_verdict_are_another_result(tmp_path: Path) -> None:
-    run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True))
-    assert run_case(GPU, cache=Bench(kept=tmp_path, keep_results=True), latency_bounds=(1.1,)).note == ""
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bench, CaseResult]:
+    """Keeps the result of a case, which is there, too."""
+    bench = Bench(kept=tmp_path_factory.mktemp("kept"), keep_results=True)
+    return bench, run_case(GPU, cache=bench)
 
 
 @pytest.mark.parametrize(
@@ -279,13 +275,15 @@ def test_other_bounds_of_the_verdict_are_another_result(tmp_path: Path) -> None:
         lambda result: result.update(more=7),
     ],
 )
-def test_a_result_of_another_case_is_one_warning(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    bench = Bench(kept=tmp_path, keep_results=True)
-    first = run_case(GPU, cache=bench)
-    (path,) = (path for path in tmp_path.iterdir() if path.name.startswith("result-"))
+def test_a_result_of_another_case_is_one_warning(
+    change: Callable[[dict[str, Any]], object], shared: tuple[Bench, CaseResult]
+) -> None:
+    bench, first = shared
+    assert bench.kept is not None
+    (path,) = (path for path in bench.kept.folder.iterdir() if path.name.startswith("result-"))
     data = json.loads(path.read_text().partition("\n")[2])
     change(data["result"])
-    Kept(tmp_path).save(path.stem, json.dumps(data))
+    bench.kept.save(path.stem, json.dumps(data))
     with pytest.warns(RuntimeWarning, match="made again") as said:
         again = run_case(GPU, cache=bench)
     assert len(said) == 1

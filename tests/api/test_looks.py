@@ -14,7 +14,7 @@ from magis.runtime.steps import EagerStep
 from magis.runtime.timing import ROUGHLY, StoppingRule, Timing
 
 Timed = Callable[..., tuple[CaseResult, list[int], list[str]]]
-CASE = Case("tests.api.nets:blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300)
+CASE = Case("tests.api.nets:few_blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300)
 
 
 def around(ratio: float, waited: float = 0.0, pairs: int = 9) -> Timing:

@@ -17,7 +17,7 @@ from magis.report import row_from_result
 from magis.results import Case
 from magis.testing import nn, run_optimization, setup_training_graph
 
-NET = "tests.api.precision_nets:{}"
+NET = "tests.api.nets:{}"
 
 
 def case(net: str, dtype: str, device: str = "cpu", strategy: str = "magis") -> Case:
@@ -92,43 +92,37 @@ def test_tf32_is_allowed_inside_only() -> None:
             assert settings() == before
 
 
-@pytest.mark.parametrize(
-    ("dtype", "text"),
-    [
-        ("tf32", "data type 'tf32' does nothing on device 'cpu'; use float32, or a GPU (sim:<name>)"),
-        ("fp16", "unknown data type 'fp16'; choose from float32, tf32, bfloat16, float16, float64, amp-bfloat16, "),
-        ("Amp-BFloat16", "unknown data type 'Amp-BFloat16'; did you mean amp-bfloat16? choose from float32, "),
-    ],
-)
-def test_a_type_that_cannot_be_is_one_line_everywhere(dtype: str, text: str) -> None:
-    graph = setup_training_graph(*nn.mlp(batch_size=8))
-    for run in (
-        lambda: run_case(case("tied", dtype)),
-        lambda: magis.pareto(NET.format("tied"), device="cpu", dtype=dtype),
-        lambda: run_optimization(graph, "x", mem_limit_ratio=0.8, dtype=dtype, device="cpu"),
-    ):
-        with pytest.raises(UsageError) as error:
-            run()
-        assert str(error.value).startswith(text)
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    ("device", "text"),
+    ("dtype", "device", "text"),
     [
-        ("cuda", "device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>"),
-        ("sim:H200", "unknown device 'sim:H200'; did you mean sim:h200? choose from cpu, sim:"),
-        ("sim:h20", "unknown device 'sim:h20'; did you mean sim:h200"),
+        ("tf32", "cpu", "data type 'tf32' does nothing on device 'cpu'; use float32, or a GPU (sim:<name>)"),
+        (
+            "fp16",
+            "cpu",
+            "unknown data type 'fp16'; choose from float32, tf32, bfloat16, float16, float64, amp-bfloat16",
+        ),
+        ("Amp-BFloat16", "cpu", "unknown data type 'Amp-BFloat16'; did you mean amp-bfloat16? choose from float32, "),
+        *(
+            pytest.param("float32", device, text, marks=NO_GPU)
+            for device, text in (
+                ("cuda", "device 'cuda' asked for, but torch finds no GPU; use cpu or sim:<name>"),
+                ("sim:H200", "unknown device 'sim:H200'; did you mean sim:h200? choose from cpu, sim:"),
+                ("sim:h20", "unknown device 'sim:h20'; did you mean sim:h200"),
+            )
+        ),
     ],
 )
-def test_a_device_that_is_not_there_is_one_line_everywhere(device: str, text: str) -> None:
+def test_a_type_or_device_that_cannot_be_is_one_line_everywhere(dtype: str, device: str, text: str) -> None:
     graph = setup_training_graph(*nn.mlp(batch_size=8))
-    for run in (
-        lambda: check_device(device),
-        lambda: run_case(case("tied", "float32", device)),
-        lambda: magis.pareto(NET.format("tied"), device=device),
-        lambda: run_optimization(graph, "x", mem_limit_ratio=0.8, device=device),
-    ):
+    runs = [
+        lambda: run_case(case("tied", dtype, device)),
+        lambda: magis.pareto(NET.format("tied"), device=device, dtype=dtype),
+        lambda: run_optimization(graph, "x", mem_limit_ratio=0.8, dtype=dtype, device=device),
+    ]
+    for run in runs if device == "cpu" else [*runs, lambda: check_device(device)]:
         with pytest.raises(UsageError) as error:
             run()
         assert str(error.value).startswith(text)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.cases.comparison import compare, compare_rounding
+from magis.cases.comparison import compare, compare_rounding, shared_tensors
 from magis.cases.run_case import run_case
-from magis.cases.shared_tensors import shared_tensors
 from magis.models import registry
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source

@@ -16,7 +16,7 @@ from magis.results import Case
 from magis.strategies.distributed_names import technique
 from tests.ranks import techniques as on_ranks
 
-BLOCKS = "tests.api.nets:blocks"
+BLOCKS = "tests.api.nets:few_blocks"
 
 
 @pytest.fixture(scope="module")

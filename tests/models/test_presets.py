@@ -24,7 +24,7 @@ def test_the_measurement_itself() -> None:
     assert sizes.fixed_ratio == (112 + 40) / sizes.peak_bytes
 
 
-@pytest.mark.parametrize("name", [*GATE_NAMES, *SEED_NAMES])
+@pytest.mark.parametrize("name", [*GATE_NAMES, "gpt", *SEED_NAMES])
 def test_small_sizes_keep_the_bars(name: str) -> None:
     sizes = measure(name, rounds=20, enough_ms=500)
     assert sizes.fixed_ratio <= 0.25

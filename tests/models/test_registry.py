@@ -126,28 +126,32 @@ def test_factories_that_return_something_else(factory: str, message: str) -> Non
 def test_an_error_on_purpose_passes_unchanged() -> None:
     with pytest.raises(CaptureError, match=r"^as said$"):
         get(f"{HERE}:fails_on_purpose").build("small", 0)
-
-
-def test_an_unknown_optimizer() -> None:
     with pytest.raises(UsageError, match="unknown optimizer 'lion'"):
         get(f"{HERE}:bad_optimizer").build("small", 0)
 
 
-def test_a_module_that_fails_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_networks.py").write_text("raise RuntimeError('no data set here')\n")
+@pytest.mark.parametrize(
+    ("name", "program", "message"),
+    [
+        (
+            "broken_networks",
+            "raise RuntimeError('no data set here')",
+            "cannot import broken_networks: RuntimeError: no data set here",
+        ),
+        (
+            "exiting_script",
+            "import sys; sys.exit('usage: train')",
+            r"^exiting_script:make: importing exiting_script called exit \(SystemExit: usage: train\); put what a",
+        ),
+    ],
+)
+def test_a_module_that_fails_at_import(
+    name: str, program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{name}.py").write_text(program)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UsageError, match="cannot import broken_networks: RuntimeError: no data set here"):
-        get("broken_networks:make")
-
-
-def test_a_script_that_exits_at_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "exiting_script.py").write_text("import sys\nsys.exit('usage: train')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    message = (
-        r"^exiting_script:make: importing exiting_script called exit \(SystemExit: usage: train\); put what a script"
-    )
     with pytest.raises(UsageError, match=message):
-        get("exiting_script:make")
+        get(f"{name}:make")
 
 
 def test_parts_in_evaluation_mode_stay_so() -> None:

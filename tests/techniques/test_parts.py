@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.building import REAL, SEED, Style
+from magis.models.convnets import MlpConfig, mlp
 from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, VitConfig, bert, vit
-from magis.models.mlp import MlpConfig, mlp
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, technique
