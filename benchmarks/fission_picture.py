@@ -19,7 +19,7 @@ from magis.graph import Graph
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.budgeted_evaluator import Objective
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.loop_nest import UNLIMITED, level, realize_level, solve
 from magis.simulate.simulator import replay
 from magis.units import format_bytes
@@ -57,7 +57,7 @@ def tensor_bytes(graph: Graph) -> tuple[int, ...]:
 def planned(subject: Subject, graph: Graph) -> Graph:
     """The step in its best order, with nothing recomputed."""
     here = level(graph, subject.roofline, reuse=True)
-    return realize_level(here, solve(here, Objective(memory_limit=UNLIMITED), 200, brief=True))
+    return realize_level(here, solve(here, PlanRequest(Objective(memory_limit=UNLIMITED), 0, 200), brief=True))
 
 
 def in_parts(subject: Subject, parts: int) -> Graph:

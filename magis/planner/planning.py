@@ -10,7 +10,7 @@ from functools import partial
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph
-from magis.paper.coordinated_search import STATES, PaperPlan, published
+from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import Request, described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
@@ -44,7 +44,8 @@ def _attempts(scratch: PlanScratch, states: int, levels: int, over: Callable[[],
     costs = subject.costs(scratch.known((subject.captured.original.graph, *around)))
 
     def attempt(aim: Objective) -> Plan:
-        found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        found = search.run()
         if found.loops:
             verify_fission(found.frame.compiled.graph, step)
         return _realized(scratch, found, aim, around)
@@ -52,7 +53,7 @@ def _attempts(scratch: PlanScratch, states: int, levels: int, over: Callable[[],
     return attempt
 
 
-def _realized(scratch: PlanScratch, found: PaperPlan, aim: Objective, around: tuple[Graph, ...]) -> Plan:
+def _realized(scratch: PlanScratch, found: PaperSearch, aim: Objective, around: tuple[Graph, ...]) -> Plan:
     graph = found.realized()
     if found.loops:
         verify_fission(graph)

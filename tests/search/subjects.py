@@ -37,8 +37,7 @@ class Step:
         """The best plan without loops."""
         return search(
             self.compiled.problem,
-            memory_limit=goal.memory_limit,
-            latency_limit_ns=goal.latency_limit_ns,
+            goal,
             budget=BUDGET,
             seed=0,
         )
@@ -69,5 +68,5 @@ def step(name: str) -> Step:
     graph = untangle(functionalize(captured(_built(name)).graph))
     costs = RooflineCosts(find_device("cpu", ""), None, {})
     compiled = compile_problem(graph, costs, reuse=True)
-    free = search(compiled.problem, memory_limit=1 << 62, latency_limit_ns=None, budget=1, seed=0)
+    free = search(compiled.problem, Objective(memory_limit=1 << 62), budget=1, seed=0)
     return Step(graph, costs, compiled, free.peak, free.latency_ns)
