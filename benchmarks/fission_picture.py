@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from magis.fission.candidates import connected
+from magis.fission.candidates import connected, follow
 from magis.fission.expand import expand
-from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
+from magis.fission.loss_suffix import batch_inputs, places, suffix
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.planner.bench import Bench
@@ -63,8 +63,8 @@ def planned(subject: Subject, graph: Graph) -> Graph:
 def in_parts(subject: Subject, parts: int) -> Graph:
     """The whole step, from its inputs to the loss and back, in so many parts."""
     graph = subject.untangled
-    axis = batch_axis(graph, batch_inputs(graph))
-    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 1)[0]).cuts, 1)[0].cuts
+    axis = follow(graph, batch_inputs(graph))
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 1)[0]))[0]
     return planned(subject, expand(graph, Region(cuts, parts), in_place=True))
 
 

@@ -104,7 +104,7 @@ def test_a_region_with_a_halo_as_a_reader_sees_it() -> None:
     graph = untangle(functionalize(captured(NETS["super-resolution"]().build()).graph))
     last = found(graph, CONVOLUTION)[-1]
     cuts = grow(graph, {graph.ops[last].inputs()[0]: 2}, range(last, len(graph.ops)))
-    region = Region(connected(graph, cuts, 2)[0].cuts, 4)
+    region = Region(connected(graph, cuts)[0], 4)
     assert {graph.ops[at].target for at in region.cuts} >= {CONVOLUTION, BACKWARD, "aten.sum.default"}
     looped = expand(graph, region)
     verify(looped)
@@ -129,7 +129,7 @@ def test_from_the_last_overlapping_windows_to_the_loss_and_back(name: str, parts
 
     graph = form(name)
     axis = next(axes(graph))
-    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 8)[0]).cuts, parts)[0].cuts
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 8)[0]))[0]
     looped = check(graph, Region(cuts, parts))
     assert {BACKWARD, "aten.sum.default"} <= {graph.ops[at].target for at in cuts}
     assert replay(looped, none).peak_bytes < replay(graph, none).peak_bytes
@@ -182,7 +182,7 @@ def test_a_region_grows_from_a_picture_into_the_convolution_that_takes_it_and_no
     assert second not in cuts
     names = {graph.ops[at].target.split(".")[1] for at in cuts}
     assert {"convolution", "native_layer_norm", "addmm", "gelu"} <= names
-    check(graph, Region(connected(graph, cuts, 2)[0].cuts, 4))
+    check(graph, Region(connected(graph, cuts)[0], 4))
 
 
 def test_regions_around_a_convolution_have_halos() -> None:
