@@ -22,7 +22,7 @@ from magis.ops.splits import Halo, How, Overlap, Split, splits
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import generate
 from magis.simulate.simulator import replay
-from tests.fission.cutout import differences, draw, in_float64, loops, measured, outcome, simulated
+from tests.fission.cutout import check_same, in_float64, loops
 from tests.fission.draws import Fission, expanded, position_of_loop, regions
 from tests.fission.halo_nets import NETS
 from tests.golden.golden import HERE, before_and_after, check_golden
@@ -49,12 +49,8 @@ def check(graph: Graph, region: Region) -> Graph:
     """The step with a loop for the region: sound, proven, equal, and with the bytes that it says."""
     assert list(region_problems(graph, region)) == []
     looped = expand(graph, region, in_place=True)
-    verify(looped)
-    verify_fission(looped, graph)
     assert parse(dump(looped)) == looped
-    memory = draw(graph, 0)
-    assert differences(outcome(graph, memory), outcome(looped, memory), graph) == []
-    assert simulated(looped) == measured(looped, memory)
+    check_same(graph, looped)
     return looped
 
 
@@ -204,10 +200,7 @@ def test_random_regions_compute_the_same_in_the_bytes_said(name: str) -> None:
         met += 1
         verify(looped)
         verify_fission(looped, graph)
-        whole, stands = Fission(graph, region, looped, position_of_loop(looped)).pair
-        memory = draw(whole, met)
-        assert differences(outcome(whole, memory), outcome(stands, memory), whole) == []
-        assert simulated(stands) == measured(stands, memory)
+        check_same(*Fission(graph, region, looped, position_of_loop(looped)).pair, met)
     assert met >= TRIES // 8
 
 
