@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import verify
 from magis.planner.fission_plan import divide
@@ -103,12 +102,6 @@ def test_any_budget_and_any_cap_have_a_plan(goal_of: Callable[[Step], Objective]
         assert (found.peak, found.latency_ns, found.states) == (made.peak, made.latency_ns, 1)
 
 
-@pytest.mark.parametrize("budget", [0, -1])
-def test_no_budget_at_all_is_refused(budget: int) -> None:
-    with pytest.raises(UsageError, match=f"at least 1 state, not {budget}"):
-        search(step("perceptron").compiled.problem, Objective(memory_limit=1), budget=budget)
-
-
 @examples(50)
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=30), st.floats(0.0, 20.0))
 def test_a_judge_stops_at_its_deadline_and_keeps_the_best(waits: list[float], seconds: float) -> None:
@@ -147,7 +140,7 @@ def test_a_sweep_that_ends_early_has_the_front_of_what_it_has_judged() -> None:
     assert whole_front(step("perceptron").graph, step("perceptron").costs, reuse=True, over=lambda: True).states == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.3, 0.7, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.99])
 def test_a_front_of_loops_that_ends_early_has_sound_points(share: float) -> None:
     made = step("blocks")
 
