@@ -29,7 +29,7 @@ from cells import Limit
 from lib.program import arguments, head
 
 from magis.models import SEED_NAMES, resolve
-from magis.paper.coordinated_search import STATES, published
+from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
@@ -97,9 +97,9 @@ def figures(subject: Subject, limits: Sequence[Limit], column: str, states: int,
 
 
 def _published(subject: Subject, limit: Limit, states: int) -> float | None:
-    found = published(
+    found = PaperSearch(
         subject.untangled, subject.roofline, limit.goal(subject), reuse=subject.source.reuse, states=states
-    )
+    ).run()
     return best(subject, limit, [(found.figures.peak, found.figures.latency_ns)])
 
 

@@ -39,7 +39,7 @@ from lib.planners.two_level import two_level
 from torch import nn
 
 from magis.models import PRESETS, resolve
-from magis.paper.coordinated_search import STATES, published
+from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.planner.bench import Bench
 from magis.planner.fronts import front_of
 from magis.planner.planning import plan as plan_step
@@ -148,7 +148,7 @@ def _cell(figure: float | None) -> str:
 
 def _published(subject: Subject, limit: Limit, states: int) -> tuple[float | None, float]:
     started = time.perf_counter()
-    found = published(untangle(subject.normal), subject.roofline, limit.goal(subject), states=states)
+    found = PaperSearch(untangle(subject.normal), subject.roofline, limit.goal(subject), states=states).run()
     return limit.figure(subject, found.figures.peak, found.figures.latency_ns), time.perf_counter() - started
 
 

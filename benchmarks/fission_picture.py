@@ -12,15 +12,15 @@ from pathlib import Path
 
 from lib.program import arguments
 
-from magis.fission.candidates import connected
+from magis.fission.candidates import connected, follow
 from magis.fission.expand import expand
-from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
+from magis.fission.loss_suffix import batch_inputs, places, suffix
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
-from magis.search.budgeted_evaluator import Objective
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.loop_nest import UNLIMITED, level, realize_level, solve
 from magis.simulate.simulator import replay
 from magis.units import format_bytes
@@ -58,14 +58,14 @@ def tensor_bytes(graph: Graph) -> tuple[int, ...]:
 def planned(subject: Subject, graph: Graph) -> Graph:
     """The step in its best order, with nothing recomputed."""
     here = level(graph, subject.roofline, reuse=True)
-    return realize_level(here, solve(here, Objective(memory_limit=UNLIMITED), 200, brief=True))
+    return realize_level(here, solve(here, PlanRequest(Objective(memory_limit=UNLIMITED), 0, 200), brief=True))
 
 
 def in_parts(subject: Subject, parts: int) -> Graph:
     """The whole step, from its inputs to the loss and back, in so many parts."""
     graph = subject.untangled
-    axis = batch_axis(graph, batch_inputs(graph))
-    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 1)[0]).cuts, 1)[0].cuts
+    axis = follow(graph, batch_inputs(graph))
+    cuts = connected(graph, suffix(graph, axis, places(graph, axis, 1)[0]))[0]
     return planned(subject, expand(graph, Region(cuts, parts), in_place=True))
 
 

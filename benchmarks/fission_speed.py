@@ -13,9 +13,9 @@ import time
 import numpy as np
 from lib.program import arguments
 
-from magis.fission.candidates import connected
+from magis.fission.candidates import connected, follow
 from magis.fission.expand import expand
-from magis.fission.loss_suffix import batch_axis, batch_inputs, places, suffix
+from magis.fission.loss_suffix import batch_inputs, places, suffix
 from magis.fission.region import Region
 from magis.planner.bench import Bench
 from magis.results import Case
@@ -36,8 +36,8 @@ def main() -> None:
     for name in names:
         subject = Bench().subject(Case(name, "magis", "sim:rtx3090", "paper", memory_ratio=0.5))
         graph = subject.untangled
-        axis = batch_axis(graph, batch_inputs(graph))
-        regions = [connected(graph, suffix(graph, axis, at).cuts, 1)[0].cuts for at in places(graph, axis, 8)]
+        axis = follow(graph, batch_inputs(graph))
+        regions = [connected(graph, suffix(graph, axis, at))[0] for at in places(graph, axis, 8)]
         cuts = min(regions, key=lambda each: abs(len(each) - len(graph.ops) // 2))
         divided = level(expand(graph, Region(cuts, PARTS), in_place=True), subject.roofline, reuse=True)
         whole = compile_problem(graph, subject.roofline).problem

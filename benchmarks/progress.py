@@ -30,7 +30,7 @@ before_torch()
 from cells import Limit
 
 from magis.models import resolve
-from magis.paper.coordinated_search import STATES, published
+from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
@@ -123,7 +123,7 @@ def undivided(subject: Subject, limit: Limit, name: str) -> Curve:
 def theirs(subject: Subject, limit: Limit, name: str, states: int, levels: int) -> Curve:
     """The curve of the published search."""
     graph, goal, progress = subject.untangled, limit.goal(subject), Progress(subject, limit)
-    found = published(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states, levels=levels)
+    found = PaperSearch(graph, subject.roofline, goal, reuse=subject.source.reuse, states=states, levels=levels).run()
     points = [
         (point.seconds, progress.figure(point.figures.peak, point.figures.latency_ns))
         for point in found.curve

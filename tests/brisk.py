@@ -23,6 +23,7 @@ def short_looks() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comparison, "StoppingRule", partial(comparison.StoppingRule, seconds=SECONDS))
+        patch.setattr(comparison, "ROUGHLY", replace(comparison.ROUGHLY, seconds=SECONDS))
         yield
 
 
@@ -42,11 +43,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     runs_nothing = getattr(options, "numprocesses", None) and not hasattr(session.config, "workerinput")
     if options.collectonly or runs_nothing:
         return
-    from magis.cases import comparison
-
     looks = ExitStack()
     looks.enter_context(short_looks())
     session.config.add_cleanup(looks.close)
-    comparison.ROUGHLY = replace(comparison.ROUGHLY, seconds=SECONDS)
     gc.collect()
     gc.freeze()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from magis.capture.workload import Workload
 from magis.ops.optimizers import OptimizerSpec
 
 Loss = Callable[..., Tensor]
@@ -43,6 +44,11 @@ class Built:
     loss_fn: Loss | None
     rule: OptimizerSpec
     explicit_attention: bool = False
+
+
+def as_built(work: Workload) -> Built:
+    """A network of the package as one of the tests."""
+    return Built(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, work.explicit_attention)
 
 
 class Block(nn.Module):

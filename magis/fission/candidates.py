@@ -8,11 +8,11 @@ of an input is the same axis as one of the output. It is never built as a whole:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import gcd
 
 import rustworkx as rx
 
-from magis.fission.region import Region
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension, splits
@@ -33,14 +33,23 @@ def grow(
     return _followed(graph, start, allowed, dag, across=False)[0]
 
 
-def follow(graph: Graph, start: Mapping[int, int]) -> tuple[dict[int, Split], dict[int, int]]:
-    """The operators of a step that an axis reaches, and its dimension in every tensor on it.
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """How the batch, or another dimension of the input, runs through a step: the cut dimension of every tensor that it
+    reaches, and how operators would be cut (not all of them together where windows overlap)."""
+
+    dims: Mapping[int, int]
+    cuts: Mapping[int, Split]
+
+
+def follow(graph: Graph, start: Mapping[int, int]) -> Axis:
+    """The axis that runs through the values of ``start`` (value -> dimension).
 
     No region, but what might be the beginning of one: the axis goes on where windows overlap, and through dropout,
     which is never cut but has the same elements behind it.
     """
     cuts, state = _followed(graph, start, range(len(graph.ops)), None, across=True)
-    return cuts, {value: how for value, how in state.items() if isinstance(how, int)}
+    return Axis({value: how for value, how in state.items() if isinstance(how, int)}, cuts)
 
 
 def _followed(
@@ -112,14 +121,13 @@ def most_parts(cuts: Mapping[int, Split]) -> int:
 
 
 def connected(
-    graph: Graph, cuts: Mapping[int, Split], parts: int, dag: rx.PyDiGraph[int, None] | None = None
-) -> list[Region]:
-    """The weakly connected pieces of the operators, largest first; ``dag`` is the graph's (``dependency_graph``)."""
+    graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None] | None = None
+) -> list[dict[int, Split]]:
+    """The weakly connected pieces of the operators, largest first, each in program order; ``dag`` is the graph's."""
     dag = dependency_graph(graph) if dag is None else dag
-    nodes = sorted(cuts)
-    sub = dag.subgraph(nodes)
+    sub = dag.subgraph(sorted(cuts))
     pieces = [sorted(sub[node] for node in piece) for piece in rx.weakly_connected_components(sub)]
-    return [Region({p: cuts[p] for p in piece}, parts) for piece in sorted(pieces, key=len, reverse=True)]
+    return [{p: cuts[p] for p in piece} for piece in sorted(pieces, key=len, reverse=True)]
 
 
 # Regions around one operator: what could run in parts so that less is in memory while that operator runs.
@@ -142,9 +150,9 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
     for start, first in _starts(graph, [*ahead, position]):
         for length in LENGTHS:
             end = behind[min(length, len(behind) - 1)] + 1
-            cuts = _piece(dag, grow(graph, start, range(first, end), dag), position)
-            if cuts:
-                found.setdefault(tuple(sorted(cuts.items())), inner_bytes(graph, cuts))
+            pieces = connected(graph, grow(graph, start, range(first, end), dag), dag)
+            for cuts in (piece for piece in pieces if position in piece):
+                found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     for split in splits(graph.ops[position], graph.values):
         cuts = {position: split}
         found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
@@ -184,18 +192,6 @@ def _weight(graph: Graph, value: int) -> int:
     return 0 if storage.persistent else storage.nbytes
 
 
-def _piece(dag: rx.PyDiGraph[int, None], cuts: Mapping[int, Split], position: int) -> dict[int, Split]:
-    """The operators that hang together with the one at ``position``."""
-    if position not in cuts:
-        return {}
-    sub = dag.subgraph(sorted(cuts))
-    for piece in rx.weakly_connected_components(sub):
-        inside = {sub[node] for node in piece}
-        if position in inside:
-            return {p: cuts[p] for p in sorted(inside)}
-    return {}
-
-
 def inner_bytes(graph: Graph, cuts: Mapping[int, Split]) -> int:
     """Bytes of storages that the operators make and nobody else uses."""
     made = {graph.values[value].storage for p in cuts for value in graph.ops[p].made()}
@@ -204,13 +200,3 @@ def inner_bytes(graph: Graph, cuts: Mapping[int, Split]) -> int:
     taken = {graph.values[v].storage for p in cuts for v in graph.ops[p].inputs()}
     storages = graph.storages
     return sum(storages[s].nbytes for s in made - used if s in taken and storages[s].kind == "temporary")
-
-
-# Where a step may be cut into parts: one piece for every place of the forward pass, those that hold most first.
-# What a cut reaches from some place on falls into pieces where operators between them cannot be cut (dropout, say).
-# Of these the one counts whose own tensors, which nothing outside of it touches, take most bytes at once: a loop
-# makes nothing else smaller.
-
-
-# Why a step cannot run in parts: the operators at which a cut along the batch ends.
-# Of a batch of 1 nothing is said where height or width can be cut instead.

@@ -10,14 +10,16 @@ as are those that need rows of other parts.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import rustworkx as rx
+
 from magis.cost.shapes import bytes_of, describe
 from magis.errors import VerifyError
+from magis.fission.global_calls import sized
 from magis.fission.region import Leaving, Region, last_readers, leavings, region_problems, takeovers
-from magis.graph import Arg, Graph, Loop, Op, Ref, Storage, Value
+from magis.graph import Graph, Loop, Op, Ref, Storage, Value
 from magis.graph.hazards import dependency_graph, is_dense, is_pure_view
 from magis.graph.loop_rules import JOIN, LOOP, PART, REDUCE
 from magis.ops.splits import Cut, Halo, Overlap, part
@@ -104,7 +106,7 @@ class _Body:
             self.inside[value] if value in self.inside else self._from_outside(value, dim)
             for value, dim in zip(op.inputs(), split.inputs, strict=True)
         ]
-        new = _taking(part(op, split, self.region.parts), taken)
+        new = sized(part(op, split, self.region.parts), (), taken, op.outputs)
         new = replace(new, id=len(self.ops), origin=op.id, random=False)
         self._emit(new, op)
 
@@ -216,19 +218,6 @@ class _Body:
         return sorted(theirs for theirs, ours in self.outer.items() if ours in hit and theirs not in made)
 
 
-def _taking(op: Op, values: Sequence[int]) -> Op:
-    """The call on other values, one for each of its inputs: one tensor may be taken whole and in parts."""
-    queue = iter(values)
-
-    def taken(arg: Arg) -> Arg:
-        if isinstance(arg, tuple):
-            return tuple(taken(item) for item in arg)
-        return Ref(next(queue)) if isinstance(arg, Ref) else arg
-
-    args = tuple(taken(arg) for arg in op.args)
-    return replace(op, args=args, kwargs=tuple((name, taken(arg)) for name, arg in op.kwargs))
-
-
 def is_window(value: Value) -> bool:
     """Whether a stretch can be taken as it lies: dense, or, as its whole, with expanded dimensions."""
     return is_dense(value) or 0 in (stride for stride, size in zip(value.stride, value.shape, strict=True) if size > 1)
@@ -309,33 +298,20 @@ def _order(graph: Graph, gone: set[int], inside: set[int], loop: Op) -> list[Op]
     anchor = min(gone)
     taken = {storage for storage, _ in loop.writes}
     early = {p for p in range(min(inside)) if any(storage in taken for storage, _ in graph.ops[p].reads)}
-    ahead: dict[int, set[int]] = {}
+    moved: rx.PyDiGraph[int, None] = rx.PyDiGraph()
+    moved.add_nodes_from(range(len(graph.ops)))
     for position in range(len(graph.ops)):
-        node = anchor if position in gone else position
-        # A view that outsiders need as well stands behind the loop; the body has its own.
         before = {anchor if p in gone else p for p in dag.predecessor_indices(position)}
-        if position in gone:
-            before -= inside
-            before |= early
-        ahead.setdefault(node, set()).update(before - {node})
-    waiting = {node: len(before) for node, before in ahead.items()}
-    behind: dict[int, list[int]] = {}
-    for node, before in ahead.items():
-        for earlier in before:
-            behind.setdefault(earlier, []).append(node)
-    ready = [node for node, count in waiting.items() if count == 0]
-    heapq.heapify(ready)
-    found = []
-    while ready:
-        node = heapq.heappop(ready)
-        found.append(loop if node == anchor else graph.ops[node])
-        for later in behind.get(node, ()):
-            waiting[later] -= 1
-            if waiting[later] == 0:
-                heapq.heappush(ready, later)
-    if len(found) != len(ahead):
-        raise VerifyError("the region is not convex: its loop would need its own results")
-    return found
+        if position in gone:  # a view that outsiders need as well stands behind the loop; the body has its own
+            before = before - inside | early
+        node = anchor if position in gone else position
+        moved.add_edges_from_no_data([(earlier, node) for earlier in before - {node}])
+    try:
+        order = rx.lexicographical_topological_sort(moved, key=lambda position: f"{position:09}")
+    except rx.DAGHasCycle as error:
+        raise VerifyError("the region is not convex: its loop would need its own results") from error
+    swallowed = gone - {anchor}
+    return [loop if position == anchor else graph.ops[position] for position in order if position not in swallowed]
 
 
 def _pruned(graph: Graph) -> Graph:

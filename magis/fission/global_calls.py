@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from magis.cost.shapes import describe
 from magis.cost.signature import parse
 from magis.errors import VerifyError
 from magis.graph import Arg, Op, Ref, Value
-from magis.ops.splits import Halo, Overlap, Path, dimension, part, splits
+from magis.ops.splits import Halo, How, Overlap, Path, dimension, part, splits
 
 MOST_LITERALS = 2
 """Size literals of one call that stand for the same axis: sizes of a bias and groups, groups and channels."""
@@ -56,13 +56,9 @@ def ways(text: str, facts: tuple[Placement, ...], parts: int, rows: tuple[int, .
         return ()
     found: list[GlobalCall] = []
     same = all(fact.how == "same" for fact in facts)
-    if same:
-        made = _made(op, values)
-        found += (
-            [GlobalCall((), tuple(None if looks is None else Placement("same", looks) for looks in made))]
-            if made
-            else []
-        )
+    made = _made(op, values) if same else None
+    if made is not None and made[0].outputs:
+        found.append(GlobalCall((), _placed(*made, ["same"] * len(made[0].outputs))))
     for count in range(MOST_LITERALS + 1):
         for literals in _candidates(op, count, parts, () if same else rows):
             way = _cut(op, literals, values, facts, parts)
@@ -85,18 +81,14 @@ def _cut(
     small: Op, literals: Literals, values: Mapping[int, Value], facts: tuple[Placement, ...], parts: int
 ) -> GlobalCall | None:
     """The whole call, if one of its splits takes the inputs as the facts say, and makes just this call of it."""
-    op = sized(small, literals, small.inputs(), ())
-    made = _made(op, values)
+    made = _made(sized(small, literals, small.inputs(), ()), values)
     if made is None:
         return None
-    whole, known = _with_outputs(op, values)
+    whole, known = made
     wanted = tuple(None if fact.how == "same" else fact.how for fact in facts)
     for split in splits(whole, known):
-        if split.inputs == wanted and split.extent % parts == 0 and _calls(part(op, split, parts)) == _calls(small):
-            outputs = zip(made, split.outputs, strict=True)
-            return GlobalCall(
-                literals, tuple(None if w is None or how is None else Placement(how, w) for w, how in outputs)
-            )
+        if split.inputs == wanted and split.extent % parts == 0 and _calls(part(whole, split, parts)) == _calls(small):
+            return GlobalCall(literals, _placed(whole, known, split.outputs))
     return None
 
 
@@ -104,12 +96,17 @@ def _calls(op: Op) -> tuple[Arg, ...]:
     return (*op.args, *(arg for _, arg in op.kwargs))
 
 
-def _with_outputs(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]]:
-    """The call with results of its own, laid out as the operator makes them."""
+def _made(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Value]] | None:
+    """The call with results of its own, laid out as the operator makes them, and all values; None if it refuses its
+    arguments."""
+    try:
+        made = describe(op, values)
+    except VerifyError:
+        return None
     known = dict(values)
     outputs: list[int | None] = []
     taken = op.inputs()
-    for each in describe(op, values):
+    for each in made:
         if each is None:
             outputs.append(None)
             continue
@@ -120,12 +117,10 @@ def _with_outputs(op: Op, values: Mapping[int, Value]) -> tuple[Op, dict[int, Va
     return replace(op, outputs=tuple(outputs)), known
 
 
-def _made(op: Op, values: Mapping[int, Value]) -> tuple[Looks | None, ...] | None:
-    """What the call makes; None if it refuses its arguments."""
-    try:
-        return tuple(None if m is None else (m.shape, m.stride, m.dtype, m.bits) for m in describe(op, values))
-    except VerifyError:
-        return None
+def _placed(op: Op, known: Mapping[int, Value], hows: Iterable[How | None]) -> tuple[Placement | None, ...]:
+    """The call's results as they are made up of parts."""
+    pairs = zip(op.outputs, hows, strict=True)
+    return tuple(None if v is None or how is None else Placement(how, looks_of(known[v])) for v, how in pairs)
 
 
 def _literals(arg: Arg, path: Path) -> Iterator[tuple[Path, int]]:

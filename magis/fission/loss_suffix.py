@@ -19,35 +19,11 @@ from itertools import accumulate
 
 import rustworkx as rx
 
-from magis.fission.candidates import connected, follow, grow, most_parts
+from magis.fission.candidates import Axis, connected, follow, grow, most_parts
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
 from magis.ops.splits import Halo, Split, why_not
-
-
-@dataclass(frozen=True, eq=False)
-class Suffix:
-    """Operators that a cut of the values crossing position ``at`` reaches; ``crossing`` maps them to dimensions."""
-
-    at: int
-    cuts: Mapping[int, Split]
-    crossing: Mapping[int, int]
-
-
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """How the batch, or another dimension of the input, runs through a step: the cut dimension of every tensor that it
-    reaches, and how operators would be cut (not all of them together where windows overlap)."""
-
-    dims: Mapping[int, int]
-    cuts: Mapping[int, Split]
-
-
-def batch_axis(graph: Graph, start: Mapping[int, int]) -> Axis:
-    """The axis that runs through the values of ``start`` (value -> dimension)."""
-    cuts, dims = follow(graph, start)
-    return Axis(dims, cuts)
 
 
 def axes(graph: Graph) -> Iterator[Axis]:
@@ -55,11 +31,11 @@ def axes(graph: Graph) -> Iterator[Axis]:
     batch = batch_inputs(graph)
     shapes = [graph.values[value].shape for value in batch]
     if all(shape[:1] != (1,) for shape in shapes):
-        yield batch_axis(graph, batch)
+        yield follow(graph, batch)
         return
     for dim in range(2, max(map(len, shapes), default=0)):
         start = {value: dim for value in batch if len(graph.values[value].shape) == max(map(len, shapes))}
-        axis = batch_axis(graph, start)
+        axis = follow(graph, start)
         if axis.cuts:
             yield axis
 
@@ -140,8 +116,9 @@ def _kept_bytes(graph: Graph) -> dict[int, int]:
     return found
 
 
-def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> Suffix:
-    """The region from position ``at`` of the forward pass to its end and back; ``dag`` is the graph's."""
+def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | None = None) -> dict[int, Split]:
+    """The operators that a cut of the values crossing position ``at`` of the forward pass reaches, to the loss and
+    back; ``dag`` is the graph's."""
     made_late = {value for op in graph.ops[at:] for value in op.made()}
     crossing = {
         value: axis.dims[value]
@@ -163,7 +140,7 @@ def suffix(graph: Graph, axis: Axis, at: int, dag: rx.PyDiGraph[int, None] | Non
         ),
         len(graph.ops),
     )
-    return Suffix(at, grow(graph, crossing, range(at, end), dag), crossing)
+    return grow(graph, crossing, range(at, end), dag)
 
 
 PLACES = 8
@@ -177,12 +154,15 @@ gain something hold a fiftieth and more, stretches between two dropouts less tha
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Connected operators (by position) and how they are cut; ``at`` is the first of them, ``nbytes`` what they hold at
-    most for themselves."""
+    """Connected operators (by position) and how they are cut; ``nbytes`` is what they hold at most for themselves."""
 
-    at: int
     cuts: Mapping[int, Split]
     nbytes: int
+
+    @property
+    def at(self) -> int:
+        """The first of them."""
+        return min(self.cuts)
 
 
 def pieces(graph: Graph) -> list[Piece]:
@@ -198,21 +178,21 @@ def _every(graph: Graph) -> Iterator[Piece]:
     dag = dependency_graph(graph)
     for axis in axes(graph):
         for at in places(graph, axis, PLACES):
-            found = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
+            found = heaviest(graph, suffix(graph, axis, at, dag), dag)
             if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
                 seen.add(cuts)
                 yield found
 
 
 def heaviest(graph: Graph, cuts: Mapping[int, Split], dag: rx.PyDiGraph[int, None]) -> Piece | None:
-    """Of the connected pieces of some operators the one that holds most; None of none. ``dag`` is the graph's."""
-    regions = connected(graph, cuts, 1, dag)
-    if not regions:
-        return None
-    owner = {position: number for number, region in enumerate(regions) for position in region.cuts}
-    held = own_bytes(graph, owner, len(regions))
-    best = max(range(len(regions)), key=held.__getitem__)
-    return Piece(min(regions[best].cuts), regions[best].cuts, held[best])
+    """Of the connected pieces of some operators the one that holds most; None of none. ``dag`` is the graph's.
+
+    Tensors that nothing outside of it touches count: a loop makes nothing else smaller.
+    """
+    found = connected(graph, cuts, dag)
+    owner = {position: number for number, piece in enumerate(found) for position in piece}
+    held = own_bytes(graph, owner, len(found))
+    return max(map(Piece, found, held), key=lambda piece: piece.nbytes, default=None)
 
 
 def own_bytes(graph: Graph, owner: Mapping[int, int], count: int) -> list[int]:
@@ -251,7 +231,7 @@ def blocked(graph: Graph) -> str:
         return "no input has a batch dimension"
     if sizes == [1]:
         return "" if any(axis.cuts for axis in axes(graph)) else "a batch of 1 has no parts"
-    axis = batch_axis(graph, start)
+    axis = follow(graph, start)
     found = Counter(
         (op.target.split(".")[1], reason)
         for position, op in enumerate(graph.ops)
@@ -260,7 +240,8 @@ def blocked(graph: Graph) -> str:
     )
     if found:
         calls = Counter(op.target.split(".")[1] for op in graph.ops)
-        return ", ".join(f"{name} ({calls[name]} calls: {reason})" for (name, reason), _ in _first(found))
+        first = sorted(found, key=lambda each: (-found[each], each))[:NAMED]
+        return ", ".join(f"{name} ({calls[name]} calls: {reason})" for name, reason in first)
     if axis.cuts and most_parts(axis.cuts) == 1:
         return f"a batch of {' or '.join(map(str, sizes))} has no equal parts with the other sizes of the step"
     return _refused(graph, axis)
@@ -271,7 +252,7 @@ def _refused(graph: Graph, axis: Axis) -> str:
     reason = ""
     dag = dependency_graph(graph)
     for at in places(graph, axis, ENOUGH_PLACES):
-        piece = heaviest(graph, suffix(graph, axis, at, dag).cuts, dag)
+        piece = heaviest(graph, suffix(graph, axis, at, dag), dag)
         if piece is None:
             continue
         found = next(region_problems(graph, Region(piece.cuts, most_parts(piece.cuts))), "")
@@ -290,7 +271,3 @@ def _reasons(graph: Graph, position: int, dims: Mapping[int, int]) -> set[str]:
             if reason:
                 return {reason}
     return set()
-
-
-def _first(found: Counter[tuple[str, str]]) -> list[tuple[tuple[str, str], int]]:
-    return sorted(found.items(), key=lambda item: (-item[1], item[0]))[:NAMED]

@@ -19,6 +19,7 @@ tries, most bytes per nanosecond first: the paper's search simulated about 100 c
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import time
 from collections import OrderedDict
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from magis.errors import UsageError, VerifyError
+from magis.errors import VerifyError
 from magis.graph import Graph
 from magis.paper.ftree import LEVELS, Analysis, FTree, Node, mutations
 from magis.paper.incremental_schedule import rescheduled, survivors
@@ -45,7 +46,7 @@ from magis.paper.nested_loops import (
     realized,
 )
 from magis.schedule.window import window_orders
-from magis.search.budgeted_evaluator import Objective, Over, never
+from magis.search.budgeted_evaluator import Objective, Over, check_request, never
 from magis.simulate.compiled_problem import Costs
 
 STATES = 3000
@@ -86,89 +87,65 @@ class SearchPoint:
     seconds: float = field(default=0.0, compare=False)
 
 
-@dataclass(frozen=True, eq=False)
-class PaperPlan:
-    """What the search found, and how much it looked at."""
+class PaperSearch:
+    """A search from the step as it is: its queue, its books and, once it has run, the best state.
 
-    best: SearchState
-    figures: Figures
-    start: Figures
-    """Of the step as it is."""
-    curve: tuple[SearchPoint, ...]
-    states: int
-    generated: int
-    filtered: int
-    """Children seen before."""
-    expanded: int
-    refused: int
-    """F-Trees whose enabled nodes cannot all be loops."""
-    stopped: bool
-    """By whoever asked for the search, before its budget was spent."""
-    frame: LoopFrame
-    """The best state's compiled step."""
+    ``graph`` must be in functional form and untangled (``rewrite.untangle``); at most ``states`` are simulated.
+    UsageError unless the goal has exactly one limit.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        goal: Objective,
+        *,
+        reuse: bool = True,
+        states: int = STATES,
+        levels: int = LEVELS,
+        most: int | None = None,
+        incremental: bool = True,
+        over: Over = never,
+    ) -> None:
+        check_request(goal, states)
+        self.analysis, self.costs, self.goal = Analysis(graph), costs, goal
+        self.reuse, self.budget, self.levels, self.most = reuse, states, levels, most
+        self.incremental, self.over = incremental, over
+        self.frames: OrderedDict[Loops, LoopFrame | None] = OrderedDict()
+        self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
+        self.generated = 0
+        self.filtered = 0
+        """Children seen before."""
+        self.expanded = 0
+        self.refused = 0
+        """F-Trees whose enabled nodes cannot all be loops."""
+        self.stopped = False
+        """By whoever asked for the search, before its budget was spent."""
+        self.began = time.process_time()
+        self.best = SearchState(FTree())
+        self.start = self.figures = judge(self._whole(self.best), {})
+        """Of the step as it is, and of the best state."""
+        self.states = 1
+        self.seen = {self.best.mark}
+        self.curve = [self._point(self.start)]
+        self._push(self.best, self.start)
 
     @property
     def loops(self) -> tuple[Node, ...]:
+        """Those of the best state."""
         return tuple(node for node in self.best.tree.nodes if node.enabled)
+
+    @property
+    def frame(self) -> LoopFrame:
+        """The best state's compiled step."""
+        return self._whole(self.best)
 
     def realized(self) -> Graph:
         """The best state as a graph."""
         return realized(self.frame, dict(self.best.decided), _order(self.best))
 
-
-def published(
-    graph: Graph,
-    costs: Costs,
-    goal: Objective,
-    *,
-    reuse: bool = True,
-    states: int = STATES,
-    levels: int = LEVELS,
-    most: int | None = None,
-    incremental: bool = True,
-    over: Over = never,
-) -> PaperPlan:
-    """Search from the step as it is; ``graph`` must be in functional form and untangled (``rewrite.untangle``)."""
-    if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
-        raise UsageError("a search needs a memory limit or a latency limit, and not both")
-    if states < 1:
-        raise UsageError(f"a search needs a budget of at least 1 state, not {states}")
-    search = Search(Analysis(graph), costs, goal, PaperSettings(reuse, states, levels, most, incremental, over))
-    search.run()
-    return search.result()
-
-
-@dataclass(frozen=True)
-class PaperSettings:
-    """Of one search, as ``published`` takes them."""
-
-    reuse: bool
-    states: int
-    levels: int
-    most: int | None
-    incremental: bool
-    over: Over
-
-
-class Search:
-    """The queue and its books."""
-
-    def __init__(self, analysis: Analysis, costs: Costs, goal: Objective, settings: PaperSettings) -> None:
-        self.analysis, self.costs, self.goal, self.settings = analysis, costs, goal, settings
-        self.budget = settings.states
-        self.frames: OrderedDict[Loops, LoopFrame | Refusal] = OrderedDict()
-        self.queue: list[tuple[tuple[int, int], int, SearchState]] = []
-        self.states = self.generated = self.filtered = self.expanded = self.refused = 0
-        self.curve: list[SearchPoint] = []
-        self.began = time.process_time()
-        self.best = SearchState(FTree())
-        self.start = self.figures = judge(self._whole(self.best), {})
-        self.states, self.stopped = 1, False
-        self.seen = {self.best.mark}
-        self.curve.append(self._point(self.start))
-        self._push(self.best, self.start)
-
-    def run(self) -> None:
+    def run(self) -> PaperSearch:
+        """Search until the budget is spent, nothing is left to try, or ``over`` says so; returns itself."""
         while self.queue and self.states < self.budget:
             _, _, state = heapq.heappop(self.queue)
             self.expanded += 1
@@ -179,22 +156,15 @@ class Search:
                     continue
                 self.seen.add(child.mark)
                 self._simulate(self._scheduled(state, child))
-                self.stopped = self.settings.over()
+                self.stopped = self.over()
                 if self.stopped or self.states >= self.budget:
-                    return
-
-    def result(self) -> PaperPlan:
-        return PaperPlan(
-            self.best, self.figures, self.start, tuple(self.curve), self.states,
-            self.generated, self.filtered, self.expanded, self.refused, self.stopped, self._whole(self.best),
-        )  # fmt: skip
+                    return self
+        return self
 
     def _scheduled(self, parent: SearchState, child: SearchState) -> SearchState:
         """A child with other loops than its parent in the parent's order, ordered anew around what has changed."""
-        if not self.settings.incremental or child.loops == parent.loops:
-            return child
         new = self._frame(child)
-        if isinstance(new, Refusal):
+        if not self.incremental or child.loops == parent.loops or new is None:
             return child
         old = self._whole(parent)
         problem = new.compiled.problem
@@ -210,7 +180,7 @@ class Search:
     def _simulate(self, state: SearchState) -> None:
         """Judge a state; it is the best, or may lead to it, or is forgotten."""
         level = self._frame(state)
-        if isinstance(level, Refusal):
+        if level is None:
             self.refused += 1
             return
         self.states += 1
@@ -228,25 +198,25 @@ class Search:
     def _push(self, state: SearchState, figures: Figures) -> None:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))
 
-    def _frame(self, state: SearchState) -> LoopFrame | Refusal:
-        """The compiled step with the loops of a state; the last few are kept."""
+    def _frame(self, state: SearchState) -> LoopFrame | None:
+        """The compiled step with the loops of a state, None where it cannot have them; the last few are kept."""
         loops = state.loops
-        found = self.frames.pop(loops, None)
-        if found is None:
-            looped = apply(self.analysis.graph, state.tree)
-            found = looped if isinstance(looped, Refusal) else self._compiled(looped)
+        if loops in self.frames:
+            self.frames.move_to_end(loops)
+            return self.frames[loops]
+        graph = self.analysis.graph
+        found: LoopFrame | None = None
+        with contextlib.suppress(Refusal):
+            found = frame(apply(graph, state.tree), graph, self.costs, reuse=self.reuse)
         self.frames[loops] = found
-        while len(self.frames) > FRAMES_KEPT:
+        if len(self.frames) > FRAMES_KEPT:
             self.frames.popitem(last=False)
         return found
 
-    def _compiled(self, graph: Graph) -> LoopFrame:
-        return frame(graph, self.analysis.graph, self.costs, reuse=self.settings.reuse)
-
     def _whole(self, state: SearchState) -> LoopFrame:
         level = self._frame(state)
-        if isinstance(level, Refusal):
-            raise VerifyError(level.reason)
+        if level is None:
+            raise VerifyError("a judged state has loops that cannot be")
         return level
 
     def _children(self, state: SearchState) -> Iterator[SearchState]:
@@ -255,11 +225,11 @@ class Search:
         tree = state.tree
         if state.stale:
             kept = [node for node in tree.nodes if node.enabled]
-            tree = self.analysis.tree(view.hot, levels=self.settings.levels, kept=kept)
+            tree = self.analysis.tree(view.hot, levels=self.levels, kept=kept)
         for mutation in mutations(tree):
             yield SearchState(mutation.tree, state.decided, None, stale=False)
         decided = dict(state.decided)
-        for move in view.moves[: self.settings.most]:
+        for move in view.moves[: self.most]:
             yield replace(
                 state,
                 tree=tree,

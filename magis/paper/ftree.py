@@ -75,17 +75,6 @@ class FTree:
         return replace(self, nodes=nodes)
 
 
-def problems(tree: FTree) -> Iterator[str]:
-    """Every broken rule as one line."""
-    for index, parent in enumerate(tree.parents):
-        if not -1 <= parent < index:
-            yield f"node {index} stands before its parent {parent}"
-            return
-        if parent >= 0 and not set(tree.nodes[index].positions) <= set(tree.nodes[parent].positions):
-            yield f"node {index} is no subset of its parent {parent}"
-    yield from parts_problems(tree)
-
-
 def parts_problems(tree: FTree) -> Iterator[str]:
     """Broken rules of what is enabled; the shape of the tree is taken for granted."""
     on = tree.enabled()
@@ -178,37 +167,6 @@ def chosen(graph: Graph, tree: Dominators, hot: Mapping[int, int], levels: int) 
 def least_divisor(extent: int, above: int = 1) -> int:
     """The smallest divisor of ``extent`` larger than ``above``; 1 if there is none."""
     return next((n for n in range(above + 1, extent + 1) if extent % n == 0), 1)
-
-
-def describe(tree: FTree, graph: Graph) -> str:
-    """The tree as text: one line per node with its operators, what it may be divided by, and n; children indented."""
-    lines: list[str] = []
-
-    def add(index: int, depth: int) -> None:
-        node = tree.nodes[index]
-        state = f"n = {node.parts}" if node.enabled else "candidate"
-        first, last = graph.ops[node.positions[0]], graph.ops[node.positions[-1]]
-        lines.append(
-            f"{'  ' * depth}{index}: axis {node.component}, extent {node.extent}, {state}: {len(node.positions)}"
-            f" operators {_runs(node.positions)}, {first.target} to {last.target}"
-        )
-        for child in tree.children(index):
-            add(child, depth + 1)
-
-    for top in tree.children(-1):
-        add(top, 0)
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _runs(positions: Sequence[int]) -> str:
-    """1 2 3 7  ->  1-3 7"""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1] = [runs[-1][0], position]
-        else:
-            runs.append([position])
-    return " ".join("-".join(map(str, run)) for run in runs)
 
 
 # The mutation rules of the F-Tree (paper): each yields named trees, and only ones that keep the rules of ``ftree``.

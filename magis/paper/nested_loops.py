@@ -15,7 +15,7 @@ import numpy as np
 
 from magis.errors import VerifyError
 from magis.fission.expand import expand as as_loop
-from magis.fission.region import Region, region_problems
+from magis.fission.region import Region
 from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split, splits
 from magis.paper.ftree import FTree, Node
@@ -208,15 +208,12 @@ def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None
 # Every operator in a body says, as its ``origin``, which operator of the graph it is a part of, at any depth.
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(Exception):  # noqa: N818  (no error: the answer "not these")
     """Why the enabled nodes cannot all be loops."""
 
-    reason: str
 
-
-def apply(graph: Graph, tree: FTree) -> Graph | Refusal:
-    """The graph with a loop for every enabled node.
+def apply(graph: Graph, tree: FTree) -> Graph:
+    """The graph with a loop for every enabled node; Refusal where they cannot all be loops.
 
     Each candidate was legal by itself on the whole graph. Together, or at the sizes of a part, they need not be: two
     regions may wait for each other, and what had one way to be cut may have none in a part of size 1.
@@ -240,64 +237,43 @@ class _Original:
         return next((self.maker[value] for value in op.made()), -1)
 
 
-def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph | Refusal:
+def _loops(graph: Graph, original: _Original, tree: FTree, parent: int) -> Graph:
     """The graph, the body of node ``parent``'s loop, with loops for the enabled nodes next below."""
-    for index in _next_enabled(tree, parent):
-        found = _loop(graph, original, tree, index, inside=parent >= 0)
-        if isinstance(found, Refusal):
-            return found
-        graph = found
+    for index in tree.enabled():
+        above = next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1)
+        if above == parent:
+            graph = _loop(graph, original, tree, index, inside=parent >= 0)
     return graph
 
 
-def _next_enabled(tree: FTree, parent: int) -> list[int]:
-    """Enabled nodes whose closest enabled ancestor is ``parent``."""
-    return [
-        index
-        for index in tree.enabled()
-        if next((other for other in tree.ancestors(index) if tree.nodes[other].enabled), -1) == parent
-    ]
-
-
-def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph | Refusal:
+def _loop(graph: Graph, original: _Original, tree: FTree, index: int, *, inside: bool) -> Graph:
     """The graph with the loop of one node, and what is in it."""
     node = tree.nodes[index]
     place = {original.position(op, inside=inside): at for at, op in enumerate(graph.ops)}
-    cuts = _cuts(graph, node, place)
-    if isinstance(cuts, Refusal):
-        return cuts
-    region = Region(cuts, node.parts)
-    for problem in region_problems(graph, region):
-        return Refusal(problem)
+    region = Region(_cuts(graph, node, place), node.parts)
     try:
         looped = as_loop(graph, region)
-    except VerifyError as error:  # a kernel refuses the size of a part: known by asking it only
-        return Refusal(str(error))
+    except VerifyError as error:  # no legal region, or a kernel refuses the size of a part
+        raise Refusal(str(error)) from error
     stands = {graph.ops[at].id: position for position, at in place.items()}
-    known = {id(op.body) for op in graph.ops if op.body is not None}
-    at = next(at for at, op in enumerate(looped.ops) if op.body is not None and id(op.body) not in known)
-    op = looped.ops[at]
-    if op.body is None:
-        return Refusal("no loop was made")
-    body = op.body.graph
-    named = [replace(each, origin=stands[each.origin] if each.origin is not None else None) for each in body.ops]
-    filled = _loops(replace(body, ops=tuple(named)), original, tree, index)
-    if isinstance(filled, Refusal):
-        return filled
-    return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(op.body.parts, filled)), *looped.ops[at + 1 :]))
+    known = {id(op.body) for op in graph.ops}
+    at, op, loop = next((a, op, op.body) for a, op in enumerate(looped.ops) if op.body and id(op.body) not in known)
+    named = [replace(each, origin=None if each.origin is None else stands[each.origin]) for each in loop.graph.ops]
+    filled = _loops(replace(loop.graph, ops=tuple(named)), original, tree, index)
+    return replace(looped, ops=(*looped.ops[:at], replace(op, body=Loop(loop.parts, filled)), *looped.ops[at + 1 :]))
 
 
-def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split] | Refusal:
+def _cuts(graph: Graph, node: Node, place: Mapping[int, int]) -> dict[int, Split]:
     """Where the node's operators stand in a graph, and how each is cut there: at a part's size, as at its own."""
     found: dict[int, Split] = {}
     for position in node.positions:
         if position not in place:
-            return Refusal(f"operator {position} of the step is not where its region is")
+            raise Refusal(f"operator {position} of the step is not where its region is")
         at, wanted = place[position], node.cuts[position]
         ways = [
             split for split in splits(graph.ops[at], graph.values) if replace(split, extent=wanted.extent) == wanted
         ]
         if len(ways) != 1:
-            return Refusal(f"operator {position} of the step cannot be cut within a part as it can be cut whole")
+            raise Refusal(f"operator {position} of the step cannot be cut within a part as it can be cut whole")
         found[at] = ways[0]
     return found

@@ -107,7 +107,7 @@ def _thoroughly(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tup
         squeezed, states = _squeezed(here, start, wanted)
         last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
         return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
-    tried = _solved(here, limit, wanted)
+    tried = _solved(here, wanted.goal, wanted)
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
 
 
@@ -119,7 +119,7 @@ def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple
     for _ in range(SQUEEZES):
         if best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = _solved(here, max(floor, best.peak - step), wanted)
+        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted)
         states += tried.states
         if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = tried
@@ -136,15 +136,14 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
     left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
-    body = solve(here.inner, left, max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+    body = _solved(here.inner, left, wanted)
     problem = with_body(here, body)
-    found = evaluate(problem, start.result.order, start.result.flags)
-    result = replace(start.result, peak=found.peak, latency_ns=found.latency_ns, states=1)
-    return solution(here, problem, result, body)
+    found = evaluate(problem, start.plan.order, start.plan.flags)
+    return solution(here, problem, replace(start.plan, peak=found.peak, latency_ns=found.latency_ns), body, states=1)
 
 
-def _solved(here: LoopNest, limit: int, wanted: PlanRequest) -> LoopNestPlan:
-    return solve(here, Objective(memory_limit=limit), max(1, wanted.budget // 4), wanted.seed, over=wanted.over)
+def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest) -> LoopNestPlan:
+    return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)))
 
 
 FREE = 1.01

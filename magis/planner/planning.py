@@ -9,7 +9,7 @@ from functools import partial
 
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
-from magis.paper.coordinated_search import STATES, published
+from magis.paper.coordinated_search import STATES
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
@@ -88,7 +88,8 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
         return seconds is not None and time.perf_counter() - started >= seconds
 
     def attempt(levels: int, aim: Objective) -> Plan:
-        found = published(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
+        found = search.run()
         graph = found.realized()
         if found.loops:
             verify_fission(found.frame.compiled.graph, step)

@@ -104,15 +104,7 @@ def attempts(
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Objective) -> Plan:
-        result = search(
-            compiled.problem,
-            memory_limit=aim.memory_limit,
-            latency_limit_ns=aim.latency_limit_ns,
-            budget=budget,
-            seconds=left(),
-            seed=seed,
-            over=over,
-        )
+        result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over)
         events = expand(compiled.problem, result.order, result.flags)
         recomputed, swapped = events.repeats(compiled.problem.nbytes)
         return scratch.plan(

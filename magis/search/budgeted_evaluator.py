@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from magis.errors import UsageError
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import Int8s, Int32s, Problem
+from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 
 Watch = Callable[[int, int], None]
 """Told the peak (bytes) and the latency (ns) of a plan as it is judged."""
@@ -48,6 +49,14 @@ class Objective:
         if self.memory_limit is not None:
             return peak <= self.memory_limit
         return latency_ns <= (self.latency_limit_ns or 0)
+
+
+def check_request(goal: Objective, budget: int) -> None:
+    """UsageError unless a search has exactly one limit, and states to evaluate."""
+    if (goal.memory_limit is None) == (goal.latency_limit_ns is None):
+        raise UsageError("a search needs a memory limit or a latency limit, and not both")
+    if budget < 1:
+        raise UsageError(f"a search needs a budget of at least 1 state, not {budget}")
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,10 @@ class BudgetedEvaluator:
         self._watch = watch
         self._deadline = None if seconds is None else clock() + seconds
         self.evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
+        self.untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
+        """Flags of a plan that makes nothing again."""
         self._seen: dict[bytes, tuple[int, int]] = {}
-        order = self.evaluator.order.tobytes()
-        self._orders = {order: (self.evaluator, self._seen)}
+        self._orders = {self.evaluator.order.tobytes(): (self.evaluator, self._seen)}
 
     def use(self, order: Int32s) -> None:
         """Judge plans on this order from now on."""

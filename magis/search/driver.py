@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from magis.errors import UsageError, VerifyError
+from magis.errors import VerifyError
 from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
@@ -24,12 +24,13 @@ from magis.search.budgeted_evaluator import (
     Objective,
     Over,
     SearchOver,
+    check_request,
     never,
 )
 from magis.search.moves import alternatives, climb, giving_back, reordered, saving
 from magis.search.pareto_sweep import Proposer, distinct
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.problem import DROP, KEEP, Int8s, Int32s, Int64s, Problem
+from magis.simulate.problem import KEEP, Int32s, Int64s, Problem
 
 # Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
 # A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
@@ -49,8 +50,15 @@ def best_first(
     stop = judge.states + states
     queue: list[tuple[tuple[int, int], int, JudgedPlan]] = []
     pushed: set[tuple[bytes, bytes]] = set()
+
+    def push(plan: JudgedPlan) -> None:
+        digest = (plan.order.tobytes(), plan.flags.tobytes())
+        if digest not in pushed:
+            pushed.add(digest)
+            heapq.heappush(queue, (plan.key(goal), len(pushed), plan))
+
     for plan in starts:
-        _push(queue, pushed, goal, plan)
+        push(plan)
     while queue and judge.states < stop:
         _, _, plan = heapq.heappop(queue)
         for child in _children(judge, goal, plan, allow_swap=allow_swap):
@@ -60,21 +68,9 @@ def best_first(
             limit = best.key(goal)
             key = child.key(goal)
             if all(mine * RELAXED_DEN <= RELAXED_NUM * its for mine, its in zip(key, limit, strict=True)):
-                _push(queue, pushed, goal, child)
+                push(child)
             if judge.states >= stop:
                 return
-
-
-def _push(
-    queue: list[tuple[tuple[int, int], int, JudgedPlan]],
-    pushed: set[tuple[bytes, bytes]],
-    goal: Objective,
-    plan: JudgedPlan,
-) -> None:
-    digest = (plan.order.tobytes(), plan.flags.tobytes())
-    if digest not in pushed:
-        pushed.add(digest)
-        heapq.heappush(queue, (plan.key(goal), len(pushed), plan))
 
 
 def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool) -> Iterator[JudgedPlan]:
@@ -186,14 +182,9 @@ POLISHES = 10
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult:
+class SearchResult(JudgedPlan):
     """The best plan found, and how."""
 
-    order: Int32s
-    flags: Int8s
-    peak: int
-    """Bytes, persistent ones and workspace included."""
-    latency_ns: int
     states: int
     """Different plans evaluated."""
     stopped_by_seconds: bool
@@ -206,9 +197,8 @@ class SearchResult:
 
 def search(
     problem: Problem,
+    goal: Objective,
     *,
-    memory_limit: int | None = None,
-    latency_limit_ns: int | None = None,
     budget: int = DEFAULT_BUDGET,
     seconds: float | None = None,
     allow_swap: bool = True,
@@ -222,11 +212,7 @@ def search(
     good enough to tell promising problems from others. However little time ``seconds`` and ``over`` leave, the step
     as it stands is judged. UsageError unless exactly one limit is given.
     """
-    if (memory_limit is None) == (latency_limit_ns is None):
-        raise UsageError("a search needs a memory limit or a latency limit, and not both")
-    if budget < 1:
-        raise UsageError(f"a search needs a budget of at least 1 state, not {budget}")
-    goal = Objective(memory_limit, latency_limit_ns)
+    check_request(goal, budget)
     judge = BudgetedEvaluator(problem, goal, budget, seconds, over=over)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
@@ -256,12 +242,11 @@ class _Search:
         self.allow_swap = allow_swap
         self.seed = seed
         self.make = Proposer(judge, allow_swap=allow_swap, brief=brief)
-        self.untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
 
     def run(self) -> None:
         """All stages."""
         judge, goal = self.judge, self.goal
-        base = judge.plan(self.untouched)
+        base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # nothing to pay for
         orders = [base.order]
@@ -275,7 +260,7 @@ class _Search:
                 plans += [] if self.brief else self.approach(order, goal.memory_limit)
             else:
                 judge.use(order)
-                plans += self.make.mix(self.bisect(judge.plan(self.untouched)), goal)
+                plans += self.make.mix(self.bisect(judge.plan(judge.untouched)), goal)
                 plans += self.squeeze(order)
         plans = distinct(plans, goal)
         for polish in range(POLISHES):

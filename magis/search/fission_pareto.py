@@ -9,9 +9,9 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,16 +21,13 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
-from magis.search.driver import SearchResult
 from magis.search.loop_nest import LoopNest, LoopNestPlan, level, other_parts, solution, with_body
-from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
 
-C_co = TypeVar("C_co", bound=Costed, covariant=True)
 PARTS = (2, 4, 8, 16, 32)
 SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
@@ -94,22 +91,17 @@ class FissionPoint(_Planned):
     def solution(self) -> LoopNestPlan:
         """The plan with everything inside it, as it is realized."""
         problem = self.level.compiled.problem if self.body is None else with_body(self.level, self.body)
-        return solution(self.level, problem, _result(self.plan), self.body)
+        return solution(self.level, problem, self.plan, self.body)
 
 
-@dataclass(frozen=True, eq=False)
-class FissionFront:
-    """Points by rising peak and falling latency; states evaluated on the way."""
-
-    points: tuple[FissionPoint, ...]
-    states: int
+FissionFront: TypeAlias = Front[FissionPoint]
 
 
 def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FULL, over: Over = never) -> FissionFront:
     """The front of a step of which nothing runs in parts."""
     here = LoopNest(compile_problem(graph, costs, reuse=reuse))
     found = sweep(here.compiled.problem, effort, over)
-    return FissionFront(tuple(FissionPoint(here, plan) for plan in found.plans), found.states)
+    return FissionFront(tuple(FissionPoint(here, plan) for plan in found.points), found.states)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +124,8 @@ class PointRecord(_Planned):
     body: JudgedPlan
 
 
-@dataclass(frozen=True, eq=False)
-class Findings:
-    """The front of one place, and the states evaluated for it."""
-
-    points: tuple[PointRecord, ...]
-    states: int
+Findings: TypeAlias = Front[PointRecord]
+"""The front of one place."""
 
 
 class Share(Protocol):
@@ -192,24 +180,13 @@ def sketch(work: DivisibleStep) -> FissionFront:
     """A first answer: the first place, cut into a middling number of parts, with little effort."""
     if not work.places:
         return FissionFront((), 0)
-    start, cuts = _start(work, 0)
-    numbers, hasty = numbers_of_parts(most_parts(cuts)), work.efforts.hasty
-    quick = Efforts(replace(hasty, watch=None), hasty)
-    return place_front(list(_levels(work, start, cuts, numbers[len(numbers) // 2 :][:1])), quick)
+    hasty = work.efforts.hasty
+    return place_front(list(_levels(work, 0, middling=True)), Efforts(replace(hasty, watch=None), hasty))
 
 
-class PlaceFront(Protocol[C_co]):
-    """A front of some place, in either form."""
-
-    @property
-    def points(self) -> tuple[C_co, ...]: ...
-    @property
-    def states(self) -> int: ...
-
-
-def _until_spent(fronts: Iterator[PlaceFront[C_co]], wanted: PlanRequest) -> tuple[list[C_co], int]:
+def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
     """What the places have, until a few times the budget of states is spent or the search is over."""
-    points: list[C_co] = []
+    points: list[C] = []
     spent = 0
     while not wanted.over() and spent <= SCREENING * wanted.budget:
         front = next(fronts, None)
@@ -223,35 +200,22 @@ def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
     """The front of one of a step's places."""
     front = _place(work, number, over)
     points = (
-        PointRecord(point.cut, point.plan, _plan(point.body.result))
+        PointRecord(point.cut, point.plan, point.body.plan)
         for point in front.points
         if point.cut is not None and point.body is not None
     )
     return Findings(tuple(points), front.states)
 
 
-def _plan(result: SearchResult) -> JudgedPlan:
-    return JudgedPlan(result.order, result.flags, result.peak, result.latency_ns)
-
-
 def _place(work: DivisibleStep, number: int, over: Over = never) -> FissionFront:
-    start, cuts = _start(work, number)
-    numbers = numbers_of_parts(most_parts(cuts))
-    return place_front(list(_levels(work, start, cuts, numbers, over)), work.efforts, over)
-
-
-def _start(work: DivisibleStep, number: int) -> tuple[LoopPlace, Mapping[int, Split]]:
-    """Where a place is, and what is cut there."""
-    place = work.places[number]
-    return LoopPlace(place.at, 0, number), place.cuts
+    return place_front(list(_levels(work, number, over)), work.efforts, over)
 
 
 def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
     """The points of findings; VerifyError if they are not of this step."""
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
-        start, cuts = _start(work, number)
-        levels = list(_levels(work, start, cuts, numbers_of_parts(most_parts(cuts))))
+        levels = list(_levels(work, number))
         if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
             raise VerifyError(STRANGE, hint=DELETE)
         for cut, here in levels:
@@ -259,7 +223,7 @@ def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[Fis
                 if each.cut == cut and here.inner is not None:
                     inner = here.inner.compiled.problem
                     _check(inner, each.body)
-                    body = solution(here.inner, inner, _result(each.body), None)
+                    body = solution(here.inner, inner, each.body, None)
                     _check(with_body(here, body), each.plan)
                     yield FissionPoint(here, each.plan, cut, body)
 
@@ -274,12 +238,15 @@ def _check(problem: Problem, plan: JudgedPlan) -> None:
 
 
 def _levels(
-    work: DivisibleStep, start: LoopPlace, cuts: Mapping[int, Split], numbers: Sequence[int], over: Over = never
+    work: DivisibleStep, number: int, over: Over = never, *, middling: bool = False
 ) -> Iterator[tuple[LoopPlace, LoopNest]]:
-    """The region as a loop, cut into these numbers of parts; only the first of them where all is ``over``."""
+    """The region of a place as a loop, cut into every number of parts, or a ``middling`` one alone; only into the first
+    of them where all is ``over``."""
+    place = work.places[number]
+    numbers = numbers_of_parts(most_parts(place.cuts))
     first: LoopNest | None = None
-    for parts in numbers:
-        region = Region(cuts, parts)
+    for parts in numbers[len(numbers) // 2 :][:1] if middling else numbers:
+        region = Region(place.cuts, parts)
         if first is not None and over():
             return
         try:
@@ -290,7 +257,7 @@ def _levels(
                 here = other_parts(first, loop, work.costs, reuse=work.reuse)
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
-        yield replace(start, parts=parts), here
+        yield LoopPlace(place.at, parts, number), here
 
 
 def numbers_of_parts(most: int) -> list[int]:
@@ -320,20 +287,20 @@ def place_front(
             raise VerifyError("a front of loops needs a loop")
         if model is None or not _alike(model, here):
             swept = sweep(inner.compiled.problem, efforts.body, over)
-            model, inside, around, states = here, swept.plans, [], states + swept.states
+            model, inside, around, states = here, swept.points, [], states + swept.states
         bodies = _judged(inner.compiled.problem, inside)
         states += bodies.states
-        for rank, plan in enumerate(spread(bodies.plans, BODIES)):
+        for rank, plan in enumerate(spread(bodies.points, BODIES)):
             if points and over():
                 break
-            body = solution(inner, inner.compiled.problem, _result(plan), None)
+            body = solution(inner, inner.compiled.problem, plan, None)
             outside = with_body(here, body)
             if rank == 0 and (not around or number == len(levels) - 1):
                 swept = sweep(outside, efforts.around, over)
-                around, states = [*around, *spread(swept.plans, AROUND)], states + swept.states
+                around, states = [*around, *spread(swept.points, AROUND)], states + swept.states
             found = _judged(outside, around, efforts.around.watch)
             states += found.states
-            points += [FissionPoint(here, plan, cut, body) for plan in found.plans]
+            points += [FissionPoint(here, plan, cut, body) for plan in found.points]
         points = pareto(points)
     return FissionFront(tuple(points), states)
 
@@ -352,17 +319,10 @@ def _problems(level: LoopNest) -> list[Problem]:
     return [level.compiled.problem, *inner]
 
 
-def _judged(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front:
+def _judged(problem: Problem, plans: Sequence[JudgedPlan], watch: Watch | None = None) -> Front[JudgedPlan]:
     """The front of plans that were made for a problem of the same structure."""
     judge = BudgetedEvaluator(problem, Objective(memory_limit=0), len(plans), watch=watch)
     for plan in plans:
         judge.use(plan.order)
         judge.plan(plan.flags)
     return Front(tuple(judge.front()), judge.states)
-
-
-def _result(plan: JudgedPlan) -> SearchResult:
-    return SearchResult(
-        plan.order, plan.flags, plan.peak, plan.latency_ns, states=0, stopped_by_seconds=False, feasible=True,
-        lower_bound=0,
-    )  # fmt: skip

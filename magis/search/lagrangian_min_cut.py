@@ -234,7 +234,7 @@ def follow_prices(
     elsewhere. Only sums and products, no functions of the
     mathematical library, so that they are the same on every machine.
     """
-    judge.look(np.full(judge.problem.n_storages, DROP, dtype=np.int8))
+    judge.look(judge.untouched)
     levels = levels_by_position(judge.evaluator)
     over = levels > limit
     if not over.any():
@@ -269,7 +269,7 @@ def slide_prices(
 
     A few rounds a limit are enough where prices need not rise from nothing.
     """
-    judge.look(np.full(judge.problem.n_storages, DROP, dtype=np.int8))
+    judge.look(judge.untouched)
     model.forget()
     over = levels_by_position(judge.evaluator) > limits[0]
     prices = np.where(over, 1e-4 / max(1, int(over.sum())), 0.0)

@@ -13,8 +13,8 @@ from typing import Any
 from magis.errors import VerifyError
 from magis.graph import Graph, Loop, Op
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import Objective, Over, never
-from magis.search.driver import SearchResult, search
+from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
+from magis.search.driver import search
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
 from magis.simulate.evaluator import Evaluator, expand, lower_bound
 from magis.simulate.problem import Problem
@@ -45,7 +45,7 @@ class LoopNestPlan:
     """A planned level: figures of the level's graph (bytes, nanoseconds) with everything inside it."""
 
     problem: Problem
-    result: SearchResult
+    plan: JudgedPlan
     tensor_peak: int
     around: int
     """Bytes in memory during the loop besides those of its body; 0 without a loop."""
@@ -54,11 +54,11 @@ class LoopNestPlan:
 
     @property
     def peak(self) -> int:
-        return self.result.peak
+        return self.plan.peak
 
     @property
     def latency_ns(self) -> int:
-        return self.result.latency_ns
+        return self.plan.latency_ns
 
 
 def level(graph: Graph, costs: Costs, *, reuse: bool) -> LoopNest:
@@ -98,15 +98,6 @@ def bound(level: LoopNest) -> int:
     return lower_bound(with_figures(problem, {level.node: (0, bound(level.inner), 0)}))
 
 
-def fastest_ns(level: LoopNest) -> int:
-    """Nanoseconds of the level when nothing is recomputed."""
-    problem = level.compiled.problem
-    total = int(problem.node_ns.sum() + problem.blk_ns.sum())
-    if level.inner is None:
-        return total
-    return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
-
-
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
     """The level's problem with its loop planned."""
     figures = level.parts * inner.latency_ns, inner.peak, inner.tensor_peak
@@ -123,70 +114,54 @@ def with_figures(problem: Problem, loops: Mapping[int, tuple[int, int, int]]) ->
     return replace(problem, **arrays)
 
 
-def solve(
-    level: LoopNest, goal: Objective, budget: int, seed: int = 0, *, brief: bool = False, over: Over = never
-) -> LoopNestPlan:
-    """The best plan found for a level under a goal; each of its searches may look at ``budget`` states.
+def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False) -> LoopNestPlan:
+    """The best plan found for a level; each of its searches may look at as many states as are ``wanted``.
 
     The body is planned for what the step around it leaves, which depends on the body: a few rounds.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, goal, budget, seed, None, brief, over)
+        return _searched(level, level.compiled.problem, wanted, None, brief)
     floor = bound(level.inner)
     best: LoopNestPlan | None = None
-    inner = solve(level.inner, Objective(memory_limit=UNLIMITED), budget, seed, brief=brief, over=over)
+    inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=UNLIMITED)), brief=brief)
     states = 0
     for _ in range(SQUEEZES):
-        problem = with_body(level, inner)
-        found = _searched(level, problem, goal, budget, seed, inner, brief, over)
+        found = _searched(level, with_body(level, inner), wanted, inner, brief)
         states += found.states
-        if best is None or goal.key(found.peak, found.latency_ns) < goal.key(best.peak, best.latency_ns):
+        if best is None or wanted.key(found.peak, found.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = found
-        target = goal.memory_limit
-        if target is None or found.peak <= target or over():
+        target = wanted.goal.memory_limit
+        if target is None or found.peak <= target or wanted.over():
             break
         limit = target - found.around
         if not floor < limit < inner.peak:
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, Objective(memory_limit=limit), budget, seed, brief=brief, over=over)
+        inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=limit)), brief=brief)
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
 def _searched(
-    level: LoopNest,
-    problem: Problem,
-    goal: Objective,
-    budget: int,
-    seed: int,
-    inner: LoopNestPlan | None,
-    brief: bool,
-    over: Over,
+    level: LoopNest, problem: Problem, wanted: PlanRequest, inner: LoopNestPlan | None, brief: bool
 ) -> LoopNestPlan:
-    result = search(
-        problem,
-        memory_limit=goal.memory_limit,
-        latency_limit_ns=goal.latency_limit_ns,
-        budget=budget,
-        seed=seed,
-        brief=brief,
-        over=over,
-    )
-    return solution(level, problem, result, inner)
+    found = search(problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
+    return solution(level, problem, found, inner, found.states)
 
 
-def solution(level: LoopNest, problem: Problem, result: SearchResult, inner: LoopNestPlan | None) -> LoopNestPlan:
-    """A plan of a level's problem, its loop planned by ``inner``."""
-    judge = Evaluator(problem, result.order)
-    tensor_peak = judge.evaluate(result.flags).tensor_peak
+def solution(
+    level: LoopNest, problem: Problem, plan: JudgedPlan, inner: LoopNestPlan | None, states: int = 0
+) -> LoopNestPlan:
+    """A plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
+    judge = Evaluator(problem, plan.order)
+    tensor_peak = judge.evaluate(plan.flags).tensor_peak
     around = 0
     if inner is not None:
         run = judge.runs.tolist().index(2 * level.node)
         around = int(judge.levels[run]) - inner.peak
-    return LoopNestPlan(problem, result, tensor_peak, around, result.states + (inner.states if inner else 0), inner)
+    return LoopNestPlan(problem, plan, tensor_peak, around, states + (inner.states if inner else 0), inner)
 
 
 def realized(level: LoopNest, solution: LoopNestPlan) -> Compiled:
@@ -202,12 +177,12 @@ def realized(level: LoopNest, solution: LoopNestPlan) -> Compiled:
 def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
     """The graph of a planned level, everything inside included."""
     compiled = realized(level, solution)
-    return realize(compiled, expand(compiled.problem, solution.result.order, solution.result.flags))
+    return realize(compiled, expand(compiled.problem, solution.plan.order, solution.plan.flags))
 
 
 def repeats(solution: LoopNestPlan) -> tuple[int, int]:
     """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
-    events = expand(solution.problem, solution.result.order, solution.result.flags)
+    events = expand(solution.problem, solution.plan.order, solution.plan.flags)
     recomputed, swapped = events.repeats(solution.problem.nbytes)
     if solution.inner is None:
         return recomputed, swapped

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -164,10 +164,10 @@ C = TypeVar("C", bound=Costed)
 
 
 @dataclass(frozen=True, eq=False)
-class Front:
-    """Plans by rising peak and falling latency."""
+class Front(Generic[C]):
+    """Plans, or what stands for them, by rising peak and falling latency; states evaluated on the way."""
 
-    plans: tuple[JudgedPlan, ...]
+    points: tuple[C, ...]
     states: int
 
 
@@ -192,7 +192,7 @@ def spread(front: Sequence[C], count: int) -> list[C]:
     return [front[index] for index in sorted(chosen)]
 
 
-def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
+def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[JudgedPlan]:
     """The front of one step; deterministic. Where ``over`` ends it, of what was judged until then."""
     if not effort.recompute:
         problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
@@ -212,8 +212,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front:
 
 def _orders(judge: BudgetedEvaluator, *, reorder: bool) -> list[JudgedPlan]:
     """Without any recomputation, in program order and re-ordered around its peak."""
-    untouched = np.full(judge.problem.n_storages, DROP, dtype=np.int8)
-    base = judge.plan(untouched)
+    base = judge.plan(judge.untouched)
     if not reorder:
         return [base]
     other = reordered(judge, base)

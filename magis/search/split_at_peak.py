@@ -101,15 +101,7 @@ def relieve(graph: Graph, costs: Costs, wanted: PlanRequest, *, reuse: bool) -> 
 
 
 def _planned(compiled: Compiled, wanted: PlanRequest, *, brief: bool) -> SearchResult:
-    return search(
-        compiled.problem,
-        memory_limit=wanted.goal.memory_limit,
-        latency_limit_ns=wanted.goal.latency_limit_ns,
-        budget=wanted.budget,
-        seed=wanted.seed,
-        brief=brief,
-        over=wanted.over,
-    )
+    return search(compiled.problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
 
 
 def _chain(state: _State, costs: Costs, reuse: bool) -> Iterator[tuple[_State, tuple[str, ...]]]:

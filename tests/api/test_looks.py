@@ -11,7 +11,7 @@ from magis.cases.run_case import run_case
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
 from magis.runtime.steps import EagerStep
-from magis.runtime.timing import ROUGHLY, StoppingRule, Timing
+from magis.runtime.timing import StoppingRule, Timing
 
 Timed = Callable[..., tuple[CaseResult, list[int], list[str]]]
 CASE = Case("tests.api.nets:few_blocks", "magis", "cpu", "small", memory_ratio=0.8, budget=300)
@@ -44,7 +44,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Timed:
             if patience.most == 0:  # whole steps, to see whether they are long enough to take turns
                 return Timing((5.0,), (5.0,))
             seen.append(next(index for index, each in enumerate(made) if each is step))
-            assert (patience is ROUGHLY) == rough
+            assert (patience is module.ROUGHLY) == rough
             return left.pop(0)
 
         monkeypatch.setattr(Subject, "eager", remembered)

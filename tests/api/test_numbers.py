@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from magis.capture.workload import Workload
 from magis.cases.comparison import compare_rounding
-from magis.fission.candidates import connected
+from magis.fission.candidates import connected, follow
 from magis.fission.expand import expand
-from magis.fission.loss_suffix import batch_axis, batch_inputs
+from magis.fission.loss_suffix import batch_inputs
 from magis.fission.region import Region
 from magis.graph import Graph, Op
 from magis.graph.loop_rules import LOOP
@@ -41,8 +41,8 @@ def looped(subject: Subject) -> Graph:
     """The step with everything behind the norm in four parts."""
     graph = subject.untangled
     (hidden,) = (v for op in graph.ops if "native_batch_norm.default" in op.target for v in op.made()[:1])
-    axis = batch_axis(graph, {**batch_inputs(graph), hidden: 0})
-    found = expand(graph, Region(connected(graph, axis.cuts, 4)[0].cuts, 4))
+    axis = follow(graph, {**batch_inputs(graph), hidden: 0})
+    found = expand(graph, Region(connected(graph, axis.cuts)[0], 4))
     assert [op.body.parts for op in found.ops if op.body is not None] == [4]
     return found
 

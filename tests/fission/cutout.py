@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from magis.graph import ITEM_SIZE, Graph, Op, Value, every_op
+from magis.fission.proof import verify_fission
+from magis.graph import ITEM_SIZE, Graph, Op, Value, every_op, verify
 from magis.graph.loop_rules import REDUCE
 from magis.ops.fake_results import with_bits
 from magis.ops.operators import name_of
@@ -204,3 +205,12 @@ def measured(graph: Graph, memory: Mapping[int, Tensor]) -> tuple[int, int]:
 
 def loops(graph: Graph) -> list[Op]:
     return [op for op, _ in every_op(graph) if op.body is not None]
+
+
+def check_same(whole: Graph, looped: Graph, seed: int = 0) -> None:
+    """The loops are sound and proven; they compute the same from the same inputs, and take the simulated bytes."""
+    verify(looped)
+    verify_fission(looped, whole)
+    memory = draw(whole, seed)
+    assert differences(outcome(whole, memory), outcome(looped, memory), whole) == []
+    assert simulated(looped) == measured(looped, memory)

@@ -74,7 +74,7 @@ def regions(graph: Graph, dag: rx.PyDiGraph[int, None], chosen: random.Random, t
         end = first[value] + chosen.randint(1, chosen.choice(LONGEST))
         begin = max(0, first[value] - chosen.choice((0, 0, 0, 5)))
         cuts = grow(graph, {value: dim}, range(begin, end), dag)
-        piece = connected(graph, cuts, 2)[0].cuts if cuts else {}
+        piece = connected(graph, cuts)[0] if cuts else {}
         most = most_parts(piece)
         counts = [n for n in range(2, min(most, MOST) + 1) if most % n == 0]
         if counts:

@@ -6,18 +6,11 @@ import pytest
 
 from magis.errors import VerifyError
 from magis.fission.expand import expand
-from magis.fission.proof import verify_fission
 from magis.fission.region import Region, region_problems
-from magis.graph import Graph, dump, parse, verify
+from magis.graph import Graph, dump
 from magis.ops.splits import Split, splits
-from tests.fission.cutout import differences, draw, loops, measured, outcome, simulated
-
-
-def step(*lines: str) -> Graph:
-    """A sound graph of these lines."""
-    graph = parse("\n".join(["magis graph 1", *lines]) + "\n")
-    verify(graph)
-    return graph
+from tests.fission.cutout import check_same, loops
+from tests.fission.rows import step
 
 
 def cut(graph: Graph, parts: int, **dims: int) -> Region:
@@ -30,11 +23,7 @@ def looped(graph: Graph, region: Region) -> Graph:
     """The step with a loop for the region: sound, proven, equal, and with the bytes that it says."""
     assert list(region_problems(graph, region)) == []
     found = expand(graph, region)
-    verify(found)
-    verify_fission(found, graph)
-    memory = draw(graph, 0)
-    assert differences(outcome(graph, memory), outcome(found, memory), graph) == []
-    assert simulated(found) == measured(found, memory)
+    check_same(graph, found)
     return found
 
 
@@ -309,10 +298,7 @@ def test_a_step_may_hold_several_loops() -> None:
     first = looped(graph, cut(graph, 2, op0=0))
     at = next(p for p, op in enumerate(first.ops) if op.target == "aten.mul.Tensor")
     both = expand(first, Region({at: splits(first.ops[at], first.values)[1]}, 4))
-    verify(both)
-    verify_fission(both, graph)
     assert len(loops(both)) == 2
     inside = Region({0: Split((0,), (0,), (), 4)}, 2)
     assert reasons(first, inside)[0] == "operator 0 (magis.loop): is split already"
-    memory = draw(graph, 3)
-    assert differences(outcome(graph, memory), outcome(both, memory), graph) == []
+    check_same(graph, both, 3)

@@ -117,15 +117,6 @@ def test_an_operator_that_may_write_over_its_input_needs_no_second_one() -> None
     assert lower_bound(graph, none) == 64 + 64
 
 
-def test_where_everything_can_be_cut_nothing_but_what_stays_counts() -> None:
-    graph = step(
-        "op 1 %3 = aten.mul.Tensor(%1, %2) reads 1:0 2:0 phase forward",
-        "op 2 %4 = aten.neg.default(%3) reads 3:0 phase forward",
-        "output 4",
-    )
-    assert lower_bound(graph, of_cumsum) == 64
-
-
 def test_an_input_that_no_way_cuts_is_needed_whole() -> None:
     """Rows are gathered from a table, which every part reads."""
     graph = parse(

@@ -78,14 +78,14 @@ def test_the_heaviest_is_one_of_the_connected_ones(dropped: Graph) -> None:
     (axis,) = axes(dropped)
     dag = dependency_graph(dropped)
     for at in places(dropped, axis, 8):
-        cuts = suffix(dropped, axis, at).cuts
-        regions = connected(dropped, cuts, 1, dag)
+        cuts = suffix(dropped, axis, at)
+        regions = connected(dropped, cuts, dag)
         best = heaviest(dropped, cuts, dag)
         assert (best is None) == (not regions)
         if best is not None:
-            held = [own_bytes(dropped, dict.fromkeys(region.cuts, 0), 1)[0] for region in regions]
+            held = [own_bytes(dropped, dict.fromkeys(region, 0), 1)[0] for region in regions]
             assert best.nbytes == max(held)
-            assert best.cuts == regions[held.index(best.nbytes)].cuts
+            assert best.cuts == regions[held.index(best.nbytes)]
 
 
 def test_a_result_that_the_caller_gets_is_nothing_that_a_loop_makes_smaller() -> None:

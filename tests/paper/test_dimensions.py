@@ -6,7 +6,8 @@ import pytest
 
 from magis.ops.splits import Split
 from magis.paper.dgraph import Vertex, components, depends_on_inputs, dominators, flow, heat, scores, vertices_of
-from tests.paper.trees import axes, learner, random_graph, reached, score, sound, strictly_dominated
+from tests.fission.rows import step
+from tests.paper.trees import axes, learner, random_graph, reached, score, strictly_dominated
 
 SEEDS = range(60)
 
@@ -42,7 +43,7 @@ def test_the_operators_of_an_axis() -> None:
 
 def test_an_operator_with_two_ways_along_one_axis_is_no_part_of_it() -> None:
     """A square tensor plus its transpose: rows and columns are one axis, along which nothing can be told apart."""
-    graph = sound(
+    graph = step(
         "storage 1 batch 128",
         "storage 2 temporary 128",
         "storage 3 temporary 128",

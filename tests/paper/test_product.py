@@ -36,9 +36,15 @@ def trained_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    """The chain, captured and measured once."""
+    return Bench()
+
+
 @pytest.mark.parametrize("limit", [{"memory_ratio": 0.9}, {"latency_ratio": 1.5}])
-def test_a_plan_of_the_papers_method_is_verified_executed_and_compared(limit: dict[str, Any]) -> None:
-    bench, make = Bench(), from_function("own", chain)
+def test_a_plan_of_the_papers_method_is_verified_executed_and_compared(bench: Bench, limit: dict[str, Any]) -> None:
+    make = from_function("own", chain)
     case = dataclasses.replace(CASE, **limit)
     check_case(case, cache=bench, make=make)
     result = run_case(case, cache=bench, make=make, rough=True)
@@ -57,9 +63,9 @@ def test_what_it_runs_in_parts_is_proved_and_computes_eagers_numbers() -> None:
     assert found.numbers == "within tolerance"
 
 
-def test_a_cap_on_seconds_ends_it() -> None:
+def test_a_cap_on_seconds_ends_it(bench: Bench) -> None:
     case = dataclasses.replace(CASE, memory_ratio=0.5, budget=10**6, seconds=1e-6)
-    result = run_case(case, make=from_function("own", chain), rough=True)
+    result = run_case(case, cache=bench, make=from_function("own", chain), rough=True)
     assert result.search.stopped_by_seconds
 
 

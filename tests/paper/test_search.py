@@ -16,7 +16,7 @@ from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, verify
 from magis.ops.optimizers import scalars
-from magis.paper.coordinated_search import PaperPlan, published
+from magis.paper.coordinated_search import PaperSearch
 from magis.paper.ftree import Analysis, FTree, mutations
 from magis.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, look, realized
 from magis.rewrite.functionalize import functionalize, untangle
@@ -62,12 +62,12 @@ def start() -> tuple[int, int]:
 
 
 @functools.cache
-def found(memory: str = "", latency: str = "", states: int = STATES) -> PaperPlan:
+def found(memory: str = "", latency: str = "", states: int = STATES) -> PaperSearch:
     graph, _ = step()
     peak, latency_ns = start()
     limit = int(Fraction(memory) * peak) if memory else None
     goal = Objective(limit, int(Fraction(latency) * latency_ns) if latency else None)
-    return published(graph, costs(), goal, states=states)
+    return PaperSearch(graph, costs(), goal, states=states).run()
 
 
 def check(tree: FTree, decisions: dict[int, int], order: np.ndarray | None = None) -> None:
@@ -168,7 +168,7 @@ def test_the_best_state_is_what_it_says(limit: dict[str, str]) -> None:
 def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: bool) -> None:
     graph, _ = step()
     _, latency_ns = start()
-    result = published(graph, costs(), Objective(None, 6 * latency_ns), states=STATES, incremental=incremental)
+    result = PaperSearch(graph, costs(), Objective(None, 6 * latency_ns), states=STATES, incremental=incremental).run()
     assert result.loops
     assert (result.best.order is not None) >= incremental  # windows make orders, too
     if incremental:
@@ -199,9 +199,9 @@ def test_a_loose_latency_limit_brings_loops() -> None:
 
 
 def test_the_same_again_and_no_worse_with_more_states() -> None:
-    first, again = found(latency="2"), published(*_arguments("2"), states=STATES)
+    first, again = found(latency="2"), PaperSearch(*_arguments("2"), states=STATES).run()
     assert (first.figures, first.best.mark, first.curve) == (again.figures, again.best.mark, again.curve)
-    fewer = published(*_arguments("2"), states=STATES // 4)
+    fewer = PaperSearch(*_arguments("2"), states=STATES // 4).run()
     assert fewer.curve == first.curve[: len(fewer.curve)]
 
 
@@ -234,4 +234,4 @@ def test_one_recomputation_by_brute_force() -> None:
 def test_what_cannot_be_searched(goal: Objective, states: int) -> None:
     graph, _ = step()
     with pytest.raises(UsageError):
-        published(graph, costs(), goal, states=states)
+        PaperSearch(graph, costs(), goal, states=states).run()

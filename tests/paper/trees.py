@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from magis.graph import Arg, Graph, Op, Ref, Storage, Value, parse, verify
+from magis.graph import Arg, Graph, Op, Ref, Storage, Value, verify
 from magis.ops.splits import splits
 from magis.paper.dgraph import Vertex, vertices_of
-
-HEAD = "magis graph 1"
-
-
-def sound(*lines: str) -> Graph:
-    """A sound graph of these lines."""
-    graph = parse("\n".join([HEAD, *lines]) + "\n")
-    verify(graph)
-    return graph
+from magis.paper.ftree import FTree, parts_problems
+from tests.fission.rows import step
 
 
 def learner() -> Graph:
@@ -36,7 +29,7 @@ def learner() -> Graph:
         lines.append(
             f"value {key} @{base.get(key, key)} float64 [{rows}, {columns}] {{{stride[0]}, {stride[1]}}} +0{name}"
         )
-    return sound(
+    return step(
         *lines,
         "input 1", "input 2", "input 3",
         "op 0 %4 = aten.mm.default(%1, %2) reads 1:0 2:0 phase forward",
@@ -116,6 +109,51 @@ class _Drawn:
         reads = tuple(sorted({(value.storage, 0) for value in taken}))
         args = (*(Ref(value.id) for value in taken), *literals)
         self.ops.append(Op(len(self.ops), target, args, (), (made,), reads=reads))
+
+
+# --- F-Trees ----------------------------------------------------------------------------------------------------------
+
+
+def problems(tree: FTree) -> Iterator[str]:
+    """Every broken rule as one line."""
+    for index, parent in enumerate(tree.parents):
+        if not -1 <= parent < index:
+            yield f"node {index} stands before its parent {parent}"
+            return
+        if parent >= 0 and not set(tree.nodes[index].positions) <= set(tree.nodes[parent].positions):
+            yield f"node {index} is no subset of its parent {parent}"
+    yield from parts_problems(tree)
+
+
+def describe(tree: FTree, graph: Graph) -> str:
+    """The tree as text: one line per node with its operators, what it may be divided by, and n; children indented."""
+    lines: list[str] = []
+
+    def add(index: int, depth: int) -> None:
+        node = tree.nodes[index]
+        state = f"n = {node.parts}" if node.enabled else "candidate"
+        first, last = graph.ops[node.positions[0]], graph.ops[node.positions[-1]]
+        lines.append(
+            f"{'  ' * depth}{index}: axis {node.component}, extent {node.extent}, {state}: {len(node.positions)}"
+            f" operators {_runs(node.positions)}, {first.target} to {last.target}"
+        )
+        for child in tree.children(index):
+            add(child, depth + 1)
+
+    for top in tree.children(-1):
+        add(top, 0)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _runs(positions: Sequence[int]) -> str:
+    """1 2 3 7  ->  1-3 7"""
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and runs[-1][-1] == position - 1:
+            runs[-1] = [runs[-1][0], position]
+        else:
+            runs.append([position])
+    return " ".join("-".join(map(str, run)) for run in runs)
 
 
 # --- brute force ------------------------------------------------------------------------------------------------------

@@ -1,13 +1,36 @@
-"""Whether two graphs are the same up to the ids of their parts and the order of calls that do not depend on another."""
+"""Whether two graphs are the same: up to the ids of their parts and the order of calls that do not depend on another,
+or in what they leave behind."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from magis.graph import Graph, Op, dump, replace_refs
 from magis.graph.hazards import dependency_graph
+from magis.simulate.simulator import replay
+from tests.nets import Built
+from tests.oracles import graph_step, history, measured, workspaces
 from tests.strategies import topological
+
+
+def check_training(
+    graph: Graph, built: Built, expected: Sequence[Mapping[str, Tensor]], *, rtol: float, atol: float, about: str = ""
+) -> None:
+    """Steps of the graph leave behind what is expected, loss, weights and state, and take the simulated bytes."""
+    for theirs, ours in zip(expected, history(graph_step(graph, built), len(expected)), strict=True):
+        assert theirs.keys() == ours.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(
+                ours[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{about} {name}: {text}"
+            )
+    profile = replay(graph, workspaces().of(graph))
+    seen = measured(graph_step(graph, built), graph.persistent_bytes())
+    assert seen == (profile.peak_bytes, profile.tensor_bytes), about
 
 
 def canonical(graph: Graph) -> str:

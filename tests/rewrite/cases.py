@@ -21,7 +21,7 @@ from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import Evaluator, check_order
 from magis.simulate.problem import Events, Int8s, Int32s
 from magis.simulate.simulator import replay
-from tests.nets import NETS, Built
+from tests.nets import NETS, Built, as_built
 from tests.oracles import Costs, captured, differences, eager_step, graph_step, history, observed, workspaces
 from tests.simulate.plans import adversarial_order, random_order
 from tests.strategies import random_flags, reordered
@@ -97,8 +97,7 @@ class Model:
         self._make = make
 
     def build(self) -> Built:
-        work = self._make()
-        return Built(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, work.explicit_attention)
+        return as_built(self._make())
 
 
 TINY_BERT = BertConfig(

@@ -18,10 +18,10 @@ from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.merged_weights import MERGED, merge
 from magis.rewrite.rules.rule_table import aggregated, apply, matches, rule
 from magis.runtime.steps import GraphStep
-from magis.simulate.simulator import replay
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, FORWARD, OPTIMIZERS, Block, Net, rows
-from tests.oracles import captured, graph_step, history, measured, observed, workspaces
+from tests.oracles import captured, graph_step, history, observed
+from tests.rewrite.alike import check_training
 from tests.strategies import adversarial_orders, reordered
 
 
@@ -81,19 +81,7 @@ def test_training(kind: str, bias: bool) -> None:
     assert len(merged_inputs(after)) == 1 + bias
     assert copies_of_weights(after) == []
     assert after.persistent_bytes() == before.persistent_bytes()
-    expected = history(graph_step(before, net.build()))
-    found = history(graph_step(after, net.build()))
-    for theirs, ours in zip(expected, found, strict=True):
-        assert theirs.keys() == ours.keys()
-        for name, tensor in theirs.items():
-            torch.testing.assert_close(
-                ours[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-            )
-    profile = replay(after, workspaces().of(after))
-    assert measured(graph_step(after, net.build()), after.persistent_bytes()) == (
-        profile.peak_bytes,
-        profile.tensor_bytes,
-    )
+    check_training(after, net.build(), history(graph_step(before, net.build())), rtol=1e-9, atol=1e-11)
 
 
 def test_every_legal_order_computes_the_same() -> None:

@@ -189,10 +189,10 @@ def test_whatever_a_rule_does_beside_a_loop_is_sound() -> None:
     looped = tried = 0
     for axis in axes(step):
         for at in places_of(step, axis, 8):
-            cuts = suffix(step, axis, at).cuts
+            cuts = suffix(step, axis, at)
             if not cuts:
                 continue
-            with_loop = expand(step, Region(connected(step, cuts, 1)[0].cuts, 2), in_place=True)
+            with_loop = expand(step, Region(connected(step, cuts)[0], 2), in_place=True)
             verify(with_loop)
             looped += 1
             for each in RULES:

@@ -9,25 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from magis.capture.workload import Workload
 from magis.graph import Graph, verify
 from magis.models.building import Style
 from magis.models.encoders import bert
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
 from magis.rewrite.rules.rule_table import RULES, Match, attempt
-from magis.simulate.simulator import replay
-from tests.nets import ADAMW, SGD, Built, Net, rows
-from tests.oracles import captured, eager_step, graph_step, history, measured, workspaces
+from tests.nets import ADAMW, SGD, Built, Net, as_built, rows
+from tests.oracles import captured, eager_step, history
+from tests.rewrite.alike import check_training
 from tests.rewrite.cases import TINY_BERT, batches
 from tests.rewrite.test_rules_merged import heads
 
 LENGTH = 12
-
-
-def tiny_bert() -> Built:
-    work: Workload = bert(TINY_BERT, Style(seed=False), "bert", 0).to("float64")
-    return Built(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer, work.explicit_attention)
 
 
 class Branches(nn.Module):
@@ -63,7 +57,7 @@ NETS = {
     "branches": branches,
     "heads": heads(ADAMW).build,
     "heads without bias": heads(SGD, bias=False).build,
-    "tiny-bert": tiny_bert,
+    "tiny-bert": lambda: as_built(bert(TINY_BERT, Style(seed=False), "bert", 0).to("float64")),
 }
 
 
@@ -100,12 +94,4 @@ def test_walks(name: str, seeds: range) -> None:
     for seed in seeds:
         graph, names = walk(before, seed)
         assert names
-        found = history(graph_step(graph, built), 2)
-        for theirs, ours in zip(expected, found, strict=True):
-            for key, tensor in theirs.items():
-                torch.testing.assert_close(
-                    ours[key], tensor, rtol=1e-6, atol=1e-8, msg=lambda text, names=names: f"{names}: {text}"
-                )
-        profile = replay(graph, workspaces().of(graph))
-        seen = measured(graph_step(graph, built), graph.persistent_bytes())
-        assert seen == (profile.peak_bytes, profile.tensor_bytes), names
+        check_training(graph, built, expected, rtol=1e-6, atol=1e-8, about=f"{names}")

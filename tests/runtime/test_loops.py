@@ -208,7 +208,7 @@ def learner() -> tuple[Graph, Graph]:
     """A step of forward and backward, and the same in three parts along the batch."""
     graph = untangle(functionalize(captured(LEARNER.build()).graph))
     (batch,) = (value for value in graph.inputs if graph.values[value].name == "input:0")
-    cuts = connected(graph, grow(graph, {batch: 0}, range(len(graph.ops))), 1)[0].cuts
+    cuts = connected(graph, grow(graph, {batch: 0}, range(len(graph.ops))))[0]
     return graph, expand(graph, Region(cuts, 3))
 
 

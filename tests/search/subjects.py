@@ -13,11 +13,12 @@ from magis.cost.devices import find_device
 from magis.graph import Graph
 from magis.models import get
 from magis.rewrite.functionalize import functionalize, untangle
-from magis.search.budgeted_evaluator import Objective
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.driver import SearchResult, search
+from magis.search.fission_pareto import FissionFront, divided_front
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from tests.api.nets import blocks
-from tests.nets import Built, Net, labels, mlp, rows
+from tests.nets import Built, Net, as_built, labels, mlp, rows
 from tests.oracles import captured
 
 BUDGET = 300
@@ -37,8 +38,7 @@ class Step:
         """The best plan without loops."""
         return search(
             self.compiled.problem,
-            memory_limit=goal.memory_limit,
-            latency_limit_ns=goal.latency_limit_ns,
+            goal,
             budget=BUDGET,
             seed=0,
         )
@@ -59,8 +59,7 @@ def _built(name: str) -> Built:
         return Net(wide_convolution, rows(8, 4, 32, 32), labels(8, 4), F.cross_entropy).build()
     if name == "one row":
         return Net(mlp(), rows(1, 12), labels(1, 5), F.cross_entropy).build()
-    made = blocks() if name == "blocks" else get(name).build("small", 0)
-    return Built(made.module, made.inputs, made.targets, made.loss_fn, made.optimizer, made.explicit_attention)
+    return as_built(blocks() if name == "blocks" else get(name).build("small", 0))
 
 
 @functools.cache
@@ -69,5 +68,11 @@ def step(name: str) -> Step:
     graph = untangle(functionalize(captured(_built(name)).graph))
     costs = RooflineCosts(find_device("cpu", ""), None, {})
     compiled = compile_problem(graph, costs, reuse=True)
-    free = search(compiled.problem, memory_limit=1 << 62, latency_limit_ns=None, budget=1, seed=0)
+    free = search(compiled.problem, Objective(memory_limit=1 << 62), budget=1, seed=0)
     return Step(graph, costs, compiled, free.peak, free.latency_ns)
+
+
+@functools.cache
+def front_of(given: Step) -> FissionFront:
+    """The front of the step cut into parts; the goal plays no part in it."""
+    return divided_front(given.graph, given.costs, PlanRequest(Objective(memory_limit=0), 0, BUDGET), reuse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -13,16 +12,19 @@ from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import DivisibleStep, FissionFront, divided_front, numbers_of_parts, sketch
-from magis.search.loop_nest import fastest_ns, realize_level, repeats
+from magis.search.fission_pareto import DivisibleStep, numbers_of_parts, sketch
+from magis.search.loop_nest import LoopNest, realize_level, repeats
 from magis.simulate.simulator import replay
-from tests.search.subjects import BUDGET, Step, step
+from tests.search.subjects import BUDGET, Step, front_of, step
 
 
-@functools.cache
-def front_of(given: Step) -> FissionFront:
-    """The goal plays no part in it."""
-    return divided_front(given.graph, given.costs, PlanRequest(Objective(memory_limit=0), 0, BUDGET), reuse=True)
+def fastest_ns(level: LoopNest) -> int:
+    """Nanoseconds of the level when nothing is recomputed."""
+    problem = level.compiled.problem
+    total = int(problem.node_ns.sum() + problem.blk_ns.sum())
+    if level.inner is None:
+        return total
+    return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
 
 
 def divided(given: Step, goal: Objective, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:

@@ -21,13 +21,13 @@ from magis.search.pareto_sweep import BRIEF, FULL, Effort, Front, pareto, spread
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import replay
-from tests.search.subjects import BUDGET, Step, step
+from tests.search.subjects import BUDGET, Step, front_of, step
 
 NAMES = ("perceptron", "blocks", "seed-unet")
 
 
-def costs(front: Front) -> list[tuple[int, int]]:
-    return [(plan.peak, plan.latency_ns) for plan in front.plans]
+def costs(front: Front[JudgedPlan]) -> list[tuple[int, int]]:
+    return [(plan.peak, plan.latency_ns) for plan in front.points]
 
 
 def assert_monotone(pairs: list[tuple[int, int]]) -> None:
@@ -42,7 +42,7 @@ def test_plans_of_a_sweep_cost_what_they_say(name: str, effort: Effort) -> None:
     problem = step(name).compiled.problem
     front = sweep(problem, effort)
     assert_monotone(costs(front))
-    for plan in front.plans:
+    for plan in front.points:
         check_order(problem, plan.order)
         found = evaluate(problem, plan.order, plan.flags)
         assert (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns)
@@ -50,23 +50,23 @@ def test_plans_of_a_sweep_cost_what_they_say(name: str, effort: Effort) -> None:
     assert (costs(again), again.states) == (costs(front), front.states)
     untouched = np.full(problem.n_storages, DROP, dtype=np.int8)
     base = evaluate(problem, np.arange(problem.n_nodes, dtype=np.int32), untouched)
-    assert front.plans[-1].latency_ns == base.latency_ns
-    assert front.plans[-1].peak <= base.peak
-    assert front.plans[0].peak < base.peak
+    assert front.points[-1].latency_ns == base.latency_ns
+    assert front.points[-1].peak <= base.peak
+    assert front.points[0].peak < base.peak
 
 
 def test_a_sweep_leaves_out_what_it_is_told_to() -> None:
     problem = replace(step("seed-unet").compiled.problem, xfer_ns_per_byte=2.0)
     usual = sweep(problem, BRIEF)
-    repeats = [every_repeat(problem, plan) for plan in usual.plans]
+    repeats = [every_repeat(problem, plan) for plan in usual.points]
     assert np.any(np.array(repeats), axis=0).all()
-    for plan in sweep(problem, replace(BRIEF, recompute=False)).plans:
+    for plan in sweep(problem, replace(BRIEF, recompute=False)).points:
         assert every_repeat(problem, plan)[0] == 0
         found = evaluate(problem, plan.order, plan.flags)  # of the problem in which more is allowed
         assert (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns)
-    for plan in sweep(problem, replace(BRIEF, swap=False)).plans:
+    for plan in sweep(problem, replace(BRIEF, swap=False)).points:
         assert every_repeat(problem, plan)[1] == 0
-    for plan in sweep(problem, replace(BRIEF, reorder=False)).plans:
+    for plan in sweep(problem, replace(BRIEF, reorder=False)).points:
         assert plan.order.tolist() == list(range(problem.n_nodes))
     for less in (replace(BRIEF, polished=0), replace(BRIEF, mixed=0)):
         assert sweep(problem, less).states < usual.states
@@ -152,12 +152,12 @@ def test_the_front_of_a_judge_is_that_of_all_it_has_judged() -> None:
 
 
 def test_nothing_of_a_front_is_nothing() -> None:
-    assert spread(sweep(step("perceptron").compiled.problem).plans, 0) == []
+    assert spread(sweep(step("perceptron").compiled.problem).points, 0) == []
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 100])
 def test_a_thinned_front_keeps_its_ends(count: int) -> None:
-    front = sweep(step("seed-unet").compiled.problem).plans
+    front = sweep(step("seed-unet").compiled.problem).points
     chosen = spread(front, count)
     assert len(chosen) <= count
     assert chosen[0] is front[0]
@@ -173,7 +173,7 @@ def divided(given: Step) -> tuple[FissionPoint, ...]:
 @pytest.mark.parametrize("name", ["blocks", "seed-unet"])
 def test_every_point_of_a_divided_front_is_a_sound_step_of_that_size(name: str) -> None:
     given = step(name)
-    points = divided(given)
+    points = front_of(given).points
     assert_monotone([(point.peak, point.latency_ns) for point in points])
     floor = lower_bound(given.graph, given.costs.workspace, given.costs.rounding)
     for point in spread(points, 12):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magis.errors import UsageError
 from magis.fission.proof import verify_fission
 from magis.graph import verify
 from magis.planner.fission_plan import divide
@@ -69,9 +68,7 @@ def test_a_search_that_ends_at_any_state_has_a_plan_that_only_gets_better(goal_o
 
     def run(over: Callable[[], bool]) -> SearchResult:
         problem = made.compiled.problem
-        return search(
-            problem, memory_limit=goal.memory_limit, latency_limit_ns=goal.latency_limit_ns, budget=150, over=over
-        )
+        return search(problem, goal, budget=150, over=over)
 
     whole, before = run(lambda: False), None
     assert not whole.stopped_by_seconds
@@ -96,20 +93,13 @@ def test_any_budget_and_any_cap_have_a_plan(goal_of: Callable[[Step], Objective]
     problem = made.compiled.problem
     found = search(
         problem,
-        memory_limit=goal.memory_limit,
-        latency_limit_ns=goal.latency_limit_ns,
+        goal,
         budget=budget,
         seconds=seconds,
     )
     assert_sound(made, found, goal)
     if budget == 1:
         assert (found.peak, found.latency_ns, found.states) == (made.peak, made.latency_ns, 1)
-
-
-@pytest.mark.parametrize("budget", [0, -1])
-def test_no_budget_at_all_is_refused(budget: int) -> None:
-    with pytest.raises(UsageError, match=f"at least 1 state, not {budget}"):
-        search(step("perceptron").compiled.problem, memory_limit=1, budget=budget)
 
 
 @examples(50)
@@ -143,14 +133,14 @@ def test_a_sweep_that_ends_early_has_the_front_of_what_it_has_judged() -> None:
     for number in (1, 2, 3, 5, 8, every // 3, every // 2, every - 1, every):
         front = sweep(problem, BRIEF, at_call(number))
         assert front.states == number
-        assert front.plans
-        for plan in front.plans:
+        assert front.points
+        for plan in front.points:
             found = evaluate(problem, plan.order, plan.flags)
             assert (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns)
     assert whole_front(step("perceptron").graph, step("perceptron").costs, reuse=True, over=lambda: True).states == 1
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.3, 0.7, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.99])
 def test_a_front_of_loops_that_ends_early_has_sound_points(share: float) -> None:
     made = step("blocks")
 
@@ -193,9 +183,9 @@ def test_levels_and_loops_around_single_operators_end_early_too(number: int) -> 
     eased = relieve(made.graph, made.costs, PlanRequest(goal, 0, 10**9, at_call(number)), reuse=True)
     if eased is not None:
         verify_fission(eased.graph, made.graph)
-        assert eased.result.peak <= made.peak
+        assert eased.plan.peak <= made.peak
     here = level(made.graph, made.costs, reuse=True)
-    found = solve(here, goal, 10**9, over=at_call(number))
+    found = solve(here, PlanRequest(goal, 0, 10**9, at_call(number)))
     assert found.peak <= made.peak
     assert found.states == number
 

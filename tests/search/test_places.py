@@ -42,7 +42,7 @@ def step(name: str) -> Step:
     graph = capture(module, inputs, targets, squared, OptimizerSpec("sgd", lr=0.01), device="sim:rtx3090").graph
     graph = untangle(functionalize(graph))
     compiled = compile_problem(graph, COSTS, reuse=True)
-    free = search(compiled.problem, memory_limit=1 << 62, latency_limit_ns=None, budget=1, seed=0)
+    free = search(compiled.problem, Objective(memory_limit=1 << 62), budget=1, seed=0)
     return Step(graph, COSTS, compiled, free.peak, free.latency_ns)
 
 

@@ -105,8 +105,7 @@ def test_a_convolution_at_the_peak_runs_in_parts(monkeypatch: pytest.MonkeyPatch
 def brief(given: Step, goal: Objective, *, short: bool) -> SearchResult:
     return search(
         given.compiled.problem,
-        memory_limit=goal.memory_limit,
-        latency_limit_ns=goal.latency_limit_ns,
+        goal,
         budget=2000,
         seed=0,
         brief=short,

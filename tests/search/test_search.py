@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from magis.errors import UsageError
+from magis.search.budgeted_evaluator import Objective
 from magis.search.driver import SearchResult, search
 from magis.search.moves import alternatives
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, lower_bound
@@ -81,11 +83,11 @@ def test_small_steps_get_the_optimum_of_all_plans(seed: int) -> None:
     for share in (0.5, 1.0):
         limit = int(base - share * (base - min(costs)))
         best = min(latency for peak, latency in costs.items() if peak <= limit)
-        result = checked(problem, search(problem, memory_limit=limit, budget=3000))
+        result = checked(problem, search(problem, Objective(memory_limit=limit), budget=3000))
         assert result.feasible
         assert result.latency_ns <= best  # below it only by another order
     leanest = min(peak for peak, latency in costs.items() if latency <= best)
-    lean = checked(problem, search(problem, latency_limit_ns=best, budget=3000))
+    lean = checked(problem, search(problem, Objective(latency_limit_ns=best), budget=3000))
     assert lean.feasible
     assert lean.peak <= leanest
 
@@ -96,10 +98,10 @@ def test_odd_steps_are_searched_too() -> None:
     for seed in range(12):
         problem = random_problem(np.random.default_rng(seed), 14)
         base, latency = untouched(problem)
-        result = checked(problem, search(problem, memory_limit=lower_bound(problem), budget=300))
+        result = checked(problem, search(problem, Objective(memory_limit=lower_bound(problem)), budget=300))
         assert result.peak <= base
         gained += result.peak < base
-        lean = checked(problem, search(problem, latency_limit_ns=latency, budget=300))
+        lean = checked(problem, search(problem, Objective(latency_limit_ns=latency), budget=300))
         assert lean.latency_ns <= latency
         assert lean.peak <= base
     assert gained > 3
@@ -127,7 +129,7 @@ def test_at_the_peak_of_block_checkpointing_plans_cost_less_than_half(name: str)
     base, latency = untouched(problem)
     peak, slow = block_checkpointing(problem, marks)
     assert peak < base
-    result = checked(problem, search(problem, memory_limit=peak, budget=BUDGET))
+    result = checked(problem, search(problem, Objective(memory_limit=peak), budget=BUDGET))
     assert result.feasible
     assert result.latency_ns - latency < (slow - latency) / 2
 
@@ -136,10 +138,10 @@ def test_at_the_peak_of_block_checkpointing_plans_cost_less_than_half(name: str)
 def test_a_fifth_of_the_memory_costs_a_few_percent(name: str) -> None:
     problem, _ = NETWORKS[name]
     base, latency = untouched(problem)
-    result = checked(problem, search(problem, memory_limit=base * 8 // 10, budget=BUDGET))
+    result = checked(problem, search(problem, Objective(memory_limit=base * 8 // 10), budget=BUDGET))
     assert result.feasible
     assert result.latency_ns <= latency * 1.05
-    again = checked(problem, search(problem, latency_limit_ns=result.latency_ns, budget=BUDGET))
+    again = checked(problem, search(problem, Objective(latency_limit_ns=result.latency_ns), budget=BUDGET))
     assert again.feasible
     assert again.peak <= base * 0.82  # the other mode gets about as far
 
@@ -149,8 +151,8 @@ def test_swaps_hide_behind_computation(name: str) -> None:
     make = {"transformer": transformer, "resnet": resnet}[name]
     problem, _ = make(xfer_ns_per_byte=0.04, **({"layers": 8} if name == "transformer" else {"stages": (3, 4, 3)}))
     base, _ = untouched(problem)
-    without = checked(problem, search(problem, memory_limit=base * 7 // 10, budget=BUDGET, allow_swap=False))
-    with_swaps = checked(problem, search(problem, memory_limit=base * 7 // 10, budget=BUDGET))
+    without = checked(problem, search(problem, Objective(memory_limit=base * 7 // 10), budget=BUDGET, allow_swap=False))
+    with_swaps = checked(problem, search(problem, Objective(memory_limit=base * 7 // 10), budget=BUDGET))
     assert evaluate(problem, without.order, without.flags).swaps == 0
     assert evaluate(problem, with_swaps.order, with_swaps.flags).swaps > 0
     assert with_swaps.feasible
@@ -163,7 +165,7 @@ def test_a_larger_budget_is_never_worse_and_a_budget_is_kept() -> None:
     limit = base * 45 // 100
     keys = []
     for budget in (1, 30, 300, 3000, 9000):
-        result = checked(problem, search(problem, memory_limit=limit, budget=budget))
+        result = checked(problem, search(problem, Objective(memory_limit=limit), budget=budget))
         assert result.states <= budget
         keys.append((max(result.peak, limit), result.latency_ns))
     assert keys == sorted(keys, reverse=True)
@@ -173,7 +175,7 @@ def test_a_larger_budget_is_never_worse_and_a_budget_is_kept() -> None:
 def test_more_memory_is_never_slower() -> None:
     problem, _ = NETWORKS["unet"]
     base, latency = untouched(problem)
-    found = [search(problem, memory_limit=base * share // 100, budget=BUDGET) for share in (100, 90, 75, 60)]
+    found = [search(problem, Objective(memory_limit=base * share // 100), budget=BUDGET) for share in (100, 90, 75, 60)]
     assert found[0].latency_ns == latency
     assert found[0].states == 1, "nothing to search when the limit is kept as it is"
     times = [result.latency_ns for result in found]
@@ -182,10 +184,10 @@ def test_more_memory_is_never_slower() -> None:
 
 def test_a_limit_out_of_reach_is_said_to_be() -> None:
     problem, _ = NETWORKS["resnet"]
-    result = checked(problem, search(problem, memory_limit=lower_bound(problem) - 1, budget=BUDGET))
+    result = checked(problem, search(problem, Objective(memory_limit=lower_bound(problem) - 1), budget=BUDGET))
     assert not result.feasible
     assert result.peak < untouched(problem)[0] * 0.5
-    result = checked(problem, search(problem, latency_limit_ns=untouched(problem)[1] - 1, budget=500))
+    result = checked(problem, search(problem, Objective(latency_limit_ns=untouched(problem)[1] - 1), budget=500))
     assert not result.feasible
     assert result.latency_ns == untouched(problem)[1]
 
@@ -193,50 +195,47 @@ def test_a_limit_out_of_reach_is_said_to_be() -> None:
 def test_seconds_are_an_extra_cap() -> None:
     problem, _ = NETWORKS["transformer"]
     base, _ = untouched(problem)
-    result = checked(problem, search(problem, memory_limit=base // 2, seconds=0.05))
+    result = checked(problem, search(problem, Objective(memory_limit=base // 2), seconds=0.05))
     assert result.stopped_by_seconds
-    assert not search(problem, memory_limit=base * 8 // 10, budget=200, seconds=1000.0).stopped_by_seconds
+    assert not search(problem, Objective(memory_limit=base * 8 // 10), budget=200, seconds=1000.0).stopped_by_seconds
 
 
 def test_no_cap_is_too_short_for_the_plan_to_begin_with() -> None:
     problem, _ = NETWORKS["unet"]
-    result = checked(problem, search(problem, memory_limit=1, seconds=-1.0))
+    result = checked(problem, search(problem, Objective(memory_limit=1), seconds=-1.0))
     assert (result.states, result.stopped_by_seconds, result.feasible) == (1, True, False)
 
 
 def test_bad_calls_are_refused() -> None:
     problem, _ = NETWORKS["unet"]
     with pytest.raises(UsageError, match="a memory limit or a latency limit"):
-        search(problem)
+        search(problem, Objective())
     with pytest.raises(UsageError, match="not both"):
-        search(problem, memory_limit=1, latency_limit_ns=1)
-    with pytest.raises(UsageError, match="at least 1 state"):
-        search(problem, memory_limit=1, budget=0)
+        search(problem, Objective(1, 1))
+    for budget in (0, -1):
+        with pytest.raises(UsageError, match=f"at least 1 state, not {budget}"):
+            search(problem, Objective(memory_limit=1), budget=budget)
 
 
-PROGRAM = """
-import hashlib
-from magis.search.driver import search
-from tests.search.networks import resnet, transformer
-for problem, _ in (resnet((2, 2), batch=8), transformer(3, xfer_ns_per_byte=0.05)):
-    for limits in ({"memory_limit": problem.persistent_bytes + 150_000_000}, {"latency_limit_ns": 14_000_000}):
-        result = search(problem, budget=2500, **limits)
-        digest = hashlib.sha256(result.order.tobytes() + result.flags.tobytes()).hexdigest()
-        print(result.peak, result.latency_ns, result.states, digest)
-"""
+def digests() -> list[str]:
+    """What searches of two networks find, under limits of either kind."""
+    found = []
+    for problem, _ in (resnet((2, 2), batch=8), transformer(3, xfer_ns_per_byte=0.05)):
+        for goal in (Objective(problem.persistent_bytes + 150_000_000), Objective(None, 14_000_000)):
+            result = search(problem, goal, budget=2500)
+            digest = hashlib.sha256(result.order.tobytes() + result.flags.tobytes()).hexdigest()
+            found.append(f"{result.peak} {result.latency_ns} {result.states} {digest}")
+    return found
 
 
 def test_processes_agree_whatever_their_hash_seed(repository: Path) -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            cwd=repository,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1234")
-    }
-    assert len(outputs) == 1
-    assert len(outputs.pop().splitlines()) == 4
+    """This one has a seed of its own."""
+    other = subprocess.run(
+        [sys.executable, "-c", "from tests.search.test_search import digests; print(*digests(), sep='\\n')"],
+        cwd=repository,
+        env={**os.environ, "PYTHONHASHSEED": "1234"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.splitlines() == digests()

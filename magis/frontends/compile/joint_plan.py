@@ -125,14 +125,9 @@ def _compiled(graph: Graph, costs: _Costs, *, redraw: bool) -> Compiled:
 
 def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Objective) -> Plan:
     problem = compiled.problem
-    found = search(
-        problem,
-        memory_limit=aim.memory_limit,
-        latency_limit_ns=aim.latency_limit_ns,
-        budget=options.limits.budget or DEFAULT_BUDGET,
-        seconds=options.limits.seconds,
-        allow_swap=False,
-    )
+    limits = options.limits
+    budget = limits.budget or DEFAULT_BUDGET
+    found = search(problem, aim, budget=budget, seconds=limits.seconds, allow_swap=False)
     events = expand(problem, found.order, found.flags)
     graph = realize(compiled, events)
     verify(graph)

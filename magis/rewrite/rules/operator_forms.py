@@ -66,26 +66,21 @@ def _addmm(op: Op, values: Values) -> Seen | None:
     return Seen(found)
 
 
-def _conv(op: Op, values: Values) -> Seen | None:
-    """Without groups, not transposed; the literals and all sizes but batch and channels out must agree."""
-    if op.target != "aten.convolution.default" or op.kwargs or len(op.args) != 9:
-        return None
-    if op.args[6] is not False or op.args[8] != 1:
-        return None
-    image, weight = (values[number] for number in op.inputs()[:2])
-    if len(image.shape) != 4 or len(weight.shape) != 4:
-        return None
-    return Seen(op.inputs(), key=(op.args[3:], weight.shape[1:], image.shape[1:]))
+def _conv(count: int) -> Form:
+    """Of so many tensors, without groups, not transposed; the literals and all sizes but batch and channels out must
+    agree."""
 
+    def see(op: Op, values: Values) -> Seen | None:
+        if op.target != "aten.convolution.default" or op.kwargs or len(op.args) != 9 or len(op.inputs()) != count:
+            return None
+        if op.args[6] is not False or op.args[8] != 1:
+            return None
+        image, weight = (values[number] for number in op.inputs()[:2])
+        if len(image.shape) != 4 or len(weight.shape) != 4:
+            return None
+        return Seen(op.inputs(), key=(op.args[3:], weight.shape[1:], image.shape[1:]))
 
-def _conv_plain(op: Op, values: Values) -> Seen | None:
-    found = _conv(op, values)
-    return found if found is not None and len(found.args) == 2 else None
-
-
-def _conv_bias(op: Op, values: Values) -> Seen | None:
-    found = _conv(op, values)
-    return found if found is not None and len(found.args) == 3 else None
+    return see
 
 
 def _complex(op: Op, values: Values) -> bool:
@@ -190,7 +185,7 @@ def _split(op: Op, values: Values) -> Seen | None:
 
 
 FORMS: dict[str, Form] = {
-    "mm": _product, "addmm": _addmm, "conv": _conv_plain, "convb": _conv_bias,
+    "mm": _product, "addmm": _addmm, "conv": _conv(2), "convb": _conv(3),
     "add": _pair("aten.add.Tensor"), "sub": _pair("aten.sub.Tensor"), "mul": _pair("aten.mul.Tensor"),
     "scale": _scale, "unary": _elementwise(1), "binary": _elementwise(2),
     "t": _transpose, "view": _view, "cat": _cat, "split": _split,
