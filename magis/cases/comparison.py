@@ -201,11 +201,44 @@ def _far(
     reference, terms = exact(captured, same.tensors, wanted, same.generators, same.numbers())
     relative = least_error(captured)
     results = [f"result {index}" if index else "loss" for index in range(len(captured.outputs))]
-    for name, our, their, right, summed in zip([*results, *names], ours, theirs, reference, terms, strict=True):
-        found = closeness(name, our, their, right, relative if our.numel() == 1 else RELATIVE, summed)
+    nearby: list[float] = []
+    rows = zip([*results, *names], ours, theirs, reference, terms, strict=True)
+    for position, (name, our, their, right, summed) in enumerate(rows):
+        close = partial(closeness, name, our, their, right, relative if our.numel() == 1 else RELATIVE, summed)
+        found = close()
+        if found.share > 1.0:
+            nearby = nearby or _errors_nearby(subject, names, reference, seed)
+            found = close(nearby[position])
         if found.share > 1.0:
             what = name if name in results else f"gradient of {name}"
             yield f"differs: {what} is {found.share:.3g} times as far off as rounding allows"
+
+
+NEARBY = 8
+"""Steps of eager with other last bits: each corner within rounding is on its other side in half of them."""
+
+
+def _errors_nearby(subject: Subject, names: Sequence[str], reference: Sequence[Tensor], seed: int) -> list[float]:
+    """How far off eager's results and gradients are at most where each weight may be off in its last bit.
+
+    A step has corners: a ReLU's input near zero, two elements of a pool that are nearly equal. On which side rounding
+    puts such an element moves a gradient by far more than rounding itself, in eager as in any other order of sums.
+    """
+    shared, worst = shared_tensors(subject), [0.0] * len(reference)
+    for number in range(NEARBY):
+        eager = subject.eager(stops=True)
+        bits = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for each in eager.module.parameters():
+                if each.is_floating_point() or each.is_complex():
+                    up_or_down = 2 * torch.rand(each.shape, generator=bits, dtype=torch.float64) - 1
+                    each.mul_((1 + torch.finfo(each.dtype).eps * up_or_down).to(each.device))
+        _ran(eager, seed, shared)
+        gradients = eager.gradients()
+        for position, their in enumerate((*eager.results(), *(gradients[name] for name in names))):
+            off = (wide(their) - reference[position]).abs()
+            worst[position] = max(worst[position], off[off.isfinite()].max().item() if off.isfinite().any() else 0.0)
+    return worst
 
 
 def _otherwise_updated(

@@ -90,22 +90,23 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
         seed=case.seed,
         original=eager,
         lower_bound_bytes=subject.lower_bound,
-        points=_with_eager(planned, eager),
+        points=_with_eager(planned, eager, points),
         states=states,
         seconds=time.perf_counter() - started,
         provenance=subject.provenance(original),
     )
 
 
-def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint) -> tuple[FrontPoint, ...]:
-    """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both."""
+def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> tuple[FrontPoint, ...]:
+    """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both. Where
+    they are one too many, the largest of the others goes."""
 
     def beats(one: FrontPoint, other: FrontPoint) -> bool:
         return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
 
     if any(beats(point, eager) for point in points):
         return tuple(points)
-    return (*(point for point in points if not beats(eager, point)), eager)
+    return (*[point for point in points if not beats(eager, point)][: most - 1], eager)
 
 
 def realized_front(

@@ -9,7 +9,6 @@ from functools import partial
 
 from magis.errors import VerifyError
 from magis.fission.proof import verify_fission
-from magis.paper.coordinated_search import STATES
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import described, divided, listed, worth_dividing

@@ -123,6 +123,26 @@ def test_a_wrong_optimizer_state_is_named(subject: Subject, looped: Graph) -> No
     )
 
 
+def cornered(seed: int) -> Workload:
+    """A perceptron whose rectifier has an input of exactly zero once: the last bit of a weight decides on its side."""
+    torch.manual_seed(seed)
+    body = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Threshold(0.0, 0.0), nn.Linear(16, 3))
+    inputs = torch.randn(8, 6)
+    with torch.no_grad():
+        body[0].weight[0, :2] = torch.tensor([0.3, -0.3])
+        inputs[0] = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    return Workload("net", body, (inputs,), (torch.randint(3, (8,)),), F.cross_entropy, OptimizerSpec("sgd", lr=1e-2))
+
+
+def test_the_other_side_of_a_corner_is_within_tolerance_and_any_other_gradient_is_not() -> None:
+    subject = Subject(Source("net", cornered, "float32", "cpu", 0))
+    graph, mask = subject.normal, calls("threshold_backward", "backward")
+    assert compare_rounding(subject, graph, 0) == "within tolerance"
+    assert compare_rounding(subject, changed(graph, mask, with_argument(2, -1e-9)), 0) == "within tolerance"
+    assert compare_rounding(subject, changed(graph, mask, with_argument(2, -0.05)), 0).startswith("differs: gradient ")
+    assert compare_rounding(subject, changed(graph, mask, with_argument(2, 0.05)), 0).startswith("differs: gradient ")
+
+
 class Clamped(nn.Module):
     """Two layers; the forward changes the weights of one of them, and of one that it does not use."""
 
