@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph.nodes import Op
@@ -52,6 +52,8 @@ def laid_out(target: str, args: Sequence[Any], out: Any) -> Any:
             formats = (torch.contiguous_format, *_CHANNELS_LAST.get(first.dim(), ()))
             if not any(first.is_contiguous(memory_format=layout) for layout in formats):
                 first = first.contiguous()
+        case "second" if isinstance(first, Tensor):
+            first = torch.empty_like(first, memory_format=suggest_memory_format(args[1]))
         case "all rows":
             first, rest = first.contiguous(), [item.contiguous() for item in rest]
     return (first, *rest) if isinstance(out, tuple) else first

@@ -64,7 +64,8 @@ class OpInfo:
     """An argument that it writes, as its schema says, with a ``grad_scale`` only."""
     layout: str = ""
     """How results lie where torch's functions for fake tensors follow one input: by all "operands"; the first row by
-    row (or channels last), "rows"; "all rows"."""
+    row (or channels last), "rows"; "all rows"; the first row by row, or channels last where the second input does,
+    "second"."""
     input_size: bool = False
     """Allocates its result as large as its input and then shrinks it (to the mean, say): the memory stays."""
     one_more: int | None = None

@@ -192,7 +192,7 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("_batch_norm_with_update", "batch_norm", 6, "norms.batch_norm"),
     **_rows("_batch_norm_with_update_functional", split="norms.batch_norm"),
     **_rows("batch_norm_elemt", "batch_norm", 6),
-    **_rows("native_batch_norm_backward", "batch_norm", 10, _NORM_BACK, training=7, layout="rows", any_layout=True),
+    **_rows("native_batch_norm_backward", "batch_norm", 10, _NORM_BACK, training=7, layout="second", any_layout=True),
     **_rows("batch_norm_backward", "batch_norm", 10, _NORM_BACK, training=7),
     **_rows("cudnn_batch_norm_backward", "batch_norm", 10, _NORM_BACK),
     **_rows("miopen_batch_norm_backward", split=_NORM_BACK),

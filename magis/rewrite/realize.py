@@ -201,6 +201,10 @@ class _Builder:
         copy, _ = self._copy.get(value.storage, (value.storage, 0))
         whole = self._values.get(self._loaded.get(copy, -1))
         if whole is None or (whole.dtype, whole.bits) != (value.dtype, value.bits):
+            view = self._written_through(value, op) if whole is not None else None
+            if view is not None:
+                self._open[source, copy] = self._value(view)
+                return self._open[source, copy]
             raise VerifyError(f"the schedule uses value {source} ({op.target}) before it is made")
         looks = (value.shape, value.stride, value.offset)
         if looks == (whole.shape, whole.stride, whole.offset):
@@ -209,6 +213,13 @@ class _Builder:
         new = self._made(source, {})
         self._emit_own("aten.as_strided.default", (Ref(whole.id), *looks), (new,))
         return new
+
+    def _written_through(self, made: Value, op: Op) -> int | None:
+        """The argument of ``op`` that shows what ``made`` shows: the view of another type that it wrote through."""
+        for taken in op.inputs() if op.writes else ():
+            if replace(self._source.values[taken], id=made.id, name=made.name) == made:
+                return taken
+        return None
 
     def _made(self, source: int, copies: dict[int, int]) -> int:
         """A value of the result for one that an operator of the source makes; ``copies`` are its fresh storages."""

@@ -45,6 +45,31 @@ def test_the_planned_bytes_are_the_measured_ones() -> None:
     assert "recomputed" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:magis. no plan found")
+def test_gradients_of_batch_norms_lie_like_their_inputs() -> None:
+    """Torch's function for fake tensors lays them out like the gradient that it takes, here a transposed one: then the
+    norm before seems to need less scratch."""
+
+    class Pixels(nn.Module):  # a picture's, one a row
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.linear = nn.Conv2d(3, 12, 3, padding=1), nn.Linear(12, 5)
+            self.norms = nn.Sequential(nn.BatchNorm2d(12), nn.BatchNorm2d(12))
+            self.conv.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(self.norms(self.conv(x)).flatten(2).transpose(1, 2))
+
+    torch.manual_seed(0)
+    batch = torch.randn(4, 3, 8, 8), torch.randn(4, 64, 5)
+    twins = Twins(Pixels(), F.mse_loss, memory_ratio=0.7)
+    twins.step(0, *batch)
+    twins.step(1, *batch)
+    (report,) = twins.reports
+    assert report.fallback == ""
+    assert twins.peak(*batch) == report.planned_bytes
+
+
 def test_batch_norms_and_dropouts_are_recomputed_with_their_first_numbers() -> None:
     module = chain(32, 3, lambda: nn.Dropout(0.3), lambda: nn.BatchNorm1d(32))
     twins = Twins(module, F.mse_loss, memory_ratio=0.3)

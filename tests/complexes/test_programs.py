@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import untangle
+from magis.simulate.problem import SWAP
 from tests.complexes.programs import programs
 from tests.fission.cutout import in_float64
 from tests.fission.draws import Fission, expanded, position_of_loop, regions
 from tests.fission.test_regions import check
-from tests.nets import Built, Net
+from tests.nets import Block, Built, Net
 from tests.oracles import differences, eager_step, graph_step, history
 from tests.rewrite.cases import Case
 from tests.strategies import examples
@@ -43,6 +47,25 @@ def test_parts_compute_the_same(net: Net, seed: int) -> None:
             check(Fission(graph, region, looped, position_of_loop(looped)), seed)
             return
     assume(False)
+
+
+def _negated(made: Tensor) -> Tensor:
+    made.real.neg_()
+    return made.real.sin() * made.imag
+
+
+def test_what_was_written_through_a_view_of_another_type_comes_back_from_the_host() -> None:
+    """The backward reads the view that was written through, on the copy that was loaded."""
+    net = Net(
+        lambda: Block(lambda block, z: _negated(z @ block.w), w=nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))),
+        lambda: (torch.randn(4, 6, dtype=torch.complex64),),
+        loss_fn=lambda made: made.mean(),
+    )
+    case = Case(net.build())
+    graph, _ = case.check(case.program_order(), np.full(case.compiled.problem.n_storages, SWAP, dtype=np.int8))
+    loaded = {value for op in graph.ops if op.target == "magis.load" for value in op.made()}
+    views = {op.target for op in graph.ops if op.made() and loaded.issuperset(op.inputs())}
+    assert "aten.view_as_real.default" in views
 
 
 def _running(net: Net) -> Built:

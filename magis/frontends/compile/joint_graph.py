@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +21,13 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Graph, Op, Ref, Storage, verify
 from magis.ops.call import resolve
+from magis.ops.fake_results import laid_out
 
 TURN = "magis.turn"
 BATCH_NORM = resolve("aten._native_batch_norm_legit_functional.default")
@@ -51,6 +54,19 @@ class Joint:
     device: str
     nodes: Mapping[int, fx.Node]
     """The node that makes a value, of values that are some node's; the first one, where several hand it on."""
+
+
+def kernel_layouts(device: str) -> AbstractContextManager[object]:
+    """A mode in which results of fake tensors lie in memory as kernels lay them out: the scratch of the next operator
+    hangs on it. Known of a CPU's kernels."""
+    return _KernelLayouts() if device == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
+
+
+class _KernelLayouts(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return laid_out(str(func), args, func(*args, **(kwargs or {})))
 
 
 def placeholders(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -102,6 +118,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
     returned: Sequence[Any] = last.args[0]
     if any(not isinstance(item, (fx.Node, type(None))) for item in returned):
         raise CaptureError("the graph returns something that is no tensor")
+    device = str(primals[0].meta["val"].device.type) if primals else "cpu"
     recorder = Recorder({})
     values: dict[fx.Node, int] = {}
     held: dict[int, str] = {}
@@ -114,7 +131,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         for node in joint.graph.find_nodes(op="get_attr"):
             env[node] = mode.from_tensor(getattr(joint, str(node.target)), static_shapes=True)
             held[recorder.register(env[node], "buffer", f"constant:{node.target}")] = str(node.target)
-        with recorder:
+        with kernel_layouts(device), recorder:
             _run(joint.graph, env)
         nodes: dict[int, fx.Node] = {}
         for node in joint.graph.nodes:
@@ -135,7 +152,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         tuple(values[node] for node in primals),
         given,
         held,
-        str(primals[0].meta["val"].device.type) if primals else "cpu",
+        device,
         nodes,
     )
 

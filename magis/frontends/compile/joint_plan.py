@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.cost.cost_model import RooflineCosts, device_model
 from magis.errors import VerifyError
 from magis.frontends.compile.compile_options import CompileReport, Options
-from magis.frontends.compile.joint_graph import TURN, Joint, placeholders
+from magis.frontends.compile.joint_graph import TURN, Joint, kernel_layouts, placeholders
 from magis.graph import Arg, Const, Graph, Op, Ref, Value, verify
 from magis.ops.call import constant, resolve
 from magis.planner.plans import Plan, approached
@@ -261,7 +261,7 @@ class _Half:
 
     def run(self, ops: Sequence[Op]) -> None:
         """Operators, in order."""
-        with torch.no_grad(), self.mode:
+        with torch.no_grad(), self.mode, kernel_layouts(self.captured.device):
             for op in ops:
                 self._call(op)
 
