@@ -11,13 +11,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from magis.fission.proof import verify_fission
 from magis.graph.hazards import dependency_graph
 from magis.rewrite.functionalize import untangle
 from magis.simulate.problem import SWAP
 from tests.complexes.programs import programs
-from tests.fission.cutout import in_float64
+from tests.fission.cutout import check_same, in_float64
 from tests.fission.draws import Fission, expanded, position_of_loop, regions
-from tests.fission.test_regions import check
 from tests.nets import Block, Built, Net
 from tests.oracles import differences, eager_step, graph_step, history
 from tests.rewrite.cases import Case
@@ -44,7 +44,8 @@ def test_parts_compute_the_same(net: Net, seed: int) -> None:
     for region in regions(graph, dependency_graph(graph), random.Random(seed), 20):
         looped = expanded(graph, region)
         if looped is not None:
-            check(Fission(graph, region, looped, position_of_loop(looped)), seed)
+            verify_fission(looped, graph)
+            check_same(*Fission(graph, region, looped, position_of_loop(looped)).pair, seed)
             return
     assume(False)
 

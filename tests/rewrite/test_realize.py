@@ -13,7 +13,7 @@ from magis.graph import Graph, Op, Ref, Storage, Value, parse, verify
 from magis.rewrite.realize import realize
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from magis.simulate.evaluator import expand
-from magis.simulate.problem import BLOCK, DROP, KEEP, RECOMPUTE, REDO, SWAP, WAIT, Events
+from magis.simulate.problem import BLOCK, DROP, KEEP, RECOMPUTE, REDO, SWAP, WAIT, Events, rows_of
 from tests.golden.golden import before_and_after, check_golden
 
 STEP = """magis graph 1
@@ -250,12 +250,8 @@ def test_the_second_operand_of_a_product_may_be_taken_over() -> None:
 def without(events: Events, at: int) -> Events:
     """The schedule with one event left out."""
     keep = np.arange(len(events)) != at
-    rows = [events.renews(index) for index in np.flatnonzero(keep)]
-    return Events(
-        events.kind[keep], events.arg[keep], events.reuse[keep],
-        np.cumsum([0, *(len(row) for row in rows)], dtype=np.int32),
-        np.array([s for row in rows for s in row], dtype=np.int32),
-    )  # fmt: skip
+    renews = rows_of(list(events.renews(index)) for index in np.flatnonzero(keep))
+    return Events(events.kind[keep], events.arg[keep], events.reuse[keep], renews)
 
 
 @pytest.mark.parametrize("flags", [{}, {11: RECOMPUTE}, {10: SWAP}, {15: RECOMPUTE}])

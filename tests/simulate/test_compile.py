@@ -12,7 +12,7 @@ from magis.graph import Graph, Op, Ref, Value, verify
 from magis.rewrite.functionalize import functionalize
 from magis.simulate.compiled_problem import GENERATOR_NS, compile_problem, redo_form, reusable
 from magis.simulate.evaluator import check_order, evaluate
-from tests.graph.loop_graphs import change_value
+from tests.graph.loop_graphs import value
 from tests.nets import NETS
 from tests.oracles import Costs, captured
 from tests.simulate.small_step import Bytes, change_op, compiled, ids, step
@@ -97,9 +97,9 @@ NOT_REUSED: dict[str, Callable[[Graph], Graph]] = {
     "a list of one": lambda g: change_op(g, 6, many=True),
     "writes": lambda g: change_op(g, 6, writes=((11, 3),)),
     "random": lambda g: change_op(g, 6, random=True),
-    "another shape": lambda g: change_value(g, 12, shape=(10, 10), stride=(10, 1)),
-    "another stride": lambda g: change_value(g, 12, shape=(50,), stride=(2,)),
-    "another type": lambda g: change_value(g, 12, dtype="int32"),
+    "another shape": value(12, shape=(10, 10), stride=(10, 1)),
+    "another stride": value(12, shape=(50,), stride=(2,)),
+    "another type": value(12, dtype="int32"),
     "a part of its storage": lambda g: replace(g, storages={**g.storages, 12: replace(g.storages[12], nbytes=404)}),
 }  # fmt: skip
 
@@ -129,7 +129,7 @@ def test_which_input_may_be_taken_over() -> None:
     assert found(target="aten.gelu.default", args=(mul.args[1],)) == (19,)
     parameter = replace(mul, args=(graph.ops[1].args[1], mul.args[1]))
     assert reusable(graph, parameter) == (19,)  # persistent memory is nobody's
-    whole = change_value(graph, 10, offset=1, shape=(99,))
+    whole = value(10, offset=1, shape=(99,))(graph)
     assert reusable(whole, whole.ops[6]) == (19,)  # a part of its storage
 
 
@@ -155,7 +155,7 @@ def test_what_may_not_be_repeated() -> None:
         reads=((10, 0),),
         writes=((10, 1),),
     )
-    graph = change_value(graph, 14, storage=10)
+    graph = value(14, storage=10)(graph)
     problem = compiled(replace(graph, ops=graph.ops[:9])).problem
     assert problem.redo_ok.tolist() == [False, False, False, True, False]
     assert problem.pinned.tolist() == [True, False, False, False]

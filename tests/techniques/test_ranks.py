@@ -16,7 +16,7 @@ def table(repository: Path, *options: str, seconds: float) -> dict[tuple[str, st
     env = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=env, cwd=repository)
     assert run.returncode == 0, run.stdout + run.stderr
-    rows = [line.split() for line in run.stdout.splitlines()[2:]]
+    rows = [line.split() for line in run.stdout.splitlines() if not line.startswith(("#", "model "))]
     return {(r[0], r[1], int(r[2])): (int(r[3]), int(r[4]), float(r[6])) for r in rows}
 
 
