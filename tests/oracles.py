@@ -154,7 +154,9 @@ def same(left: Tensor, right: Tensor) -> bool:
     """Equal bit for bit, not-a-number included."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    raw = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8) for t in (left, right)]
+    plain = [t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (left, right)]
+    # one element or none may keep an odd stride, which no view of bytes takes
+    raw = [t.as_strided(t.shape, (1,)).view(torch.uint8) for t in plain]
     return torch.equal(*raw)
 
 

@@ -306,9 +306,12 @@ def _recorded(
         recorder.register(tensor, "batch" if kind in ("input", "target") else kind, name)
     with recorder.places.watch(stand.module), recorder:
         with torch.set_grad_enabled(training), casting(step.autocast):
-            result = stand.module(*stand.inputs)
-            if step.loss_fn is not None:
-                result = step.loss_fn(result, *stand.targets)
+            # as eager calls it: a name for the module's output would keep it alive while the loss runs
+            result = (
+                stand.module(*stand.inputs)
+                if step.loss_fn is None
+                else step.loss_fn(stand.module(*stand.inputs), *stand.targets)
+            )
         grads: Sequence[Tensor | None] = ()
         if training:
             check_loss(result)

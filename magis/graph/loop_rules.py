@@ -105,6 +105,8 @@ def _made_problems(graph: Graph, op: Op, where: str) -> Iterator[str]:
 
 def _fills(value: Value, storage: Storage) -> bool:
     """Whether a tensor allocated with these strides takes the storage's bytes, each holds one element, and shows it."""
+    if 0 in value.shape:
+        return storage.nbytes == 0 and not value.bits
     dense = value.offset == 0 and side_by_side(value.shape, value.stride)
     return dense and value.nbytes == storage.nbytes and not value.bits
 

@@ -194,7 +194,7 @@ def side_by_side(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for step, size in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
         if step != expected:
-            return 0 in shape
+            return False
         expected *= size
     return True
 

@@ -50,6 +50,7 @@ def test_profiles_of_different_devices_are_never_merged() -> None:
 
 
 def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
+    os.umask(umask := os.umask(0))
     path = tmp_path / "deep" / "profile.json"
     save(Profile(DEVICE, {"b(1)": Entry(2, 0, 0, 1), "a(1)": Entry(1, 0, 64, 9)}), path)
     assert path.read_text().splitlines() == [
@@ -64,7 +65,7 @@ def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
         " }",
         "}",
     ]
-    assert path.stat().st_mode & 0o777 == 0o644
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.mark.parametrize(

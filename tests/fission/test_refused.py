@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 
 from magis.errors import VerifyError
-from magis.fission.expand import expand
+from magis.fission.expand import _order, expand
 from magis.fission.region import Region, region_problems
 from magis.graph import Graph
+from magis.graph.hazards import dependency_graph
 from magis.models import resolve
 from tests.fission.draws import NETWORKS, normal, regions
 from tests.fission.mistakes import MISTAKES
@@ -60,3 +61,18 @@ def test_illegal_regions_are_refused(name: str) -> None:
 def test_many_illegal_regions_are_refused(name: str) -> None:
     """Together 504."""
     assert mistaken(name, range(100, 100 + MANY)).total() == MANY
+
+
+def test_a_region_that_would_need_its_own_results_has_no_order() -> None:
+    """Whoever expands a region has checked it before; an order of fewer operators must not come of it all the same."""
+    graph, _ = normal("seed-unet")
+    dag = dependency_graph(graph)
+    first, last = next(
+        (first, last)
+        for first in dag.node_indices()
+        for between in dag.successor_indices(first)
+        for last in dag.successor_indices(between)
+        if last not in dag.successor_indices(first)
+    )
+    with pytest.raises(VerifyError, match="its loop would need its own results"):
+        _order(graph, {first, last}, {first, last}, graph.ops[first])
