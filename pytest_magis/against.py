@@ -42,11 +42,11 @@ def compare(config: pytest.Config, version: str) -> None:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
         folder = tempfile.TemporaryDirectory(prefix="magis-against-")
         config.add_cleanup(folder.cleanup)
-        requirements = version.split()
-        measure = _releases if all(map(is_requirement, requirements)) else _revision
+        measure = _releases if all(map(is_requirement, _requirements(version))) else _revision
         run = measure(config, version, settings, Path(folder.name))
     except UsageError as error:
-        raise pytest.UsageError(f"{FLAG}: {error}") from None
+        text = str(error)
+        raise pytest.UsageError(text if text.startswith("--magis-") else f"{FLAG}: {text}") from None
     config.stash[AGAINST] = run.baselines
 
 
@@ -68,14 +68,14 @@ def _revision(config: pytest.Config, revision: str, _settings: Settings, folder:
 
 def _releases(config: pytest.Config, requirements: str, settings: Settings, folder: Path) -> GateRun:
     """The same files in another environment: what the run writes elsewhere stays as this run will write it."""
-    python = environment_of(requirements.split(), lambda text: _say(config, f"magis: {text}"))
+    python = environment_of(_requirements(requirements), lambda text: _say(config, f"magis: {text}"))
     _say(config, f"magis: measuring with {requirements} to compare with")
     written = [
         f"{BY_NAME[name].flag}={folder / name}"
         for name in FILES
         if getattr(settings, name.replace("-", "_")) is not None
     ]
-    if config.option.xmlpath:
+    if getattr(config.option, "xmlpath", None):
         written.append(f"--junitxml={folder / 'junit.xml'}")
     return run_gate(
         requirements,
@@ -85,6 +85,11 @@ def _releases(config: pytest.Config, requirements: str, settings: Settings, fold
         profiles=stored_baselines(config) / "profiles",
         python=python,
     )
+
+
+def _requirements(version: str) -> list[str]:
+    """One requirement, spaces in it included, or several with spaces between."""
+    return [version] if is_requirement(version) else version.split()
 
 
 def _without_flag(arguments: Sequence[str]) -> Iterator[str]:

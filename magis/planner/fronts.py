@@ -99,14 +99,17 @@ def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:
 
 def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> tuple[FrontPoint, ...]:
     """The points and the step as it is, which updates list by list on a GPU: what no other one beats in both. Where
-    they are one too many, the largest of the others goes."""
+    they are one too many, the one beside the fastest goes: that is an end of the front."""
 
     def beats(one: FrontPoint, other: FrontPoint) -> bool:
         return one.peak_bytes <= other.peak_bytes and one.latency_ms <= other.latency_ms
 
     if any(beats(point, eager) for point in points):
         return tuple(points)
-    return (*[point for point in points if not beats(eager, point)][: most - 1], eager)
+    kept = [point for point in points if not beats(eager, point)]
+    if len(kept) >= most:
+        del kept[-2 if len(kept) > 2 else -1]
+    return (*kept, eager)
 
 
 def realized_front(

@@ -90,9 +90,10 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
     def attempt(levels: int, aim: Objective) -> Plan:
         search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
         found = search.run()
-        graph = found.realized()
         if found.loops:
             verify_fission(found.frame.compiled.graph, step)
+        graph = found.realized()
+        if found.loops:
             verify_fission(graph)
         done = changes(graph)
         loops = [described(op) for op in graph.ops if op.body is not None]

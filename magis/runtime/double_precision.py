@@ -267,13 +267,12 @@ def closeness(
     reference: Tensor,
     relative: float = RELATIVE,
     terms: float = 0.0,
-    nearby: float = 0.0,
 ) -> Closeness:
-    """|ours - exact| against 2 |eager - exact|, or 2 eps `terms` or 2 `nearby` if that is more, + `relative`
-    max |exact|, largest elements each.
+    """|ours - exact| against 2 |eager - exact|, or 2 eps `terms` if that is more, + `relative` max |exact|, largest
+    elements each.
 
     Where terms cancel, as in the gradient of a bias of attention's keys, all that there is is their rounding, and
-    eager's may be small by chance. So may it be at corners of the step: `nearby` is eager's error beside it.
+    eager's may be small by chance.
     """
     if ours.is_floating_point() or ours.is_complex():
         terms *= torch.finfo(ours.dtype).eps
@@ -282,7 +281,7 @@ def closeness(
     error = (ours - reference).abs().max().item() if ours.numel() else 0.0
     allowed = (theirs - reference).abs().max().item() if ours.numel() else 0.0
     largest = reference.abs().max().item() if ours.numel() else 0.0
-    limit = SLACK * max(allowed, terms, nearby) + relative * largest
+    limit = SLACK * max(allowed, terms) + relative * largest
     if not error <= limit:
         return Closeness(name, float("inf") if limit == 0.0 or error != error else error / limit)  # noqa: PLR0124
     return Closeness(name, error / limit if limit else 0.0)

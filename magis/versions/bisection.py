@@ -92,7 +92,11 @@ def _searched(
         measured += 1
         say(f"measuring {titles[index]}")
         try:
-            found = tuple(growths(needed, needs(run(index), cases), tolerance))
+            there = needs(run(index), cases)
+            found = tuple(growths(needed, there, tolerance))
+            gone = [case for case in needed if case not in there]
+            if gone and not found:
+                raise UsageError(f"it has no case {gone[0]}")
         except UsageError as error:
             say(f"  left out: {error}")
             return None
@@ -102,6 +106,8 @@ def _searched(
         return bool(found)
 
     suspects = first_bad(len(titles), is_bad)
+    if not suspects and len(titles) - 1 not in grown:
+        raise UsageError(f"{titles[-1]} could not be measured", hint="name another last version")
     last = suspects[-1] if suspects else None
     return Found(tuple(titles[index] for index in suspects), () if last is None else grown[last], measured)
 

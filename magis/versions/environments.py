@@ -10,6 +10,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def is_requirement(text: str) -> bool:
         found = Requirement(text)
     except InvalidRequirement:
         return False
-    return bool(found.specifier) or found.url is not None
+    return bool(found.specifier) or (found.url is not None and ":" in found.url and not found.url.startswith("{"))
 
 
 def environment_of(requirements: Sequence[str], say: Callable[[str], None]) -> Path:
@@ -62,7 +63,8 @@ def _make(place: Path, requirements: Sequence[str]) -> None:
         without = ["--without-pip"] if find_spec("pip") else []  # ours will do
         _run([sys.executable, "-m", "venv", *without, str(place)])
         packages = next(place.glob("lib/python*/site-packages"))
-        ours = [entry for entry in (*site.getsitepackages(), site.getusersitepackages()) if Path(entry).is_dir()]
+        user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+        ours = [entry for entry in (*site.getsitepackages(), *user) if Path(entry).is_dir()]
         lines = [f"import site; site.addsitedir({entry!r})" for entry in ours]
         (packages / "of_the_other_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
         pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -90,6 +92,10 @@ def releases(first: str, last: str) -> list[str]:
     good, bad = _pinned(first), _pinned(last)
     if good[0] != bad[0]:
         raise UsageError(f"{first} and {last} are two packages", hint="give two releases of one")
+    if good[1] == bad[1]:
+        raise UsageError(f"{first} and {last} are the same release", hint="give two releases")
+    if find_spec("pip") is None:
+        raise UsageError("there is no pip in this environment", hint="install it, or bisect from one that has it")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", good[0], "--disable-pip-version-check"],
         capture_output=True,
@@ -102,7 +108,11 @@ def releases(first: str, last: str) -> list[str]:
         raise UsageError(f"pip knows no releases of {good[0]}", hint="look at pip index versions")
     known = {good[1], bad[1], *(version for text in listed[1].split(",") if (version := _version(text)) is not None)}
     low, high = sorted((good[1], bad[1]))
-    between = [each for each in sorted(known) if low <= each <= high and not each.is_prerelease and not each.local]
+    between = [
+        each
+        for each in sorted(known)
+        if low <= each <= high and (each in (low, high) or not (each.is_prerelease or each.local))
+    ]
     if good[1] > bad[1]:
         between.reverse()
     return [f"{good[0]}=={each}" for each in between]
@@ -131,6 +141,7 @@ def _folder() -> Path:
 
 def _name(requirements: Sequence[str]) -> str:
     """Two environments are the same where the interpreter, what it starts from and the requirements are."""
-    what = "\n".join((sys.version, sys.prefix, *sorted(requirements)))
+    here = sorted({f"{each.name}=={each.version}" for each in distributions()})  # what pip finds satisfied is ours
+    what = "\n".join((sys.version, sys.prefix, *here, *sorted(requirements)))
     first = Requirement(requirements[0]).name
     return f"{first}-{hashlib.sha256(what.encode()).hexdigest()[:12]}"

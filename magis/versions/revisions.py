@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from magis.errors import UsageError
@@ -87,11 +88,15 @@ def title(root: Path, commit: str) -> str:
 @contextmanager
 def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
     """The commit's files in `folder`, which is removed again at the end."""
-    git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
     try:
+        git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
         yield folder
     finally:
-        git(root, "worktree", "remove", "--force", str(folder))
+        with suppress(UsageError):  # whatever ended the block is what counts
+            git(root, "worktree", "remove", "--force", "--force", str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(UsageError):
+            git(root, "worktree", "prune")
 
 
 def moved(path: Path, root: Path, folder: Path) -> Path:

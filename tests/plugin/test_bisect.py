@@ -169,7 +169,12 @@ def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "is_release"),
     [("torch==2.12.0", True), ("timm<1.1", True), ("numpy>=2,<3", True)]
-    + [(revision, False) for revision in ("main~2", "v1.0", "HEAD^", "origin/main")],
+    + [(revision, False) for revision in ("main~2", "v1.0", "HEAD^", "origin/main", "HEAD@{1}", "main@{upstream}")],
 )
 def test_releases_are_told_from_revisions(text, is_release):
     assert is_requirement(text) == is_release
+
+
+def test_a_last_version_that_cannot_be_measured_is_no_all_clear(history, capsys):
+    assert main(["bisect", "c1", "c3", *ARGS]) == 4
+    assert "commit 3 could not be measured; name another last version" in capsys.readouterr().err
