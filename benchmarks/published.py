@@ -3,7 +3,7 @@
     python benchmarks/published.py [--rows bert,gpt] [--also gpt:half+pp4] [--output FILE]
 
 The bars: fp32 DDP of the GPT does not fit, every other scored row is within 15%, the median within 7%; the order of the
-techniques by samples a second is judged beside. `--also` predicts further rows, WORKLOAD:TECHNIQUE, that nobody scores.
+strategies by samples a second is judged beside. `--also` predicts further rows, WORKLOAD:STRATEGY, that nobody scores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> int:
         workload, _, name = text.partition(":")
         rows.append(Row(workload, "not published to us", name, None, None))
     found: list[tuple[Row, Prediction]] = []
-    columns = f"{'':6}{'row':26}{'technique':11}{'predicted':>10}{'published':>10}{'error':>8}{'s/s':>8}{'publ.':>8}"
+    columns = f"{'':6}{'row':26}{'strategy':11}{'predicted':>10}{'published':>10}{'error':>8}{'s/s':>8}{'publ.':>8}"
     lines = printed((*head(), columns))
     for row in rows:
         found.append((row, predicted(row)))
@@ -52,9 +52,9 @@ def _marks(found: Sequence[tuple[Row, Prediction]]) -> Iterator[Mark]:
     """Of the GPT: ours where it fits, the vendor's where there is one."""
     for row, ours in found:
         if row.workload == "gpt" and ours.fits:
-            yield Mark(row.technique, ours.samples_per_s, ours.peak_bytes(ours.reported) / MIB)
+            yield Mark(row.strategy, ours.samples_per_s, ours.peak_bytes(ours.reported) / MIB)
         if row.workload == "gpt" and row.peak_mib is not None and row.samples_per_s is not None:
-            yield Mark(row.technique, row.samples_per_s, row.peak_mib, published=True)
+            yield Mark(row.strategy, row.samples_per_s, row.peak_mib, published=True)
 
 
 def _row(row: Row, ours: Prediction) -> Iterator[str]:
@@ -64,7 +64,7 @@ def _row(row: Row, ours: Prediction) -> Iterator[str]:
     rate = "-" if row.samples_per_s is None else f"{row.samples_per_s:.2f}"
     said = f"{peak:.0f}" if ours.fits else "OOM"
     yield (
-        f"{row.workload:6}{row.title:26}{row.technique:11}{said:>10}{published:>10}{error:>8}"
+        f"{row.workload:6}{row.title:26}{row.strategy:11}{said:>10}{published:>10}{error:>8}"
         f"{ours.samples_per_s:8.2f}{rate:>8}"
     )
     for rank in ours.ranks:
@@ -84,7 +84,7 @@ def _verdict(found: Sequence[tuple[Row, Prediction]]) -> tuple[list[str], bool]:
     timed = [(row, ours) for row, ours in found if row.samples_per_s is not None]
     pairs = [(a, b) for a, b in combinations(timed, 2) if a[0].workload == b[0].workload]
     right = [_agrees(a, b) for a, b in pairs]
-    wrong = [f"{a[0].technique}/{b[0].technique}" for (a, b), good in zip(pairs, right, strict=True) if not good]
+    wrong = [f"{a[0].strategy}/{b[0].strategy}" for (a, b), good in zip(pairs, right, strict=True) if not good]
     lines = [
         f"within 15%: {sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}, worst {worst:.1%}",
         f"median error {median:.1%}",

@@ -1,14 +1,14 @@
-"""Peaks per rank and losses of the distributed techniques: predicted on fake tensors beside real ranks (gloo, CPU).
+"""Peaks per rank and losses of the distributed strategies: predicted on fake tensors beside real ranks (gloo, CPU).
 
-    python benchmarks/ranks.py [--models bert,gpt_neo] [--sizes 2,4] [--techniques all] [--output FILE]
+    python benchmarks/ranks.py [--models bert,gpt_neo] [--sizes 2,4] [--strategies all] [--output FILE]
 
-For every network and number of ranks, processes on this machine run each technique for three steps; the third one's
+For every network and number of ranks, processes on this machine run each strategy for three steps; the third one's
 tensors are counted, and each process predicts its own rank beforehand. "error" is the worst rank's, "loss" the largest
 relative difference of the mean loss to that of one process with the whole batch. Dropout is off, so that all compute
 the same. Two sizes are not the gate's: zero3 keeps only parameters below 1000 elements whole (at DeepSpeed's 100000,
 small networks would not be sharded at all), and gpt_neo has 4 heads (its 3 cannot be shared by 2 ranks).
 
-Technique "all": those that the number of ranks allows, in float32; names may be given, "amp+..." too.
+Strategies "all": those that the number of ranks allows, in float32; names may be given, "amp+..." too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from typing import Any
 from lib.program import arguments, head, printed
 
 PERSISTENT = 1000
-SECONDS = 600  # for all techniques of one network and number of ranks
+SECONDS = 600  # for all strategies of one network and number of ranks
 TINY = "tiny-bert"  # with a cheaper update than Adam's
 TINY_BUDGET = 200  # plans that a rank of magis+ddp evaluates there
 
 
 def main() -> int:
     """Print the table; 1 where a prediction is off by more than 2% or a float32 loss by more than rounding."""
-    parser = arguments(__doc__, models="bert,gpt_neo", sizes="2,4", techniques="all", output=Path)
+    parser = arguments(__doc__, models="bert,gpt_neo", sizes="2,4", strategies="all", output=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # model:size:rank:port of one process
     asked = parser.parse_args()
     if asked.rank:
         model, size, rank, port = asked.rank.split(":")
-        work_as_rank(model, int(size), int(rank), int(port), asked.techniques.split(","))
+        work_as_rank(model, int(size), int(rank), int(port), asked.strategies.split(","))
         return 0
     pairs = product(asked.models.split(","), map(int, asked.sizes.split(",")))
-    found = chain.from_iterable(lines(model, size, asked.techniques) for model, size in pairs)
-    columns = "model     technique     ranks  predicted B   measured B    error     loss"
+    found = chain.from_iterable(lines(model, size, asked.strategies) for model, size in pairs)
+    columns = "model     strategy     ranks  predicted B   measured B    error     loss"
     every = printed(chain(head("gloo"), (columns,), found), asked.output)
     return int(any(line.endswith(OUT) for line in every))
 
@@ -55,9 +55,9 @@ def main() -> int:
 OUT = "OUT OF BOUNDS"
 
 
-def lines(model: str, size: int, techniques: str) -> Iterator[str]:
-    """A line of the table for each technique."""
-    for row in rows(model, size, techniques):
+def lines(model: str, size: int, strategies: str) -> Iterator[str]:
+    """A line of the table for each strategy."""
+    for row in rows(model, size, strategies):
         fine = abs(row["error"]) <= 0.02 and (row["amp"] or row["loss"] <= 1e-5)
         yield (
             f"{model:9} {row['name']:13} {size:5} {row['predicted']:12} {row['measured']:12} "
@@ -65,11 +65,15 @@ def lines(model: str, size: int, techniques: str) -> Iterator[str]:
         )
 
 
-def rows(model: str, size: int, techniques: str) -> list[dict[str, Any]]:
-    """What all ranks together found, a row for each technique. RuntimeError with their output where one fails."""
-    from magis.strategies.distributed_names import DISTRIBUTED, technique
+def rows(model: str, size: int, strategies: str) -> list[dict[str, Any]]:
+    """What all ranks together found, a row for each strategy. RuntimeError with their output where one fails."""
+    from magis.strategies.distributed_names import DISTRIBUTED, distributed_strategy
 
-    names = [n for n in DISTRIBUTED if size % technique(n).group == 0] if techniques == "all" else techniques.split(",")
+    names = (
+        [n for n in DISTRIBUTED if size % distributed_strategy(n).group == 0]
+        if strategies == "all"
+        else strategies.split(",")
+    )
     reports = [json.loads(text.splitlines()[-1]) for text in started(model, size, names)]
     found = []
     for name in names:
@@ -96,7 +100,7 @@ def started(model: str, size: int, names: Sequence[str]) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, "--techniques", ",".join(names), "--rank"]
+    command = [sys.executable, __file__, "--strategies", ",".join(names), "--rank"]
     ranks = [
         subprocess.Popen(
             [*command, f"{model}:{size}:{rank}:{port}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -120,7 +124,7 @@ def started(model: str, size: int, names: Sequence[str]) -> list[str]:
 
 
 def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[str]) -> None:
-    """Predict and run this rank of every technique; the last line printed is JSON."""
+    """Predict and run this rank of every strategy; the last line printed is JSON."""
     import torch
     import torch.distributed as dist
 
@@ -134,8 +138,8 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
-    from magis.strategies.distributed_names import technique
-    from magis.strategies.rank_step import Technique
+    from magis.strategies.distributed_names import distributed_strategy
+    from magis.strategies.rank_step import RankStrategy
     from magis.strategies.zero import Zero
 
     torch.set_num_threads(1)
@@ -152,8 +156,8 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
         rule = OptimizerSpec("momentum", lr=1e-2, momentum=0.9) if model == TINY else OptimizerSpec("adam", lr=1e-3)
         return replace(work, optimizer=rule)
 
-    def named(name: str) -> Technique:
-        made = technique(FACTORIES.get(name, name))
+    def named(name: str) -> RankStrategy:
+        made = distributed_strategy(FACTORIES.get(name, name))
         if isinstance(made, PlannedReplica) and model == TINY:
             return replace(made, budget=TINY_BUDGET)
         return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made

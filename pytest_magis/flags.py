@@ -71,7 +71,7 @@ OPTIONS = (
         "NAMES",
         "how to run each model: all, names, globs or package.module:factory (default: eager,magis)",
         is_list=True,
-        details="`eager` is PyTorch as it is, `magis` the optimized step; the others are techniques to compare with, "
+        details="`eager` is PyTorch as it is, `magis` the optimized step; the others are strategies to compare with, "
         "such as `amp`, `checkpoint`, `compile` and `ddp`: [all of them](strategies.md).",
     ),
     Option(

@@ -133,7 +133,7 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
     if result.original == result.optimized:
         del steps[1]  # the eager strategy: one step under two names
     for name, step in steps:
-        # other techniques keep what is no part of the graph (generator states): their tensors must be as simulated
+        # other strategies keep what is no part of the graph (generator states): their tensors must be as simulated
         theirs = name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS)
         share = max(
             Fraction(tolerance), CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)

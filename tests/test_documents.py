@@ -149,7 +149,7 @@ def test_every_page_that_the_code_names_exists(repository: Path) -> None:
 
 
 def test_every_module_and_name_that_a_page_names_exists(repository: Path) -> None:
-    """`magis.cost.shapes`, `magis.strategies.Technique`: a module, or a name in one."""
+    """`magis.cost.shapes`, `magis.strategies.RankStrategy`: a module, or a name in one."""
     absent = set()
     for page in pages_of(repository):
         for dotted in re.findall(r"`((?:magis|pytest_magis)(?:\.\w+)+)", page.read_text(encoding="utf-8")):

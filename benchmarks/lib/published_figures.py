@@ -19,8 +19,8 @@ from magis.models.decoders import GptConfig, gpt
 from magis.models.encoders import BertConfig, bert
 from magis.predict.step_time import predict_step
 from magis.results import RankMemory, Term
-from magis.strategies.distributed_names import group_of, technique
-from magis.strategies.rank_step import Technique
+from magis.strategies.distributed_names import distributed_strategy, group_of
+from magis.strategies.rank_step import RankStrategy
 from magis.strategies.zero import Zero
 from magis.units import GIB, MIB
 
@@ -53,7 +53,7 @@ class Row:
     workload: str
     """ "bert" or "gpt"."""
     title: str
-    technique: str
+    strategy: str
     samples_per_s: float | None
     peak_mib: int | None
     """None: out of memory, or not published."""
@@ -109,8 +109,8 @@ class Prediction:
 
 def predicted(row: Row) -> Prediction:
     """Peak and throughput of a row; takes about a minute and next to no memory."""
-    chosen, extra = _technique(row.technique)
-    reported = reported_rank(row.technique)
+    chosen, extra = _strategy(row.strategy)
+    reported = reported_rank(row.strategy)
     found = {
         rank: predict_step(chosen, lambda: _workload(row), RANKS, rank, find_device("sim:v100"), "cuda")
         for rank in sorted({0, reported})
@@ -124,8 +124,8 @@ def reported_rank(name: str) -> int:
     return group_of(name) - 1 if "pp" in name else 0
 
 
-def _technique(name: str) -> tuple[Technique, tuple[Term, ...]]:
-    found = technique(name)
+def _strategy(name: str) -> tuple[RankStrategy, tuple[Term, ...]]:
+    found = distributed_strategy(name)
     if not isinstance(found, Zero) or found.stage == 3:
         return found, ()
     nbytes = 2 * ASSUMED.zero_elements
@@ -138,7 +138,7 @@ def _samples(row: Row) -> int:
     """Of a step: as published, but for tp one micro-batch of 1 in each group, since ours does not accumulate."""
     if row.workload == "bert":
         return 64
-    return RANKS // group_of(row.technique) if "tp" in row.technique and "pp" not in row.technique else 4
+    return RANKS // group_of(row.strategy) if "tp" in row.strategy and "pp" not in row.strategy else 4
 
 
 def _workload(row: Row) -> Workload:

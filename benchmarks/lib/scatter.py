@@ -1,4 +1,4 @@
-"""Peak memory against throughput, as a picture: one mark for each technique."""
+"""Peak memory against throughput, as a picture: one mark for each strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ APART = 12
 
 @dataclass(frozen=True)
 class Mark:
-    """A technique: samples a second, and MiB at the peak of a rank."""
+    """A strategy: samples a second, and MiB at the peak of a rank."""
 
     name: str
     samples_per_s: float

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from magis.cases.case_rows import attempt
-from magis.cases.contenders import technique_of
+from magis.cases.contenders import strategy_of
 from magis.cases.tensor_ledger import MadeStorage, TensorLedger, by_module
 from magis.dtypes import autocast_type
 from magis.errors import CaptureError, UsageError
@@ -40,9 +40,9 @@ def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = No
     numbers read off data, tensors on another device, data types that eager refuses to mix.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
-    technique = technique_of(case, subject)
-    if technique and technique.is_captured:
-        subject.captured_as(technique)
+    strategy = strategy_of(case, subject)
+    if strategy and strategy.is_captured:
+        subject.captured_as(strategy)
     else:
         _ = subject.captured
     if subject.runs:

@@ -1,4 +1,4 @@
-"""The step under the techniques of one rank: what each request stands for, and the step that comes of it."""
+"""The step under the strategies of one rank: what each request stands for, and the step that comes of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from magis.strategies.strategy_names import LISTED, family
 SCALER = 0.001
 """What scales gradients keeps a few numbers of its own, which are not in the captured step."""
 MOST_OFF = 0.05
-"""Share of eager's loss by which a technique that computes other numbers may be off: other random numbers included."""
+"""Share of eager's loss by which a strategy that computes other numbers may be off: other random numbers included."""
 PLANNED = "inductor's code, which keeps what a plan keeps: bytes are of inductor's own choice, latency is of eager"
 COMPILED = "compiled code: bytes are of its forward and backward without fused operators, latency is of eager"
 
@@ -39,7 +39,7 @@ class Candidate:
     reserved: int | None
     replayed: Replayed | None
     """None where there is no graph of it."""
-    technique: Local | None = None
+    strategy: Local | None = None
     off_by: float = 0.0
     """See `CaseResult.off_by`."""
     priced: bool = True
@@ -48,8 +48,8 @@ class Candidate:
     """What a reader should know about the simulation."""
 
 
-def technique_of(case: Case, subject: Subject) -> Local | None:
-    """What a case's strategy does to the original; None where it is no technique of one rank. UsageError for unknown
+def strategy_of(case: Case, subject: Subject) -> Local | None:
+    """What a case's strategy does to the original; None where it is no strategy of one rank. UsageError for unknown
     strategies, and for ones that are not for the case."""
     kind = family(case.strategy)
     if kind is None:
@@ -57,9 +57,9 @@ def technique_of(case: Case, subject: Subject) -> Local | None:
     check_precision(case)
     if kind != "local":
         return None
-    technique = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
-    technique.check(subject.traced)
-    return replace(technique, given=autocast_type(case.dtype or "") or "")
+    strategy = local(case.strategy, subject.kind, memory_ratio=case.memory_ratio, latency_ratio=case.latency_ratio)
+    strategy.check(subject.traced)
+    return replace(strategy, given=autocast_type(case.dtype or "") or "")
 
 
 def check_precision(case: Case) -> None:
@@ -78,58 +78,56 @@ def check_precision(case: Case) -> None:
         raise UsageError(what, hint=f"leave out the data type, or use amp+{case.strategy} where there is one")
 
 
-def of_technique(subject: Subject, technique: Local | None) -> Candidate:
-    """The step under a technique; None: the original itself."""
+def of_strategy(subject: Subject, strategy: Local | None) -> Candidate:
+    """The step under a strategy; None: the original itself."""
     captured, moved_ns = subject.captured.original, 0
-    if technique is not None and technique.is_captured:
-        under, moved = subject.captured_as(technique)
+    if strategy is not None and strategy.is_captured:
+        under, moved = subject.captured_as(strategy)
         captured = under.original
         moved_ns = subject.roofline.transfer_ns(moved) if moved else 0
     profile = subject.simulate(captured)
     found = Candidate(
         Memory(profile.tensor_bytes, profile.peak_bytes),
         subject.latency_ns(captured.graph) + moved_ns,
-        partial(_step, subject, technique),
+        partial(_step, subject, strategy),
         SearchStats(),
         {},
         subject.reserved_bytes(captured.graph, captured.deaths),
         Replayed(subject, captured.graph, captured),
-        technique,
-        off_by=SCALER if technique is not None and technique.is_scaled else 0.0,
+        strategy,
+        off_by=SCALER if strategy is not None and strategy.is_scaled else 0.0,
     )
-    if technique is None or technique.is_captured:
+    if strategy is None or strategy.is_captured:
         return found
-    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(technique, subject.traced)
+    nbytes = subject.captured.graph.persistent_bytes() + window_of_compiled(strategy, subject.traced)
     return replace(
         found,
         simulated=Memory(nbytes, nbytes),
         reserved=None,
         replayed=None,
-        note=PLANNED if technique.limits else COMPILED,
+        note=PLANNED if strategy.limits else COMPILED,
         off_by=math.inf,
         priced=False,
     )
 
 
-def _step(subject: Subject, technique: Local | None, stack: ExitStack) -> Step:
-    if technique is None:
+def _step(subject: Subject, strategy: Local | None, stack: ExitStack) -> Step:
+    if strategy is None:
         return subject.eager()
     work = subject.fresh()
-    stack.enter_context(technique.wrapped(work.module, blocks_of(work)))
-    return technique.step(work)
+    stack.enter_context(strategy.wrapped(work.module, blocks_of(work)))
+    return strategy.step(work)
 
 
 def numbers_of(candidate: Candidate, subject: Subject, graph: Graph | None, eager: Step, step: Step, seed: int) -> str:
     """How the step's numbers compare with eager's, in the words of `CaseResult.numbers`."""
-    technique = candidate.technique
-    if technique is None or technique.keeps_numbers:
+    strategy = candidate.strategy
+    if strategy is None or strategy.keeps_numbers:
         return compare_by_kind(subject, graph, eager, step, seed)
     off = compare_losses(eager, step, seed, shared_tensors(subject))
-    if technique.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
+    if strategy.compiled and any(op.random for op in subject.captured.graph.ops) and math.isfinite(off):
         return f"another compiler, other random numbers: loss within {100 * off:.2g}%"
-    why = " and ".join(
-        name for name, given in (("precision", technique.cast), ("compiler", technique.compiled)) if given
-    )
+    why = " and ".join(name for name, given in (("precision", strategy.cast), ("compiler", strategy.compiled)) if given)
     if not off <= MOST_OFF:
         return f"differs: loss by {100 * off:.2g}%, more than another {why} explains"
     return f"another {why}: loss within {100 * off:.2g}%"

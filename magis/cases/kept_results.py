@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from magis.cases.contenders import technique_of
+from magis.cases.contenders import strategy_of
 from magis.errors import MagisError
 from magis.graph import digest
 from magis.plain_records import from_plain, to_plain
@@ -49,8 +49,8 @@ class KeptResults:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back."""
         captured = self.subject.captured.original
-        technique = technique_of(self.case, self.subject)
-        wrapped = digest(self.subject.captured_as(technique)[0].graph) if technique and technique.is_captured else ""
+        strategy = strategy_of(self.case, self.subject)
+        wrapped = digest(self.subject.captured_as(strategy)[0].graph) if strategy and strategy.is_captured else ""
         return self.kept.key(
             "result",
             FORMAT,

@@ -20,8 +20,8 @@ from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, s
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed import without_dropout
-from magis.strategies.distributed_names import check_world, is_own, technique
-from magis.strategies.rank_step import Technique
+from magis.strategies.distributed_names import check_world, distributed_strategy, is_own
+from magis.strategies.rank_step import RankStrategy
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import median_and_spread
 
@@ -43,10 +43,10 @@ Pool = Callable[[int, str], RankPool]
 def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Callable[[str], None]) -> CaseResult:
     """Run a case on ranks, or predict it (``pool`` None: a simulated device, or a network that ranks cannot import).
 
-    Raises UsageError for a world or a network that the technique is not for, RankError for ranks that fail.
+    Raises UsageError for a world or a network that the strategy is not for, RankError for ranks that fail.
     """
     asked = FACTORIES.get(case.strategy, case.strategy)
-    chosen = technique(asked)
+    chosen = distributed_strategy(asked)
     check_world(chosen, case.ranks)
     run = _RankedCase(case, subject, chosen)
     progress("predicting")
@@ -67,11 +67,11 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
 class _RankedCase:
     case: Case
     subject: Subject
-    technique: Technique
+    strategy: RankStrategy
 
     def predicted(self, note: str = "") -> CaseResult:
         """With every rank predicted that is not like another one: each takes seconds at paper size."""
-        found = [self._predict(rank) for rank in _distinct(self.case.strategy, self.technique, self.case.ranks)]
+        found = [self._predict(rank) for rank in _distinct(self.case.strategy, self.strategy, self.case.ranks)]
         worst, ms = max(found, key=lambda each: each[0].predicted.peak_bytes if each[0].predicted else 0)
         figures = StepFigures(worst.predicted or Memory(0, 0), ms)
         original = original_figures(self.subject, measured=self.subject.runs)
@@ -111,14 +111,14 @@ class _RankedCase:
         )
 
     def _make(self) -> Workload:
-        """The network on fake tensors: a copy of one that is there already, which techniques may change."""
+        """The network on fake tensors: a copy of one that is there already, which strategies may change."""
         return on_fake_tensors(self.subject.make())[1]
 
     def _predict(self, rank: int) -> tuple[RankMemory, float]:
         """Memory and milliseconds."""
         subject, case = self.subject, self.case
         try:
-            return predict_step(self.technique, self._make, case.ranks, rank, subject.device_model, subject.kind)
+            return predict_step(self.strategy, self._make, case.ranks, rank, subject.device_model, subject.kind)
         except Exception as error:
             if isinstance(error, UsageError) or not is_own(case.strategy):
                 raise
@@ -134,13 +134,13 @@ class _RankedCase:
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
         normalizes = self.case.ranks > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
-        lower = self.technique.name.startswith(("amp+", "half+"))
-        if normalizes and (getattr(self.technique, "stages", 1) > 1 or is_own(self.case.strategy)):
+        lower = self.strategy.name.startswith(("amp+", "half+"))
+        if normalizes and (getattr(self.strategy, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
         if normalizes and lower:
             return f"{NOT_RUN}: what batch norm makes of a share's rounding in lower precision is no error"
         # in data parallelism, of those of a rank's share of the batch
-        expected = self._losses_alone(self.case.ranks // self.technique.group if normalizes else 1)
+        expected = self._losses_alone(self.case.ranks // self.strategy.group if normalizes else 1)
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))
@@ -168,11 +168,11 @@ def _normalizes_alone(part: nn.Module) -> bool:
     return isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
 
 
-def _distinct(name: str, chosen: Technique, size: int) -> tuple[int, ...]:
+def _distinct(name: str, chosen: RankStrategy, size: int) -> tuple[int, ...]:
     """Ranks of which none is like another, or like another with less.
 
     Replicas are alike, and so are pieces, up to the bytes that do not divide evenly. But `oss` deals out whole
-    parameters, and of a technique of the user's own nothing is known.
+    parameters, and of a strategy of the user's own nothing is known.
     """
     if is_own(name) or name.removeprefix("amp+").startswith("oss"):
         return tuple(range(size))

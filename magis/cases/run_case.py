@@ -22,7 +22,7 @@ from magis.cases.case_rows import (
 )
 from magis.cases.check import growth
 from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
-from magis.cases.contenders import Candidate, check_precision, numbers_of, of_technique, technique_of
+from magis.cases.contenders import Candidate, check_precision, numbers_of, of_strategy, strategy_of
 from magis.cases.kept_results import KeptResults
 from magis.cases.ort_cases import ort_result
 from magis.cases.rank_cases import ranked_result
@@ -112,7 +112,7 @@ class CaseRun:
 
     def __post_init__(self) -> None:
         check_amounts(self.case)
-        self._technique = technique_of(self.case, self.subject)
+        self._strategy = strategy_of(self.case, self.subject)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:
         """Run it; the arguments are ``planning_workspaces`` and ``expected_graph`` of `run_case`."""
@@ -139,7 +139,7 @@ class CaseRun:
         if case.strategy in PLANS:
             candidate = self._planned(table, limit, original_ns, reference)
         else:
-            candidate = of_technique(subject, self._technique)
+            candidate = of_strategy(subject, self._strategy)
         if measured is not None:
             outcome = self._execute(candidate, measured)
         else:
@@ -262,7 +262,7 @@ class CaseRun:
 
     @property
     def _is_compiled(self) -> bool:
-        return self._technique is not None and not self._technique.is_captured
+        return self._strategy is not None and not self._strategy.is_captured
 
     def _assembled(self, candidate: Candidate, outcome: _Outcome, limit: int | None, original_ns: int) -> CaseResult:
         case, subject, opt_step = self.case, self.subject, candidate.replayed

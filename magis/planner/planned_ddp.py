@@ -22,7 +22,7 @@ from magis.strategies.single_device import on_fake_tensors
 from magis.units import share_of
 
 FACTORIES = {PLANNED: f"{__name__}:PlannedReplica"}
-"""By the names of techniques that plan: what makes them, as ranks are told."""
+"""By the names of strategies that plan: what makes them, as ranks are told."""
 
 
 @dataclass(frozen=True)

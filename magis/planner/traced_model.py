@@ -139,13 +139,13 @@ class TracedModel:
             put_back(before, left)
         return work
 
-    def captured_as(self, technique: Local) -> tuple[Captured, int]:
-        """The same under a technique that can be captured, and the bytes that it moves over the host's link; kept."""
-        if technique.name not in self._variants:
-            with technique.in_capture(self.traced, self.kind) as moved:
-                captured = self._captured(self.traced, technique.cast)
-            self._variants[technique.name] = captured, moved.nbytes
-        return self._variants[technique.name]
+    def captured_as(self, strategy: Local) -> tuple[Captured, int]:
+        """The same under a strategy that can be captured, and the bytes that it moves over the host's link; kept."""
+        if strategy.name not in self._variants:
+            with strategy.in_capture(self.traced, self.kind) as moved:
+                captured = self._captured(self.traced, strategy.cast)
+            self._variants[strategy.name] = captured, moved.nbytes
+        return self._variants[strategy.name]
 
     def _captured(self, workload: Workload, cast: str = "", *, settled: bool = True) -> Captured:
         with generators_kept():

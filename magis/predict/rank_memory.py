@@ -22,7 +22,7 @@ from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
 from magis.strategies.distributed import local, quiet
 from magis.strategies.distributed_names import check_world
-from magis.strategies.rank_step import WARM_STEPS, RankStep, Technique, World
+from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 
 _SCALING = 3
 """Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""
@@ -41,7 +41,7 @@ class RankPeak:
 
 
 def rank_peak(
-    technique: Technique,
+    strategy: RankStrategy,
     make_work: Callable[[], Workload],
     world: World,
     *,
@@ -50,20 +50,20 @@ def rank_peak(
     watched_by: AbstractContextManager[object] | None = None,
     let_threads_rest: Callable[[], None] | None = None,
 ) -> RankPeak:
-    """Prepare, run ``warm_steps`` (None: as many as the technique needs) and one measured step on this rank, with every
+    """Prepare, run ``warm_steps`` (None: as many as the strategy needs) and one measured step on this rank, with every
     storage counted from the start.
 
     The measured step runs in ``watched_by``. For real ranks, the process group is set up, nobody else may hold the
     module that ``make_work`` makes, and ``let_threads_rest`` waits for the threads that run collectives.
     """
-    warm_steps = warm_steps_of(technique, world) if warm_steps is None else warm_steps
+    warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
     losses: list[float | None] = []
     with (
         collector_spared(),
         no_collection(),
         LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
     ):
-        step = technique.prepare(make_work(), world)
+        step = strategy.prepare(make_work(), world)
         _name_gradients(step, ledger)
         for index in range(warm_steps + 1):
             step.prepare()
@@ -82,15 +82,15 @@ def rank_peak(
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
 
 
-def warm_steps_of(technique: Technique, world: World) -> int:
-    """Steps after which a technique's next one is like all later ones."""
-    steps = int(getattr(technique, "warm_steps", WARM_STEPS))
-    scaled = world.device == "cuda" and not world.fake and technique.name.startswith(("amp+", "half+"))
+def warm_steps_of(strategy: RankStrategy, world: World) -> int:
+    """Steps after which a strategy's next one is like all later ones."""
+    steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
+    scaled = world.device == "cuda" and not world.fake and strategy.name.startswith(("amp+", "half+"))
     return steps + (_SCALING if scaled else 0)
 
 
 def predict_rank(
-    technique: Technique,
+    strategy: RankStrategy,
     make_work: Callable[[], Workload],
     world_size: int,
     rank: int,
@@ -106,8 +106,8 @@ def predict_rank(
     are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. The step
     whose bytes count runs in ``watched_by``. UsageError where a process group is set up already.
     """
-    with fake_rank(technique, world_size, rank, device, explicit_attention=explicit_attention) as world:
-        found = rank_peak(technique, make_work, world, replays=device == "cuda", watched_by=watched_by)
+    with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
+        found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)
     return RankMemory(
         rank, predicted=Memory(found.peak_bytes, found.peak_bytes, found.reserved_bytes), terms=found.terms
     )
@@ -115,10 +115,10 @@ def predict_rank(
 
 @contextmanager
 def fake_rank(
-    technique: Technique, size: int, rank: int, device: str, *, explicit_attention: bool = False
+    strategy: RankStrategy, size: int, rank: int, device: str, *, explicit_attention: bool = False
 ) -> Iterator[World]:
     """The place of rank ``rank`` in a fake world, where tensors are fake and operators are those of ``device``."""
-    check_world(technique, size)
+    check_world(strategy, size)
     with ExitStack() as stack:
         stack.enter_context(fake_world(size, rank))
         stack.enter_context(fake_tensors())

@@ -1,6 +1,6 @@
 """How long one rank's step should take: its operators at a device's prices, and its messages over the links.
 
-An estimate to compare techniques with, not to gate: it knows nothing of contention or of the host's work between
+An estimate to compare strategies with, not to gate: it knows nothing of contention or of the host's work between
 kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is `Links`, which reports print.
 """
 
@@ -25,7 +25,7 @@ from magis.graph import Op, Ref, Value
 from magis.ops.call import from_torch
 from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
-from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ LINKS: Mapping[str, Links] = {
 links of 25 GB/s each)."""
 
 _BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
-"""Techniques on DistributedDataParallel, of whose messages no operator tells."""
+"""Strategies on DistributedDataParallel, of whose messages no operator tells."""
 _ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
 _SHARED = frozenset(
     {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor"}
@@ -135,7 +135,7 @@ class StepTime(TorchDispatchMode):
 
 
 def predict_step(
-    technique: Technique,
+    strategy: RankStrategy,
     make_work: Callable[[], Workload],
     world_size: int,
     rank: int,
@@ -147,24 +147,24 @@ def predict_step(
     ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
     """
     pace = StepTime(device, LINKS[device.name.removeprefix("sim:")])
-    seen = _Seen(technique)
+    seen = _Seen(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
-    if technique.name in _BY_TORCH:
+    if strategy.name in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
     return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
 
 
 @dataclass
 class _Seen(Wrapping):
-    """A technique, of whose step is noted what no operator tells."""
+    """A strategy, of whose step is noted what no operator tells."""
 
-    technique: Technique
+    strategy: RankStrategy
     trained_bytes: int = 0
     chunks: int = 1
     """Micro-batches of a pipeline."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        step = self.technique.prepare(work, world)
+        step = self.strategy.prepare(work, world)
         self.trained_bytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
         if self.stages > 1:
             self.chunks = int(getattr(step, "count", 1))

@@ -1,4 +1,4 @@
-"""Processes that run a technique together, and what they measured. Loads no torch: the processes do."""
+"""Processes that run a strategy together, and what they measured. Loads no torch: the processes do."""
 
 from magis.ranks.agents import Agents, lead, serve
 from magis.ranks.pool import RankPool

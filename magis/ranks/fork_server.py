@@ -39,7 +39,7 @@ from magis.ranks.records import JsonLines, last_words, stack, write_line
 
 _PRELOADED = (
     "magis.ranks.worker",
-    # loaded by most techniques when they are first used; seconds in each rank
+    # loaded by most strategies when they are first used; seconds in each rank
     "torch._dynamo.convert_frame",
     "torch.distributed.fsdp",
     "torch.distributed.optim",

@@ -28,8 +28,8 @@ from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
 from magis.runtime.measure import allocations, device_identity, no_collection
 from magis.strategies.distributed import has_dropout, without_dropout
-from magis.strategies.distributed_names import check_world, technique
-from magis.strategies.rank_step import RankStep, Technique, World, Wrapping, batch_size
+from magis.strategies.distributed_names import check_world, distributed_strategy
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size
 
 _COMPARED = 3
 """Steps whose losses are reported."""
@@ -41,7 +41,7 @@ _MARK = "magis: the measured step"
 def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankReport:
     """Run a job on this rank and report; ``enter`` is told what is done next. All ranks do so at the same time."""
     where = _Where(world, enter)
-    chosen = technique(job.technique)
+    chosen = distributed_strategy(job.strategy)
     check_world(chosen, world.size)
     told = _Told(chosen, where)
     gc.collect()
@@ -91,9 +91,9 @@ class _Where:
 
 @dataclass
 class _Told(Wrapping):
-    """A technique whose steps tell when they begin; notes what the workload is like."""
+    """A strategy whose steps tell when they begin; notes what the workload is like."""
 
-    technique: Technique
+    strategy: RankStrategy
     where: _Where
     modules: list[nn.Module] = field(default_factory=list)
     """Of steps that may still be there."""
@@ -103,11 +103,11 @@ class _Told(Wrapping):
     """Whether the network has dropout."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """The technique's step."""
+        """The strategy's step."""
         self.samples = batch_size(work)
         self.drops = self.drops or has_dropout(work.module)
         self.where.enter("the preparation of the step")
-        step = self.technique.prepare(work, world)
+        step = self.strategy.prepare(work, world)
         self.modules.append(step.module)
         return _ToldStep(step, self.where)
 
@@ -146,14 +146,14 @@ class _ToldStep:
 
 
 def _peak_and_times(
-    job: RankJob, technique: Technique, where: _Where
+    job: RankJob, strategy: RankStrategy, where: _Where
 ) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
     """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
     losses: list[float | None] = []
     on_gpu = where.world.device == "cuda"
     with no_collection(), profile(enabled=not on_gpu, profile_memory=True) as log:
-        step = _prepared(job, technique, where, dropout=True)
-        for _ in range(warm_steps_of(technique, where.world)):
+        step = _prepared(job, strategy, where, dropout=True)
+        for _ in range(warm_steps_of(strategy, where.world)):
             step.prepare()
             losses.append(number(step.run(), where.world))
             gc.collect()
@@ -192,9 +192,9 @@ def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | Non
     return tuple(times)
 
 
-def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | None, ...]:
+def _losses(job: RankJob, strategy: RankStrategy, where: _Where) -> tuple[float | None, ...]:
     """Of the first steps from fresh weights, without dropout."""
-    step = _prepared(job, technique, where, dropout=False)
+    step = _prepared(job, strategy, where, dropout=False)
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()
@@ -203,13 +203,13 @@ def _losses(job: RankJob, technique: Technique, where: _Where) -> tuple[float | 
     return tuple(found)
 
 
-def _prepared(job: RankJob, technique: Technique, where: _Where, *, dropout: bool) -> RankStep:
+def _prepared(job: RankJob, strategy: RankStrategy, where: _Where, *, dropout: bool) -> RankStep:
     """This rank's step, from fresh weights."""
     work = _workload(job, where)
     if not dropout:
         without_dropout(work.module)
     torch.manual_seed(job.seed)
-    return technique.prepare(work, where.world)
+    return strategy.prepare(work, where.world)
 
 
 def _workload(job: RankJob, where: _Where) -> Workload:

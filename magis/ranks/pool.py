@@ -139,7 +139,7 @@ def _waits(frames: Sequence[str]) -> int:
 
 
 def _place(frames: Sequence[str]) -> str:
-    """The innermost frame of the technique or the network: neither torch's nor of this package."""
+    """The innermost frame of the strategy or the network: neither torch's nor of this package."""
     for frame in frames:
         path, _, rest = frame.rpartition(":")
         if "site-packages" not in path and not path.startswith((_OWN, "<frozen")) and "/lib/python" not in path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from magis.errors import MagisError
 from magis.results import Memory, Term
-from magis.strategies.distributed_names import check_world, technique
+from magis.strategies.distributed_names import check_world, distributed_strategy
 
 
 class RankError(MagisError):
@@ -30,12 +30,12 @@ class RankError(MagisError):
 
 @dataclass(frozen=True)
 class RankJob:
-    """One model under one technique, to be run by all ranks of a pool together."""
+    """One model under one strategy, to be run by all ranks of a pool together."""
 
     model: str
     """A registered model's name or "package.module:factory"; every rank builds it from the same seed."""
-    technique: str
-    """A technique's name, or "package.module:factory" for a callable that returns a Technique."""
+    strategy: str
+    """A strategy's name, or "package.module:factory" for a callable that returns a RankStrategy."""
     preset: str = "small"
     dtype: str | None = None
     """What floating-point tensors are converted to; None: the model's own at this preset."""
@@ -77,15 +77,15 @@ def mean_losses(reports: Sequence[RankReport]) -> tuple[float, ...]:
     return tuple(statistics.fmean(each) for each in zip(*seen, strict=True))
 
 
-# Whether ranks are enough for a technique, before any of them starts.
+# Whether ranks are enough for a strategy, before any of them starts.
 
 
 def check_ranks(name: str, size: int) -> None:
-    """Raise UsageError unless ``size`` ranks hold whole groups of the technique; it names the number needed.
+    """Raise UsageError unless ``size`` ranks hold whole groups of the strategy; it names the number needed.
 
-    For a name that is no technique's, too. Loads torch.
+    For a name that is no strategy's, too. Loads torch.
     """
-    check_world(technique(name), size)
+    check_world(distributed_strategy(name), size)
 
 
 # Lines of JSON out of pieces of bytes, and one line out of what a dying process printed.

@@ -1,6 +1,6 @@
 """The ways to run a training step that users compare with magis: each makes the step of a workload on a rank.
 
-The names load on first use: `magis.strategies.distributed_names` tells a technique by its name without importing torch.
+The names load on first use: `magis.strategies.distributed_names` tells a strategy by its name without importing torch.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from magis.strategies.distributed_names import DISTRIBUTED, check_world, technique
-    from magis.strategies.rank_step import RankStep, Technique, World, batch_size, share_of_batch
+    from magis.strategies.distributed_names import DISTRIBUTED, check_world, distributed_strategy
+    from magis.strategies.rank_step import RankStep, RankStrategy, World, batch_size, share_of_batch
 
 __all__ = [
     "DISTRIBUTED",
     "RankStep",
-    "Technique",
+    "RankStrategy",
     "World",
     "batch_size",
     "check_world",
+    "distributed_strategy",
     "share_of_batch",
-    "technique",
 ]
 
-_NAMES = ("DISTRIBUTED", "check_world", "technique")
+_NAMES = ("DISTRIBUTED", "check_world", "distributed_strategy")
 _BY_NAME, _TYPES = "magis.strategies.distributed_names", "magis.strategies.rank_step"
 
 

@@ -21,7 +21,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.building import SelfAttention
 from magis.ops.optimizers import torch_optimizer
-from magis.strategies.rank_step import RankStep, Technique, World, Wrapping
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
 BUCKET_BYTES = 25 * 2**20
 """Of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
@@ -79,24 +79,24 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def check_update(work: Workload, technique: str) -> None:
-    """Raise UsageError for an optimizer that a technique of ranks or of ONNX Runtime cannot run."""
+def check_update(work: Workload, strategy: str) -> None:
+    """Raise UsageError for an optimizer that a strategy of ranks or of ONNX Runtime cannot run."""
     own = work.optimizer.own
     if own is not None:
-        what = f"{technique} updates by SGD, Adam or AdamW; the optimizer of {work.name} is {own.name}"
+        what = f"{strategy} updates by SGD, Adam or AdamW; the optimizer of {work.name} is {own.name}"
         raise UsageError(what, hint="choose one of these, or leave the strategy out")
 
 
-def make_optimizer(work: Workload, params: Mapping[str, Tensor], technique: str) -> Optimizer:
+def make_optimizer(work: Workload, params: Mapping[str, Tensor], strategy: str) -> Optimizer:
     """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
-    check_update(work, technique)
+    check_update(work, strategy)
     groups = (replace(g, parameters=tuple(n for n in g.parameters if n in params)) for g in work.optimizer.groups)
     rule = replace(work.optimizer, groups=tuple(groups))
     with quiet():  # a stage may well be left without a parameter of some group
         optimizer = torch_optimizer(rule, params)
     if optimizer is None:
         raise UsageError(
-            f"{technique} runs whole training steps; the optimizer of {work.name} is {rule.kind!r}",
+            f"{strategy} runs whole training steps; the optimizer of {work.name} is {rule.kind!r}",
             hint="give the workload an optimizer of kind sgd, momentum, adam or adamw",
         )
     return optimizer
@@ -211,7 +211,7 @@ class LossScaler:
 
 @dataclass
 class PlainStep:
-    """A step of forward, loss, backward and update on this rank, with what a technique does in between."""
+    """A step of forward, loss, backward and update on this rank, with what a strategy does in between."""
 
     module: nn.Module
     """What this rank holds of the network; `call` may be a wrapper of it."""
@@ -280,7 +280,7 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
     yield from (("gradients", local(p.grad)) for p in (*module.parameters(), *owned) if p.grad is not None)
 
 
-# Mixed precision without autocast, as Megatron-LM has it, under the techniques that otherwise autocast.
+# Mixed precision without autocast, as Megatron-LM has it, under the strategies that otherwise autocast.
 # Weights, activations and gradients are in the lower type; float32 masters and the optimizer's state beside them.
 # For the update every gradient is turned into a float32 one, and let go of; the optimizer changes the masters, and
 # the weights become copies of these. Bytes a parameter with Adam: 2 + 4 + 8 always, 2 at the end of the backward (a
@@ -289,18 +289,18 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
 
 @dataclass(frozen=True)
 class Halved(Wrapping):
-    """`half+ddp`, `half+tp2`, `half+pp2`, ...: another technique, in half precision with float32 masters."""
+    """`half+ddp`, `half+tp2`, `half+pp2`, ...: another strategy, in half precision with float32 masters."""
 
-    technique: Technique
+    strategy: RankStrategy
 
     @property
     def name(self) -> str:
-        return f"half+{self.technique.name}"
+        return f"half+{self.strategy.name}"
 
     def prepare(self, work: Workload, world: World) -> RankStep:
-        """The inner technique's step on the halved network, with the optimizer on masters."""
+        """The inner strategy's step on the halved network, with the optimizer on masters."""
         dtype = half(world)
-        step: Any = self.technique.prepare(work.to(str(dtype).removeprefix("torch.")), world)
+        step: Any = self.strategy.prepare(work.to(str(dtype).removeprefix("torch.")), world)
         weights = trained(step.module)
         step.optimizer = Masters(weights, lambda masters: make_optimizer(step.work, masters, self.name))
         step.scale(LossScaler(world, enabled=world.device == "cuda"))

@@ -1,7 +1,7 @@
-"""From the name of a distributed technique to the technique. Imports torch only when one is made.
+"""From the name of a distributed strategy to the strategy. Imports torch only when one is made.
 
 A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
-ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). A technique of the user's own goes by
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). A strategy of the user's own goes by
 "package.module:factory".
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from magis.errors import UsageError
 
 if TYPE_CHECKING:
-    from magis.strategies.rank_step import Technique
+    from magis.strategies.rank_step import RankStrategy
 
 DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
 """The plain names, in the order in which reports list them."""
@@ -40,8 +40,8 @@ class _Parsed:
     half: bool = False
 
 
-def technique(name: str) -> Technique:
-    """The distributed technique called ``name``, or what the callable at "package.module:factory" returns.
+def distributed_strategy(name: str) -> RankStrategy:
+    """The distributed strategy called ``name``, or what the callable at "package.module:factory" returns.
 
     Raises UsageError, with the nearest names, for any other name, and for a factory that cannot be called.
     """
@@ -52,13 +52,13 @@ def technique(name: str) -> Technique:
         every = [*DISTRIBUTED, *(f"amp+{plain}" for plain in DISTRIBUTED)]
         near = difflib.get_close_matches(name, every, n=3, cutoff=0.4) or list(DISTRIBUTED)
         raise UsageError(
-            f"{name!r} is no distributed technique",
+            f"{name!r} is no distributed strategy",
             hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
         )
     if parsed.half:
         from magis.strategies.distributed import Halved
 
-        return Halved(technique(name.removeprefix("half+")))
+        return Halved(distributed_strategy(name.removeprefix("half+")))
     if parsed.plain in _REPLICATED:
         from magis.strategies.data_parallel import Replicated
 
@@ -77,7 +77,7 @@ def technique(name: str) -> Technique:
 
 
 def is_distributed(name: str) -> bool:
-    """Whether a name is that of a distributed technique; of a factory, whether it is written as one."""
+    """Whether a name is that of a distributed strategy; of a factory, whether it is written as one."""
     return name == PLANNED or is_own(name) or _parsed(name) is not None
 
 
@@ -87,7 +87,7 @@ def is_own(name: str) -> bool:
 
 
 def group_of(name: str) -> int:
-    """Ranks of one group of the technique called ``name``: its worlds are multiples of that. 1 for other names.
+    """Ranks of one group of the strategy called ``name``: its worlds are multiples of that. 1 for other names.
 
     A factory of the user's own is called for it; UsageError where that fails.
     """
@@ -97,17 +97,17 @@ def group_of(name: str) -> int:
     return 1 if parsed is None else parsed.tensor * parsed.stages
 
 
-def check_world(technique: Technique, size: int) -> None:
-    """Raise UsageError unless a world of ``size`` ranks holds whole groups of the technique."""
-    if size < 1 or size % technique.group:
+def check_world(strategy: RankStrategy, size: int) -> None:
+    """Raise UsageError unless a world of ``size`` ranks holds whole groups of the strategy."""
+    if size < 1 or size % strategy.group:
         raise UsageError(
-            f"{technique.name} needs a multiple of {technique.group} ranks, there are {size}",
-            hint=f"start {max(1, -(-size // technique.group)) * technique.group} ranks, or make its groups smaller",
+            f"{strategy.name} needs a multiple of {strategy.group} ranks, there are {size}",
+            hint=f"start {max(1, -(-size // strategy.group)) * strategy.group} ranks, or make its groups smaller",
         )
 
 
-def _own(name: str) -> Technique:
-    """What the factory of that name returns. UsageError unless it can be imported, called, and makes a technique."""
+def _own(name: str) -> RankStrategy:
+    """What the factory of that name returns. UsageError unless it can be imported, called, and makes a strategy."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
@@ -115,11 +115,11 @@ def _own(name: str) -> Technique:
         raise UsageError(
             f"strategy {name!r}: {error}", hint="write package.module:factory, of a module that can be imported"
         ) from error
-    wanted = "it must be a callable without arguments that returns a magis.strategies.Technique"
+    wanted = "it must be a callable without arguments that returns a magis.strategies.RankStrategy"
     if not callable(factory):
         raise UsageError(f"strategy {name!r}: {attribute} cannot be called", hint=wanted)
     try:
-        made: Technique = factory()
+        made: RankStrategy = factory()
     except Exception as error:
         raise UsageError(
             f"strategy {name!r}: {attribute} failed: {type(error).__name__}: {error}", hint=wanted
@@ -127,7 +127,7 @@ def _own(name: str) -> Technique:
     lacking = [part for part in ("name", "group", "prepare") if not hasattr(made, part)]
     if lacking:
         what = f"{type(made).__name__} has no {' and no '.join(lacking)}"
-        raise UsageError(f"strategy {name!r}: {attribute} makes no technique: {what}", hint=wanted)
+        raise UsageError(f"strategy {name!r}: {attribute} makes no strategy: {what}", hint=wanted)
     return made
 
 

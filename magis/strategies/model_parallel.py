@@ -253,22 +253,22 @@ class PipelineStep:
         yield from held_by(self.module, self.optimizer, self.work)
 
 
-def _micro_batches(technique: ModelParallel, work: Workload) -> int:
+def _micro_batches(strategy: ModelParallel, work: Workload) -> int:
     """The number of micro-batches; UsageError where the share of the batch has no room for as many as stages."""
-    samples, stages = batch_size(work), technique.stages
+    samples, stages = batch_size(work), strategy.stages
     wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
     if wrong:
         raise UsageError(
-            f"{work.name}: {technique.name} cuts a batch of {samples} samples into micro-batches, and an input has "
+            f"{work.name}: {strategy.name} cuts a batch of {samples} samples into micro-batches, and an input has "
             f"shape {wrong[0]}"
         )
-    if technique.micro_batches is not None:
-        count = technique.micro_batches
+    if strategy.micro_batches is not None:
+        count = strategy.micro_batches
     else:
         count = max(n for n in range(1, min(samples, 2 * stages) + 1) if samples % n == 0)
     if count < stages or samples % count:
         raise UsageError(
-            f"{work.name}: {technique.name} needs at least {stages} equal micro-batches, and a group's share of the "
+            f"{work.name}: {strategy.name} needs at least {stages} equal micro-batches, and a group's share of the "
             f"batch has {samples} samples",
             hint=f"use a batch of which that is a multiple of {stages}, or fewer ranks",
         )

@@ -1,4 +1,4 @@
-"""What a technique is: something that makes the training step of a workload on one rank of a world.
+"""What a strategy is: something that makes the training step of a workload on one rank of a world.
 
 Every strategy takes the same *global* batch, which is the workload's: a data-parallel rank works on its share of it,
 the ranks of a tensor- or pipeline-parallel group work on the same share together. So one step of every strategy is the
@@ -18,7 +18,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 
 WARM_STEPS = 2
-"""Of a technique that does not say: optimizers make their state in the first step, DistributedDataParallel its final
+"""Of a strategy that does not say: optimizers make their state in the first step, DistributedDataParallel its final
 buckets in the second."""
 
 
@@ -51,7 +51,7 @@ class RankStep(Protocol):
         rank that sees no loss (all pipeline stages but the last)."""
 
 
-class Technique(Protocol):
+class RankStrategy(Protocol):
     """A way to run a training step on a number of ranks.
 
     It may have ``warm_steps``, how many steps run before the one that is measured, else `WARM_STEPS`; and ``stages``,
@@ -69,31 +69,31 @@ class Technique(Protocol):
     def prepare(self, work: Workload, world: World) -> RankStep:
         """The step of ``work`` (whole module, global batch) on this rank. The module may be taken over and changed.
 
-        Raises UsageError, in one line with the numbers, for a world or a network that the technique is not for.
+        Raises UsageError, in one line with the numbers, for a world or a network that the strategy is not for.
         """
 
 
 class Wrapping:
-    """What a technique around another one, its ``technique``, says of itself: what the inner one does."""
+    """What a strategy around another one, its ``strategy``, says of itself: what the inner one does."""
 
-    technique: Technique
+    strategy: RankStrategy
 
     @property
     def name(self) -> str:
-        return self.technique.name
+        return self.strategy.name
 
     @property
     def group(self) -> int:
-        return self.technique.group
+        return self.strategy.group
 
     @property
     def warm_steps(self) -> int:
-        return int(getattr(self.technique, "warm_steps", WARM_STEPS))
+        return int(getattr(self.strategy, "warm_steps", WARM_STEPS))
 
     @property
     def stages(self) -> int:
         """Of a pipeline; 1: there is none."""
-        return int(getattr(self.technique, "stages", 1))
+        return int(getattr(self.strategy, "stages", 1))
 
 
 def batch_size(work: Workload) -> int:

@@ -1,6 +1,6 @@
 """Strategies of one rank: precision, activation checkpointing, offloading, compilation, and combinations.
 
-A name is made of at most one of each kind, joined by "+": "amp+checkpoint", "amp+compile". What a technique changes is
+A name is made of at most one of each kind, joined by "+": "amp+checkpoint", "amp+compile". What a strategy changes is
 of two sorts: the module's blocks, for as long as the step lives (``wrapped``), and what surrounds forward and loss of
 each run (``around``). Both work while a step is captured on fake tensors as well, so that what they need is simulated
 exactly, on devices that are not there too. Only compiled code is beyond capture.
@@ -163,7 +163,7 @@ class Local:
 
     @contextmanager
     def in_capture(self, work: Workload, device: str) -> Iterator[Moved]:
-        """The context in which a capture sees the technique at work on a device ("cpu" or "cuda")."""
+        """The context in which a capture sees the strategy at work on a device ("cpu" or "cuda")."""
         self.check(work)
         moved = Moved()
         with ExitStack() as stack:
@@ -175,7 +175,7 @@ class Local:
     def wrapped(
         self, module: nn.Module, blocks: tuple[str, ...], *, states: bool = True
     ) -> AbstractContextManager[object]:
-        """The context in which the module's blocks are under the technique. Without ``states`` nobody keeps those of
+        """The context in which the module's blocks are under the strategy. Without ``states`` nobody keeps those of
         the generator, as in compiled code."""
         if not self.blocks:
             return nullcontext()
@@ -209,7 +209,7 @@ class Local:
 
 
 def local(name: str, device: str, *, memory_ratio: float | None = None, latency_ratio: float | None = None) -> Local:
-    """The technique that a name stands for on a device type ("cpu", "cuda").
+    """The strategy that a name stands for on a device type ("cpu", "cuda").
 
     The limits are "magis+compile"'s, others take none. Raises UsageError for parts that are unknown, or exclude each
     other.
@@ -266,7 +266,7 @@ def _refusing(call: Callable[[], Any]) -> Callable[[], Any]:
 # exist.
 
 
-def window_of_compiled(technique: Local, work: Workload) -> int:
+def window_of_compiled(strategy: Local, work: Workload) -> int:
     """Peak bytes of tensors that forward and backward of a workload make; nothing is computed."""
     mode, work = on_fake_tensors(work)
 
@@ -275,9 +275,9 @@ def window_of_compiled(technique: Local, work: Workload) -> int:
 
     torch.compiler.reset()
     call = torch.compile(whole, backend=_partitioned())
-    with mode, technique.wrapped(work.module, work.blocks, states=False):
-        _forward_and_backward(technique, work, call)  # compiles
-        nbytes = tensor_peak(partial(_forward_and_backward, technique, work, call))
+    with mode, strategy.wrapped(work.module, work.blocks, states=False):
+        _forward_and_backward(strategy, work, call)  # compiles
+        nbytes = tensor_peak(partial(_forward_and_backward, strategy, work, call))
     torch.compiler.reset()
     return nbytes
 
@@ -307,10 +307,10 @@ def on_fake_tensors(work: Workload) -> tuple[FakeTensorMode, Workload]:
     return mode, replace(work, module=module, inputs=inputs, targets=targets)
 
 
-def _forward_and_backward(technique: Local, work: Workload, call: Callable[[], Any]) -> None:
+def _forward_and_backward(strategy: Local, work: Workload, call: Callable[[], Any]) -> None:
     for parameter in work.module.parameters():
         parameter.grad = None
-    with technique.around():
+    with strategy.around():
         loss = call()
     loss.backward()
 

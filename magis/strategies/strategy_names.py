@@ -1,6 +1,6 @@
 """The names of strategies, and which family each belongs to. Imports no torch: the plugin lists them.
 
-Techniques of one rank have names made of parts joined by "+", at most one of each kind: "amp+checkpoint".
+Strategies of one rank have names made of parts joined by "+", at most one of each kind: "amp+checkpoint".
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ LISTED = (ORIGINAL, *PLANS, *_LOCAL, "ort", "ort-unoptimized", "amp+ort", "ort-i
 
 
 def is_local(name: str) -> bool:
-    """Whether all parts of a name are techniques of one rank."""
+    """Whether all parts of a name are strategies of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
 
 
 def check_parts(name: str) -> None:
-    """Raise UsageError where parts of the name of a technique of one rank exclude each other."""
+    """Raise UsageError where parts of the name of a strategy of one rank exclude each other."""
     for kind in KINDS:
         taken = [part for part in name.split("+") if part in kind]
         if len(taken) > 1:

@@ -83,11 +83,11 @@ def _lowered(work: Workload, dtype: torch.dtype) -> Workload:
     return replace(work, inputs=tuple(map(lower, work.inputs)), targets=tuple(map(lower, work.targets)))
 
 
-def _cut(technique: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
+def _cut(strategy: Zero, work: Workload, dtype: torch.dtype) -> list[Flat]:
     named = trained(work.module)
-    if technique.stage < 3:
+    if strategy.stage < 3:
         return [Flat(named, dtype)]
-    small = {name: p for name, p in named.items() if p.numel() < technique.persistent}
+    small = {name: p for name, p in named.items() if p.numel() < strategy.persistent}
     units = [Flat(small, dtype)] if small else []
     taken = set(small)
     inside = [{n: p for n, p in named.items() if n.startswith(f"{block}.") and n not in small} for block in work.blocks]
@@ -198,31 +198,31 @@ class Flat:
 class _Partitioned:
     """The flat buffers of one rank, and what moves between them and the gradients."""
 
-    def __init__(self, technique: Zero, work: Workload, flats: list[Flat]) -> None:
-        self._technique = technique
+    def __init__(self, strategy: Zero, work: Workload, flats: list[Flat]) -> None:
+        self._strategy = strategy
         self._module = work.module
         self._work = work
         self._flats = flats
         self._masters = {
             name: flat.master[place : place + length] for flat in flats for name, _, place, length in flat.pieces()
         }
-        self._optimizer: Optimizer = make_optimizer(work, self._masters, technique.name)
+        self._optimizer: Optimizer = make_optimizer(work, self._masters, strategy.name)
         self._parts: dict[int, Tensor] = {}
         """Of the gradient, this rank's: by number of the flat buffer."""
 
     def step(self, world: World) -> PlainStep:
-        technique = self._technique
+        strategy = self._strategy
         before: Callable[[], None] | None = None
-        if technique.stage == 3:
+        if strategy.stage == 3:
             before = self._hook_blocks()
             for number, flat in enumerate(self._flats):
                 self._hook_unit(number, flat)
             finish = self._end_backward
         else:
-            buckets = _Buckets(self._flats[0], technique, self._parts)
+            buckets = _Buckets(self._flats[0], strategy, self._parts)
             before, finish = buckets.start, buckets.finish
         return _ZeroStep(
-            self._module, self._work, self._optimizer, world, technique.amp, self._module,
+            self._module, self._work, self._optimizer, world, strategy.amp, self._module,
             before_forward=before, after_backward=lambda: self._ready(finish), after_update=self._updated,
             autocast=False, flats=self._flats, parts=self._parts,
         )  # fmt: skip
@@ -311,11 +311,11 @@ def _hook_block(block: nn.Module, flat: Flat) -> None:
 class _Buckets:
     """Stages 1 and 2: gradients move through one bucket as they arrive during the backward."""
 
-    def __init__(self, flat: Flat, technique: Zero, parts: dict[int, Tensor]) -> None:
+    def __init__(self, flat: Flat, strategy: Zero, parts: dict[int, Tensor]) -> None:
         self._flat = flat
-        self._shards = technique.stage == 2
+        self._shards = strategy.stage == 2
         self._parts = parts
-        self._size = min(technique.bucket_elements, sum(p.numel() for p in flat.named.values()))
+        self._size = min(strategy.bucket_elements, sum(p.numel() for p in flat.named.values()))
         self._bucket: Tensor | None = None
         self._filled: list[tuple[str, int]] = []
         self._used = 0

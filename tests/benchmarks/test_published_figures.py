@@ -17,10 +17,10 @@ def prediction(*peaks: int, reserved: int = 0, extra: int = 0, reported: int = 0
     return Prediction(ranks, (Term("buffers", extra),) if extra else (), reported, 1.0)
 
 
-def test_every_row_names_a_technique_that_four_ranks_can_run() -> None:
-    assert all(is_distributed(row.technique) and 4 % group_of(row.technique) == 0 for row in ROWS)
+def test_every_row_names_a_strategy_that_four_ranks_can_run() -> None:
+    assert all(is_distributed(row.strategy) and 4 % group_of(row.strategy) == 0 for row in ROWS)
     assert sum(row.is_scored for row in ROWS) == 9
-    assert [row.technique for row in ROWS if row.out_of_memory] == ["ddp"]
+    assert [row.strategy for row in ROWS if row.out_of_memory] == ["ddp"]
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_step_is_exported_once_for_all_cases_and_rough_ratios_can_be_stored(mo
     monkeypatch.setattr("magis.strategies.ort.ort_step.export_step", counted)
     bench = Bench()
     for strategy in ("ort", "ort-unoptimized", "amp+ort", "ort-inference"):
-        case = Case("tests.ranks.techniques:small_net", strategy, "cpu", "small")
+        case = Case("tests.ranks.own_strategies:small_net", strategy, "cpu", "small")
         result = run_case(case, cache=bench, rough=True)
         assert result.identity["onnxruntime"] == version("onnxruntime")
         ratio = result.ratio

@@ -117,7 +117,7 @@ OF_OTHERS = {
     "magis.strategies.ort.functional_trace": "operators that ONNX lacks, written in others",
     "magis.strategies.ort.layers": "how an operator is written in ONNX",
     "magis.strategies.ort.onnx_operators": "how an operator is written in ONNX",
-    "magis.strategies.single_device": "what a technique of others keeps",
+    "magis.strategies.single_device": "what a strategy of others keeps",
 }
 
 

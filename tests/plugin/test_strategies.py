@@ -69,7 +69,7 @@ def collected(gate, strategies, *more):
         (("no_such.module:make",), "strategy 'no_such.module:make': No module named 'no_such'; write package.module"),
         (("json:mak",), "strategy 'json:mak': module 'json' has no attribute 'mak'"),
         (("json:__doc__",), "strategy 'json:__doc__': __doc__ cannot be called"),
-        (("collections:OrderedDict",), "OrderedDict makes no technique: OrderedDict has no name and no group and no"),
+        (("collections:OrderedDict",), "OrderedDict makes no strategy: OrderedDict has no name and no group and no"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(gate, given, message):

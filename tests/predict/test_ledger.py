@@ -20,7 +20,7 @@ from magis.models.decoders import GptNeoConfig, gpt_neo
 from magis.models.encoders import BertConfig, bert
 from magis.predict import LiveStorage, fake_world, predict_rank
 from magis.results import RankMemory
-from magis.strategies import technique
+from magis.strategies import distributed_strategy
 from magis.strategies.distributed import of_kind
 
 
@@ -117,14 +117,14 @@ def tiny(batch: int = 8, layers: int = 2) -> BertConfig:
 @pytest.mark.parametrize("name", ["ddp", "amp+zero3", "amp+tp+pp"])
 def test_the_terms_sum_up_to_the_peak(name: str) -> None:
     make = partial(bert, tiny(), REAL, "bert", 0)
-    size = max(2, technique(name).group)
-    found = predict_rank(technique(name), make, size, 1, device="cuda")
+    size = max(2, distributed_strategy(name).group)
+    found = predict_rank(distributed_strategy(name), make, size, 1, device="cuda")
     assert found.predicted is not None
     assert found.measured is None
     assert sum(term.nbytes for term in found.terms) == found.predicted.tensor_bytes == found.predicted.peak_bytes
     assert all(term.nbytes > 0 for term in found.terms)
     if name == "ddp":
-        assert found == predict_rank(technique(name), make, size, 1, device="cuda")
+        assert found == predict_rank(distributed_strategy(name), make, size, 1, device="cuda")
 
 
 def test_weights_and_state_are_as_the_documents_say() -> None:
@@ -133,7 +133,7 @@ def test_weights_and_state_are_as_the_documents_say() -> None:
     count = sum(p.numel() for p in make().module.parameters())
     scalars = 4 * 100  # step counts, padding
     for name, weights, state in (("ddp", 4, 8), ("amp+zero1", 2, 3), ("oss+sdp", 4, 2)):
-        found = predict_rank(technique(name), make, 4, 0)
+        found = predict_rank(distributed_strategy(name), make, 4, 0)
         assert abs(parameters(found, "parameters") - weights * count) <= scalars, name
         slack = 0.15 * state * count if name == "oss+sdp" else scalars  # whole parameters do not come out even
         assert abs(parameters(found, "optimizer state") - state * count) <= slack, name
@@ -144,7 +144,7 @@ def test_a_gpu_is_predicted_at_the_sizes_of_papers() -> None:
     sizes = GptNeoConfig(batch_size=2, seq_len=1024, layers=2, width=2048, heads=32, max_positions=1024)
     make = partial(gpt_neo, sizes, REAL, "gpt_neo", 0)
     before = gc.get_freeze_count()
-    found = predict_rank(technique("amp+zero1"), make, 2, 0, device="cuda")
+    found = predict_rank(distributed_strategy("amp+zero1"), make, 2, 0, device="cuda")
     assert gc.get_freeze_count() == before
     weights = 2 * (50257 * 2048 + 1024 * 2048 + 2 * (12 * 2048**2 + 2048 * (4 + 1 + 1 + 4)) + 2 * 2048)
     assert parameters(found, "parameters") == pytest.approx(weights, rel=1e-3)
@@ -153,10 +153,10 @@ def test_a_gpu_is_predicted_at_the_sizes_of_papers() -> None:
 def test_no_prediction_inside_a_world() -> None:
     make = partial(bert, tiny(), REAL, "bert", 0)
     with fake_world(2, 0), pytest.raises(UsageError, match=r"while torch\.distributed is set up"):
-        predict_rank(technique("ddp"), make, 2, 0)
+        predict_rank(distributed_strategy("ddp"), make, 2, 0)
     assert not dist.is_initialized()
     with pytest.raises(UsageError, match="tp2 needs a multiple of 2 ranks, there are 3"):
-        predict_rank(technique("tp"), make, 3, 0)
+        predict_rank(distributed_strategy("tp"), make, 3, 0)
     with pytest.raises(UsageError, match="cannot be shared out evenly to 3"):
-        predict_rank(technique("ddp"), make, 3, 0)
+        predict_rank(distributed_strategy("ddp"), make, 3, 0)
     assert not dist.is_initialized()

@@ -18,7 +18,7 @@ from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
 from magis.predict import fake_world
 from magis.predict.step_time import Links, StepTime, predict_step
-from magis.strategies.distributed_names import technique
+from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import RankStep, World
 
 V100 = find_device("sim:v100")
@@ -86,7 +86,7 @@ def test_messages_hide_behind_half_of_the_work_and_a_pipeline_stands_idle() -> N
 
 def test_more_ranks_have_less_to_compute_and_slower_links_cost_time() -> None:
     def ms(name: str, ranks: int, device: str) -> float:
-        return predict_step(technique(name), net, ranks, 0, find_device(device))[1]
+        return predict_step(distributed_strategy(name), net, ranks, 0, find_device(device))[1]
 
     assert ms("zero2", 4, "sim:v100") > ms("ddp", 4, "sim:v100") > 0
     assert ms("zero2", 4, "cpu") > ms("zero2", 1, "cpu"), "a net this small has more to send than to compute"
@@ -129,7 +129,7 @@ def test_a_step_of_the_users_may_count_what_it_likes() -> None:
         name, group = "counting", 1
 
         def prepare(self, work: Workload, world: World) -> RankStep:
-            step = technique("ddp").prepare(work, world)
+            step = distributed_strategy("ddp").prepare(work, world)
             step.count = 0  # type: ignore[attr-defined]
             return step
 

@@ -11,7 +11,7 @@ from magis.errors import MagisError
 from magis.ranks import Agents, Attachment, RankJob, RankPool, attached, lead, serve
 from tests.ranks.processes import SIGN
 
-HERE = "tests.ranks.techniques"
+HERE = "tests.ranks.own_strategies"
 
 
 def say(what: object) -> None:

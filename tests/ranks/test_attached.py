@@ -104,7 +104,7 @@ def test_slurm_without_a_number_of_tasks() -> None:
         attached({"SLURM_PROCID": "1", "SLURM_STEP_ID": "0"})
 
 
-def test_ranks_that_do_not_fit_a_technique() -> None:
+def test_ranks_that_do_not_fit_a_strategy() -> None:
     with pytest.raises(UsageError, match="needs a multiple of 16 ranks, there are 4; start 16 ranks"):
         check_ranks("tp4+pp4", 4)
     check_ranks("tp4+pp4", 16)

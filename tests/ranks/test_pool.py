@@ -18,7 +18,7 @@ from magis.ranks import RankError, RankJob, RankPool, mean_losses, slowest_ms
 from magis.strategies.distributed import make_optimizer, trained, without_dropout
 from tests.ranks.processes import SIGN, alive, gone_within
 
-HERE = "tests.ranks.techniques"
+HERE = "tests.ranks.own_strategies"
 NET = f"{HERE}:small_net"
 SILENCE_S = 2.0
 
@@ -37,8 +37,8 @@ def pool(sign: Path) -> Iterator[RankPool]:
         assert alive(sign).keys() <= {os.getpid()}, "closing left processes behind"
 
 
-def job(technique: str = "ddp", *, losses: bool = False) -> RankJob:
-    return RankJob(NET, technique if technique == "ddp" else f"{HERE}:{technique}", rounds=2, losses=losses)
+def job(strategy: str = "ddp", *, losses: bool = False) -> RankJob:
+    return RankJob(NET, strategy if strategy == "ddp" else f"{HERE}:{strategy}", rounds=2, losses=losses)
 
 
 def test_ranks_report_what_one_rank_alone_computes(pool: RankPool) -> None:
@@ -75,9 +75,9 @@ def test_a_peak_holds_what_outlives_the_step(pool: RankPool) -> None:
     assert report.memory.tensor_bytes < 4 * weights
 
 
-@pytest.mark.parametrize("technique", ["ddp", "zero1"])
-def test_a_job_leaves_no_tensor_behind(pool: RankPool, technique: str) -> None:
-    pool.run(RankJob(NET, technique, rounds=1))
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_job_leaves_no_tensor_behind(pool: RankPool, strategy: str) -> None:
+    pool.run(RankJob(NET, strategy, rounds=1))
     before = pool.pids
     pool.run(job("finds_nothing_left"))
     assert pool.pids == before
@@ -96,28 +96,26 @@ def test_the_next_job_starts_clean_in_the_same_processes(pool: RankPool) -> None
 
 
 @pytest.mark.parametrize(
-    ("technique", "rank", "says"),
+    ("strategy", "rank", "says"),
     [
         (
             "raises_on_rank_1",
             1,
-            r"rank 1 of 2 failed during step 2: ValueError: the second half is missing \(in techniques.py:\d+ in act",
+            r"rank 1 of 2 failed during step 2: ValueError: the second half is missing \(in strategies.py:\d+ in act",
         ),
         ("killed_on_rank_1", 1, r"rank 1 of 2 was killed by SIGKILL during step 3; the system kills a process so"),
-        ("exits_on_rank_0", 0, r"rank 0 of 2 failed during step 1: SystemExit: done here \(in techniques.py"),
+        ("exits_on_rank_0", 0, r"rank 0 of 2 failed during step 1: SystemExit: done here \(in strategies.py"),
         ("aborts_on_rank_1", 1, r"rank 1 of 2 was killed by SIGABRT during step 1: these are my last words$"),
-        ("hangs_on_rank_1", 1, r"rank 1 of 2 did not answer within 2 s during step 2 \(in techniques.py:\d+ in "),
+        ("hangs_on_rank_1", 1, r"rank 1 of 2 did not answer within 2 s during step 2 \(in strategies.py:\d+ in "),
         ("leaves_collective_out", None, r"rank [01] of 2 did not answer within 2 s during step [23]"),
     ],
 )
-def test_a_rank_that_fails_ends_the_job(
-    pool: RankPool, sign: Path, technique: str, rank: int | None, says: str
-) -> None:
+def test_a_rank_that_fails_ends_the_job(pool: RankPool, sign: Path, strategy: str, rank: int | None, says: str) -> None:
     if not pool.pids:
         pool.run(job())
     before, start = set(pool.pids), time.monotonic()
     with pytest.raises(RankError, match=says) as caught:
-        pool.run(job(technique))
+        pool.run(job(strategy))
     assert time.monotonic() - start < 30  # of which the silence is 2
     assert "\n" not in str(caught.value)
     assert rank is None or caught.value.rank == rank
@@ -139,7 +137,7 @@ def test_a_job_that_all_ranks_refuse_costs_no_process(pool: RankPool) -> None:
         (job("refuses"), r"^this needs 16 ranks, and there are 2; use 16$"),
         (RankJob("nonesuch", "ddp"), "nonesuch"),
         (RankJob("no_such_module:net", "ddp"), "no_such_module"),
-        (RankJob(NET, "nonesuch"), "no distributed technique"),
+        (RankJob(NET, "nonesuch"), "no distributed strategy"),
         (RankJob(NET, f"{HERE}:groups_of_four"), "tp4"),
     ):
         with pytest.raises(UsageError, match=says):

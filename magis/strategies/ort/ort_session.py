@@ -90,7 +90,7 @@ class OrtStep:
         self._name = name
         if any(map(is_share, exported.scalars)):
             raise UsageError(
-                f"{name}: a batch norm averages over all batches (momentum=None), which this technique does not count",
+                f"{name}: a batch norm averages over all batches (momentum=None), which this strategy does not count",
                 hint="give it a momentum",
             )
         self._session = open_session(exported.model, optimized=optimized, name=name)

@@ -1,8 +1,8 @@
 """magis beside what users reach for first, measured in one process: peak memory at equal or lower latency.
 
-    python benchmarks/techniques.py [--models bert,gpt] [--rounds 12] [--output FILE]
+    python benchmarks/strategies.py [--models bert,gpt] [--rounds 12] [--output FILE]
 
-Every technique is timed in turns with eager, so ratios compare. For each rival the leanest plan of magis is named that
+Every strategy is timed in turns with eager, so ratios compare. For each rival the leanest plan of magis is named that
 is at most as slow, and whose numbers are at least as near to eager's: under autocast only beside autocast, compiled
 only beside compiled. "better" counts rivals that such a plan beats.
 """
@@ -33,7 +33,7 @@ RATIOS = {"magis": (0.8, 0.6, 0.4, 0.3, 0.25), "magis+amp": (0.8, 0.6, 0.4), "ma
 
 @dataclass(frozen=True)
 class Point:
-    """A technique's figures, relative to eager in float32."""
+    """A strategy's figures, relative to eager in float32."""
 
     name: str
     peak_bytes: int
@@ -53,7 +53,7 @@ class Point:
 def main() -> int:
     """Print both tables; 1 where a rival is not beaten."""
     given = arguments(
-        __doc__, models="bert,gpt", rounds=12, output=Path(__file__).parent / "results" / "techniques.txt"
+        __doc__, models="bert,gpt", rounds=12, output=Path(__file__).parent / "results" / "strategies.txt"
     ).parse_args()
     found = (_compared(model, _measured(model, given.rounds)) for model in given.models.split(","))
     lines = printed(chain(head(), chain.from_iterable(found)), given.output)
@@ -85,7 +85,7 @@ def _point(case: Case, result: CaseResult, before: Sequence[Point]) -> Point:
 
 
 def _compared(model: str, points: Sequence[Point]) -> Iterator[str]:
-    yield f"{model}: {'technique':24}{'peak MiB':>10}{'latency':>9}  numbers"
+    yield f"{model}: {'strategy':24}{'peak MiB':>10}{'latency':>9}  numbers"
     for p in points:
         yield f"{'':{len(model) + 2}}{p.name:24}{p.peak_bytes / MIB:10.2f}{p.latency:9.3f}  {p.numbers}"
     ours = [point for point in points if point.name.startswith("magis")]

@@ -1,4 +1,4 @@
-"""Names of distributed techniques: what they stand for, and that listing them costs no torch."""
+"""Names of distributed strategies: what they stand for, and that listing them costs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, check_world, group_of, is_distributed, technique
+from magis.strategies.distributed_names import DISTRIBUTED, check_world, distributed_strategy, group_of, is_distributed
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ from magis.strategies.distributed_names import DISTRIBUTED, check_world, group_o
     ],
 )
 def test_a_name_says_precision_kind_and_group(name: str, full: str, group: int) -> None:
-    found = technique(name)
+    found = distributed_strategy(name)
     assert is_distributed(name)
     assert (found.name, found.group, group_of(name)) == (full, group, group)
-    assert technique(found.name) == found
+    assert distributed_strategy(found.name) == found
 
 
-def test_every_listed_name_is_a_technique_of_its_own() -> None:
-    made = [technique(f"{amp}{name}") for name in DISTRIBUTED for amp in ("", "amp+")]
+def test_every_listed_name_is_a_strategy_of_its_own() -> None:
+    made = [distributed_strategy(f"{amp}{name}") for name in DISTRIBUTED for amp in ("", "amp+")]
     assert len({(type(each), each) for each in made}) == 2 * len(DISTRIBUTED)
 
 
@@ -49,21 +49,21 @@ NOT_HALVED = ("half+zero1", "half+oss", "half+fsdp", "half+amp+ddp", "half+half+
 @pytest.mark.parametrize("name", [*WRONG, *NOT_HALVED])
 def test_an_unknown_name_is_one_clear_line(name: str) -> None:
     assert not is_distributed(name)
-    with pytest.raises(UsageError, match=r"is no distributed technique") as caught:
-        technique(name)
+    with pytest.raises(UsageError, match=r"is no distributed strategy") as caught:
+        distributed_strategy(name)
     assert "\n" not in str(caught.value)
 
 
 def test_the_nearest_name_is_proposed() -> None:
     with pytest.raises(UsageError, match=r"did you mean amp\+zero2 or"):
-        technique("amp+zero22")
+        distributed_strategy("amp+zero22")
 
 
 def test_a_world_holds_whole_groups() -> None:
-    check_world(technique("tp2+pp2"), 8)
-    check_world(technique("ddp"), 3)
+    check_world(distributed_strategy("tp2+pp2"), 8)
+    check_world(distributed_strategy("ddp"), 3)
     with pytest.raises(UsageError, match=r"tp4\+pp4 needs a multiple of 16 ranks, there are 4"):
-        check_world(technique("tp4+pp4"), 4)
+        check_world(distributed_strategy("tp4+pp4"), 4)
 
 
 def test_names_are_told_without_torch() -> None:

@@ -1,4 +1,4 @@
-"""Networks and techniques whose ranks do well, raise, hang and die, as the tests ask for."""
+"""Networks and strategies whose ranks do well, raise, hang and die, as the tests ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict on steps in parts, and on techniques other than plans: their margins, predicted and measured."""
+"""The verdict on steps in parts, and on strategies other than plans: their margins, predicted and measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranked(strategy: str = "zero1", *, measured: int = 700, peak: int = 0, **cha
 
 
 @pytest.mark.parametrize(("measured", "off_by", "sound"), [(707, 0.02, True), (720, 0.02, False), (701, 0.0, False)])
-def test_predicted_bytes_are_within_the_margin_of_the_technique(measured: int, off_by: float, *, sound: bool) -> None:
+def test_predicted_bytes_are_within_the_margin_of_the_strategy(measured: int, off_by: float, *, sound: bool) -> None:
     now = ranked(measured=measured, off_by=off_by)
     if sound:
         check(compare(now, now), "pass", passed=True)
@@ -37,7 +37,7 @@ def test_plans_have_no_margin() -> None:
     check(compare(now, now), "FAIL broken", "broken", passed=False)
 
 
-def test_scratch_of_other_techniques_is_not_simulated() -> None:
+def test_scratch_of_other_strategies_is_not_simulated() -> None:
     now = ranked("ort", peak=990)
     check(compare(now, now), "pass", passed=True)
     plan = ranked("magis", peak=990)
@@ -61,7 +61,7 @@ def test_tensors_that_other_machines_need_not_share_are_not_compared_there() -> 
     check(compare(replace(grown, identity=ELSEWHERE, portable=True), before), "FAIL worse", "worse", passed=False)
 
 
-def test_other_numbers_fail_whatever_the_technique() -> None:
+def test_other_numbers_fail_whatever_the_strategy() -> None:
     now = replace(ranked(), numbers="differs: loss by 7% of that of one rank")
     check(compare(now, now), "FAIL broken", "broken", passed=False)
 

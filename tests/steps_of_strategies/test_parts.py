@@ -1,4 +1,4 @@
-"""What techniques are made of, each held to a plain counterpart: flat buffers, buckets, cuts, loss scaling."""
+"""What strategies are made of, each held to a plain counterpart: flat buffers, buckets, cuts, loss scaling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
-from magis.strategies import World, technique
+from magis.strategies import World, distributed_strategy
 from magis.strategies.distributed import LossScaler, Masters, _buckets, average_gradients, without_dropout
 from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
 from magis.strategies.zero import Flat, Zero, _owners
@@ -133,7 +133,7 @@ def test_stages_hold_each_block_once(count: int, stages: int) -> None:
     ("name", "words"), [("pp", "where to cut"), ("tp", "no attention"), ("pp4", "cut into 4 stages")]
 )
 def test_a_network_that_cannot_be_cut_says_why(name: str, words: str) -> None:
-    made = technique(name)
+    made = distributed_strategy(name)
     work = small("bert" if name == "pp4" else "mlp")
     with fake_world(made.group, 0), pytest.raises(UsageError, match=words) as caught:
         made.prepare(work, World(made.group, 0, fake=True))
@@ -142,16 +142,16 @@ def test_a_network_that_cannot_be_cut_says_why(name: str, words: str) -> None:
 
 def test_heads_and_micro_batches_must_come_out_even() -> None:
     with fake_world(3, 0), pytest.raises(UsageError, match=r"number of heads, 2, cannot be shared out evenly to 3"):
-        technique("tp3").prepare(small("bert"), World(3, 0, fake=True))
+        distributed_strategy("tp3").prepare(small("bert"), World(3, 0, fake=True))
     with fake_world(16, 0), pytest.raises(UsageError, match=r"needs at least 2 equal micro-batches.* has 1 samples"):
-        technique("pp").prepare(small("bert"), World(16, 0, fake=True))
+        distributed_strategy("pp").prepare(small("bert"), World(16, 0, fake=True))
 
 
 def test_inference_is_refused() -> None:
     work = replace(small("mlp"), optimizer=OptimizerSpec("none"))
     for name in ("ddp", "zero2"):
         with alone() as world, pytest.raises(UsageError, match="runs whole training steps"):
-            technique(name).prepare(work, world)
+            distributed_strategy(name).prepare(work, world)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -174,7 +174,7 @@ def test_zero_on_one_rank_is_the_plain_step_bit_for_bit_with_groups(stage: int) 
 
 def test_half_precision_keeps_float32_masters() -> None:
     with alone() as world:
-        step = technique("amp+zero2").prepare(small("gpt_neo"), world)
+        step = distributed_strategy("amp+zero2").prepare(small("gpt_neo"), world)
         step.prepare()
         step.run()
         masters = [p for g in step.optimizer.param_groups for p in g["params"]]

@@ -1,4 +1,4 @@
-"""Techniques of one rank: what their names stand for, and that the steps are what PyTorch users would write."""
+"""Strategies of one rank: what their names stand for, and that the steps are what PyTorch users would write."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def losses(step: EagerStep) -> list[float]:
 
 
 def steps_of(name: str) -> list[float]:
-    work, technique = small(), local(name, "cpu")
-    with technique.wrapped(work.module, work.blocks):
-        return losses(technique.step(work))
+    work, strategy = small(), local(name, "cpu")
+    with strategy.wrapped(work.module, work.blocks):
+        return losses(strategy.step(work))
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "selective-checkpoint", "offload", "selective-checkpoint+offload"])
@@ -143,8 +143,8 @@ def test_mixed_precision_is_autocast_and_with_float16_a_scaler() -> None:
 def test_a_step_whose_gradients_overflow_is_left_out() -> None:
     work = small()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # float16 ends at 65504
-    technique = local("amp-float16", "cpu")
-    step = EagerStep(*work.parts, around=technique.around, scaler=scaler)
+    strategy = local("amp-float16", "cpu")
+    step = EagerStep(*work.parts, around=strategy.around, scaler=scaler)
     before = copy.deepcopy(work.module.state_dict())
     step.prepare()
     step.run()
@@ -193,16 +193,16 @@ def test_a_budget_keeps_less_of_compiled_code() -> None:
     assert gradients < less < 0.9 * whole
 
 
-def test_planned_code_is_a_local_technique_with_limits() -> None:
+def test_planned_code_is_a_local_strategy_with_limits() -> None:
     assert PLANNED_CODE not in LISTED, "all would compile each model once more for every limit"
     assert PLANNED_CODE not in PLANS
     assert is_local(PLANNED_CODE)
     assert family(PLANNED_CODE) == "local"
     assert isinstance(by_name(PLANNED_CODE), Magis)  # one case for each limit
-    technique = local(PLANNED_CODE, "cpu", memory_ratio=0.6)
-    assert not technique.is_captured
-    assert not technique.keeps_numbers
-    assert technique.limits == (("memory_ratio", 0.6),)
+    strategy = local(PLANNED_CODE, "cpu", memory_ratio=0.6)
+    assert not strategy.is_captured
+    assert not strategy.keeps_numbers
+    assert strategy.limits == (("memory_ratio", 0.6),)
     assert local(PLANNED_CODE, "cpu", latency_ratio=1.1).limits == (("latency_ratio", 1.1),)
     assert local("compile", "cpu", memory_ratio=0.6).limits == ()
 

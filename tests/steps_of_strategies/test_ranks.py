@@ -11,7 +11,7 @@ import pytest
 
 
 def table(repository: Path, *options: str, seconds: float) -> dict[tuple[str, str, int], tuple[int, int, float]]:
-    """Model, technique and ranks -> predicted and measured bytes of the highest rank, relative difference of losses."""
+    """Model, strategy and ranks -> predicted and measured bytes of the highest rank, relative difference of losses."""
     command = [sys.executable, "-W", "error", str(repository / "benchmarks" / "ranks.py"), *options]
     env = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False, env=env, cwd=repository)
@@ -21,20 +21,20 @@ def table(repository: Path, *options: str, seconds: float) -> dict[tuple[str, st
 
 
 def test_two_ranks_hold_what_was_predicted_and_train_as_one_does(repository: Path) -> None:
-    techniques = ("ddp", "tp", "magis+ddp")  # the others, and larger networks: the soak
-    found = table(repository, "--models=tiny-bert", "--sizes=2", f"--techniques={','.join(techniques)}", seconds=240)
-    assert [name for _, name, _ in found] == list(techniques)
+    strategies = ("ddp", "tp", "magis+ddp")  # the others, and larger networks: the soak
+    found = table(repository, "--models=tiny-bert", "--sizes=2", f"--strategies={','.join(strategies)}", seconds=240)
+    assert [name for _, name, _ in found] == list(strategies)
     for (_, name, _), (predicted, measured, loss) in found.items():
         assert predicted == measured, name
         assert loss < 1e-6, name
     assert found["tiny-bert", "magis+ddp", 2][1] < found["tiny-bert", "ddp", 2][1]
-    assert len({measured for _, measured, _ in found.values()}) == len(techniques), "some are the same"
+    assert len({measured for _, measured, _ in found.values()}) == len(strategies), "some are the same"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("model", ["bert", "gpt_neo"])
-def test_every_technique_at_small_sizes(repository: Path, model: str, size: int) -> None:
+def test_every_strategy_at_small_sizes(repository: Path, model: str, size: int) -> None:
     found = table(repository, f"--models={model}", f"--sizes={size}", seconds=900)
     assert len(found) == (10 if size == 4 else 9)
     for (_, name, _), (predicted, measured, loss) in found.items():
@@ -45,8 +45,8 @@ def test_every_technique_at_small_sizes(repository: Path, model: str, size: int)
 @pytest.mark.soak
 def test_mixed_precision_on_two_ranks(repository: Path) -> None:
     names = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp")
-    techniques = ",".join([*(f"amp+{name}" for name in names), "half+ddp", "half+tp", "half+pp"])
-    found = table(repository, "--models=tiny-bert", "--sizes=2", f"--techniques={techniques}", seconds=600)
+    strategies = ",".join([*(f"amp+{name}" for name in names), "half+ddp", "half+tp", "half+pp"])
+    found = table(repository, "--models=tiny-bert", "--sizes=2", f"--strategies={strategies}", seconds=600)
     for (_, name, _), (predicted, measured, loss) in found.items():
         assert abs(predicted / measured - 1) <= 0.02, name
         assert loss < 0.01, name

@@ -1,4 +1,4 @@
-"""Cases of the techniques that magis is compared with: measured as predicted, and what is said of their numbers."""
+"""Cases of the strategies that magis is compared with: measured as predicted, and what is said of their numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from magis.cases.run_case import run_case
 from magis.errors import UsageError
 from magis.planner.bench import Bench
 from magis.results import Case
-from magis.strategies.distributed_names import technique
-from tests.ranks import techniques as on_ranks
+from magis.strategies.distributed_names import distributed_strategy
+from tests.ranks import strategies as on_ranks
 
 BLOCKS = "tests.api.nets:few_blocks"
 
@@ -114,14 +114,14 @@ def test_a_world_of_ranks_is_predicted_where_there_is_none() -> None:
         ("tp4", 8, (0,)),
         ("pp2", 8, (0, 1)),
         ("tp2+pp3", 12, (0, 2, 4)),
-        ("tests.ranks.techniques:ddp", 2, (0, 1)),
+        ("tests.ranks.own_strategies:ddp", 2, (0, 1)),
     ],
 )
 def test_ranks_that_are_alike_are_predicted_once(name: str, size: int, ranks: tuple[int, ...]) -> None:
-    assert _distinct(name, technique(name), size) == ranks
+    assert _distinct(name, distributed_strategy(name), size) == ranks
 
 
-def test_a_technique_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one() -> None:
+def test_a_strategy_of_the_users_own_is_measured_on_ranks_beside_a_built_in_one() -> None:
     bench = Bench()
     own = f"{on_ranks.__name__}:ddp"
     model = f"{on_ranks.__name__}:small_net"
@@ -165,7 +165,7 @@ def test_ranks_with_batch_norm_train_as_their_shares_do_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "offload"])
-def test_under_autocast_a_technique_is_compared_with_eager_under_autocast(bench: Bench, strategy: str) -> None:
+def test_under_autocast_a_strategy_is_compared_with_eager_under_autocast(bench: Bench, strategy: str) -> None:
     result = run_case(Case(BLOCKS, strategy, "cpu", "small", "amp-bfloat16", timing_rounds=3), cache=bench)
     assert result.numbers == "bit-identical"
     assert result.optimized.measured is not None
