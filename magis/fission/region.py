@@ -86,6 +86,10 @@ def _edge_problems(graph: Graph, region: Region) -> Iterator[str]:
                 how = given[value]
                 by = f"rows of {how.dim} that overlap" if isinstance(how, Overlap) else repr(how)
                 yield f"{_where(op)}: takes value {value} {_taken(wanted)}, which its maker gives by {by}"
+            elif value not in given and wanted is not None and graph.values[value].bits and is_pure_view(graph, op):
+                # A copied stretch has no bits, so its conjugate has one, which kernels copy where eager's do not.
+                bits = " ".join(graph.values[value].bits)
+                yield f"{_where(op)}: opens a view in parts of value {value}, which has the bits {bits}"
 
 
 def _taken(cut: Cut) -> str:

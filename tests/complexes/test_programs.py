@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from magis.fission.proof import verify_fission
+from magis.fission.region import Region, region_problems
 from magis.graph.hazards import dependency_graph
+from magis.ops.splits import splits
 from magis.rewrite.functionalize import untangle
 from magis.simulate.problem import SWAP
 from tests.complexes.programs import programs
@@ -76,3 +78,21 @@ def _running(net: Net) -> Built:
     except RuntimeError:  # strides that eager refuses to view as complex numbers
         assume(False)
     return built
+
+
+def test_no_loop_opens_views_of_a_conjugated_batch() -> None:
+    """A part of the batch would be a plain copy, its conjugate one that products copy once more."""
+    net = Net(
+        lambda: Block(
+            lambda block, z: (z.conj() * block.w).abs(), w=nn.Parameter(torch.randn(6, dtype=torch.complex64))
+        ),
+        lambda: (torch.randn(6, 4, 6, dtype=torch.complex64).conj(),),
+        loss_fn=lambda made: made.sum(),
+    )
+    graph = untangle(Case(net.build()).graph)
+    view = next(at for at, op in enumerate(graph.ops) if op.target == "aten._conj.default")
+    used = next(at for at, op in enumerate(graph.ops) if set(op.inputs()) & set(graph.ops[view].made()))
+    along = next(split for split in splits(graph.ops[view], graph.values) if split.inputs == (1,))
+    other = next(split for split in splits(graph.ops[used], graph.values) if split.inputs[0] == 1)
+    (problem, *_) = region_problems(graph, Region({view: along, used: other}, 2))
+    assert problem.endswith("opens a view in parts of value 1, which has the bits conj"), problem

@@ -67,11 +67,12 @@ class Case:
         graph = realize(self.compiled, events)
         profile = replay(graph, workspaces().of(graph))
         peak = self.compiled.nodes[int(evaluator.runs[evaluator.peak_run]) >> 1] if problem.n_nodes else ()
-        if len(peak) > 1:
-            # The inputs of a node of several operators may die between them, where the evaluator holds them.
-            assert 0 <= judged.peak - profile.peak_bytes <= 16
-        else:
-            assert judged.peak == profile.peak_bytes
+        # The evaluator holds the inputs of a node of several operators to its end, where some may die between them.
+        first, last = (
+            {self.graph.values[value].storage for op in ops for value in op.inputs()} for ops in (peak[:-1], peak[-1:])
+        )
+        slack = sum(self.graph.storages[storage].nbytes for storage in first - last)
+        assert 0 <= judged.peak - profile.peak_bytes <= slack
         assert judged.tensor_peak == profile.tensor_bytes
         assert graph.persistent_bytes() == self.graph.persistent_bytes()
         self.check_graph(graph)
