@@ -79,10 +79,12 @@ class Twins:
             assert ours is None or (theirs is not None and torch.equal(ours, theirs)), number
 
     def peak(self, *batch: Tensor) -> int:
-        """Measured bytes of a compiled forward and backward, with everything that stays."""
+        """Measured bytes of a compiled forward and backward, with everything of it that stays: a batch norm in eval
+        mode does not count batches."""
         module, forward = self.modules[0], self.forwards[0]
         self.optimizers[0].zero_grad(set_to_none=True)
-        held = {id(each): each.nbytes for each in (*module.parameters(), *module.buffers(), *batch)}
+        buffers = {name: each for name, each in module.named_buffers() if module.training or "batches" not in name}
+        held = {id(each): each.nbytes for each in (*module.parameters(), *buffers.values(), *batch)}
         return sum(held.values()) + window_peak(lambda: forward(*batch).backward()).peak_bytes
 
 
