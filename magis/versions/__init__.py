@@ -1,11 +1,10 @@
 """Versions of the code under test: revisions of a project, releases of its dependencies; a run of the gate on one."""
 
 from magis.versions.environments import environment_of, is_requirement
-from magis.versions.gate_run import COMPARED_WITH, GatedCase, GateRun, in_working_tree, run_gate, told
+from magis.versions.gate_run import GatedCase, GateRun, in_working_tree, run_gate, told
 from magis.versions.revisions import checkout, repository, resolved
 
 __all__ = [
-    "COMPARED_WITH",
     "GateRun",
     "GatedCase",
     "checkout",

@@ -43,7 +43,7 @@ def environment_of(requirements: Sequence[str], say: Callable[[str], None], scra
     `scratch`, a folder of this run. Packages that the requirements bring shadow ours; all others are ours. Raises
     UsageError with pip's last error where it cannot be made; nothing is then left of it.
     """
-    is_kept = all(Requirement(each).url is None for each in requirements)
+    is_kept = not any(map(_has_address, requirements))
     place = (_folder() if is_kept else scratch) / _name(requirements)
     python = place / "bin" / "python"
     if (place / READY).is_file():
@@ -71,10 +71,17 @@ def _make(place: Path, requirements: Sequence[str]) -> None:
         lines = [f"import site; site.addsitedir({entry!r})" for entry in ours]
         (packages / "of_the_other_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
         _pip(str(place / "bin" / "python"), "install", "--quiet", *requirements)
+        addresses = list(filter(_has_address, requirements))
+        if addresses:  # which pip leaves out where ours is of the same version
+            _pip(str(place / "bin" / "python"), "install", "--quiet", "--no-deps", "--force-reinstall", *addresses)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
     (place / READY).write_text("\n".join(requirements) + "\n", encoding="utf-8")
+
+
+def _has_address(requirement: str) -> bool:
+    return Requirement(requirement).url is not None
 
 
 def _pip(python: str, command: str, *arguments: str) -> str:

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from magis.errors import UsageError
-from magis.versions import COMPARED_WITH, checkout, environment_of
+from magis.versions import checkout, environment_of
 from magis.versions.environments import releases
+from magis.versions.gate_run import COMPARED_WITH
 from pytest_magis import flags
 from pytest_magis.against import strays
 from tests.plugin.wheels import NETWORK, git, offer, wheel_of
@@ -218,6 +219,17 @@ def test_what_an_address_names_is_installed_anew_in_every_run(tmp_path, monkeypa
         found.append(width_of(python))
     assert found == [64, 96]
     assert not (tmp_path / "environments").exists()
+
+
+def test_an_address_is_installed_where_the_same_version_is(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=64)
+    here = environment_of(["net-width==1.0"], lambda _text: None, tmp_path)
+    (tmp_path / "other").mkdir()
+    wheel = wheel_of(tmp_path / "other", "1.0", 96)
+    program = "from pathlib import Path; from magis.versions import environment_of as of\n"
+    program += f"print(of(['net-width @ {wheel.as_uri()}'], lambda _: None, Path({str(tmp_path)!r})))"
+    done = subprocess.run([here, "-c", program], capture_output=True, text=True, check=True)
+    assert (width_of(here), width_of(done.stdout.strip())) == (64, 96)
 
 
 def test_pre_releases_and_local_builds_are_no_releases(tmp_path, monkeypatch):
