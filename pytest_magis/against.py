@@ -6,7 +6,7 @@ runs the same tests there, on the same machine, and stores what it measures in a
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from magis.errors import UsageError
+from magis.plain_records import to_plain
 from magis.versions import (
-    COMPARED_WITH,
-    STRAYS,
+    GatedCase,
     GateRun,
     checkout,
     environment_of,
@@ -25,66 +25,45 @@ from magis.versions import (
     repository,
     resolved,
     run_gate,
+    told,
 )
+from pytest_magis.baselines import stored_case
 from pytest_magis.flags import BY_NAME
-from pytest_magis.options import AGAINST, Settings, anywhere, stored_baselines
+from pytest_magis.gate import Gate
+from pytest_magis.lazy_activation import GATE
+from pytest_magis.options import AGAINST, anywhere
+from pytest_magis.run_plan import PlannedCase
 
 FLAG = BY_NAME["against"].flag
-FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
-"""Options that name what a run writes, besides those that every child is given."""
 
 
 def compare(config: pytest.Config, version: str) -> None:
     """Measure the version now, and keep its results for this run. Raises pytest.UsageError in one line."""
     try:
-        settings = anywhere(config)
-        if settings.updates:
+        if anywhere(config).updates:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
         folder = tempfile.TemporaryDirectory(prefix="magis-against-")
         config.add_cleanup(folder.cleanup)
-        measure = _releases if all(map(is_requirement, _requirements(version))) else _revision
-        run = measure(config, version, settings, Path(folder.name))
+        run = _measured(config, version, Path(folder.name))
     except UsageError as error:
         text = str(error)
         raise pytest.UsageError(text if text.startswith("--magis-") else f"{FLAG}: {text}") from None
     config.stash[AGAINST] = run.baselines
 
 
-def _revision(config: pytest.Config, revision: str, _settings: Settings, folder: Path) -> GateRun:
+def _measured(config: pytest.Config, version: str, folder: Path) -> GateRun:
+    arguments = list(_without_flag(config.invocation_params.args))
+    start = config.invocation_params.dir
+    requirements = _requirements(version)
+    if all(map(is_requirement, requirements)):
+        python = environment_of(requirements, lambda text: _say(config, f"magis: {text}"), folder)
+        _say(config, f"magis: measuring with {version} to compare with")
+        return run_gate(version, arguments, folder / "run", start=start, python=python)
     root = repository(config.rootpath)
-    commit = resolved(root, revision)
-    _say(config, f"magis: measuring {revision} ({commit[:10]}) to compare with")
+    commit = resolved(root, version)
+    _say(config, f"magis: measuring {version} ({commit[:10]}) to compare with")
     with checkout(root, commit, folder / "checkout") as tree:
-        return run_gate(
-            revision,
-            list(_without_flag(config.invocation_params.args)),
-            folder / "run",
-            start=config.invocation_params.dir,
-            profiles=stored_baselines(config) / "profiles",
-            root=root,
-            tree=tree,
-        )
-
-
-def _releases(config: pytest.Config, requirements: str, settings: Settings, folder: Path) -> GateRun:
-    """The same files in another environment: what the run writes elsewhere stays as this run will write it."""
-    python = environment_of(_requirements(requirements), lambda text: _say(config, f"magis: {text}"))
-    _say(config, f"magis: measuring with {requirements} to compare with")
-    written = [
-        f"{BY_NAME[name].flag}={folder / name}"
-        for name in FILES
-        if getattr(settings, name.replace("-", "_")) is not None
-    ]
-    if getattr(config.option, "xmlpath", None):
-        written.append(f"--junitxml={folder / 'junit.xml'}")
-    return run_gate(
-        requirements,
-        [*_without_flag(config.invocation_params.args), *written],
-        folder / "run",
-        start=config.invocation_params.dir,
-        profiles=stored_baselines(config) / "profiles",
-        python=python,
-    )
+        return run_gate(version, arguments, folder / "run", start=start, root=root, tree=tree)
 
 
 def _requirements(version: str) -> list[str]:
@@ -110,15 +89,41 @@ def _say(config: pytest.Config, text: str) -> None:
 
 
 class Guard:
-    """In the child: reports modules of the checkout that it is compared with."""
+    """In the child: leaves what its parent asks for in the folder that it was told."""
 
-    def pytest_sessionfinish(self) -> None:
-        """Leave the files of such modules, a line each, for the parent; nothing if there are none."""
-        other = os.environ[COMPARED_WITH]
-        found = sorted(strays(dict(sys.modules), Path(other), Path(sys.prefix))) if other else []
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Leave the files of modules of the checkout that it is compared with, and what became of each case."""
+        run = told()
+        if run is None:
+            return
+        left = GateRun(Path(run.folder))
+        found = sorted(strays(dict(sys.modules), Path(run.root), Path(sys.prefix))) if run.root else []
         if found:
-            with Path(os.environ[STRAYS]).open("a", encoding="utf-8") as file:
+            with left.strays.open("a", encoding="utf-8") as file:
                 file.writelines(f"{name}\n" for name in found)
+        live = session.config.pluginmanager.get_plugin(GATE)
+        if live is not None and not live.gate.is_worker:
+            cases = [json.dumps(to_plain(case)) for case in gated_cases(live.gate)]
+            left.cases.write_text("".join(f"{case}\n" for case in cases), encoding="utf-8")
+
+
+def gated_cases(gate: Gate) -> Iterator[GatedCase]:
+    """What became of each case of a run."""
+    for outcome in gate.ordered():
+        planned = PlannedCase(outcome.model, outcome.label, outcome.case)
+        verdict, result = outcome.verdict, outcome.result
+        texts = [finding.text for finding in verdict.findings]
+        is_whole = result is not None and not result.search.stopped_by_seconds
+        stored = stored_case(gate.baseline(planned), planned.label, planned.case) if is_whole else None
+        yield GatedCase(
+            outcome.name,
+            passed=verdict.passed,
+            differs=outcome.error or "; ".join(texts) or ("" if is_whole else verdict.label),
+            needs=verdict.needed if is_whole else (),
+            stored_with=tuple(stored.measured) if stored else (),
+            path=str(gate.path(outcome.model, outcome.case)),
+            outcome=outcome.to_text(),
+        )
 
 
 def strays(modules: Mapping[str, object], other: Path, prefix: Path) -> Iterator[str]:

@@ -6,12 +6,15 @@ asked for.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import pytest
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
-"""In the environment of a run that another one compares itself with: that one's checkout."""
+"""In the environment of a run on another version: what it was told."""
+FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
+"""Options that name what a run leaves; one on another version leaves nothing but what it was told to."""
 
 
 class Option(NamedTuple):
@@ -265,6 +268,8 @@ def any_given(config: pytest.Config) -> bool:
 
 def given(config: pytest.Config, name: str) -> list[str] | None:
     """What was given for an option, on the command line or else in the ini file; None if nothing was."""
+    if name in FILES and COMPARED_WITH in os.environ:
+        return None
     found = on_command_line(config, name)
     return in_ini(config, name) if found is None else found
 

@@ -144,7 +144,7 @@ class Gate:
         for outcome in accepted:
             files.setdefault(self.path(outcome.model, outcome.case), []).append(outcome)
         for path, of_file in files.items():
-            written &= self._try(partial(_store, path, of_file))
+            written &= self._try(partial(store, path, of_file))
         return written
 
     def _shown_fronts(self) -> Iterator[tuple[str, Path]]:
@@ -235,7 +235,7 @@ def _merged(what: str, given: Iterable[Mapping[str, T] | None]) -> dict[str, T]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _store(path: Path, outcomes: list[Outcome]) -> str:
+def store(path: Path, outcomes: list[Outcome]) -> str:
     """Put the accepted results into the file as it is now, and say so in one line."""
     first = outcomes[0]
     with held(path.parent):

@@ -17,8 +17,9 @@ import pytest
 from magis.dtypes import check_dtype
 from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
+from magis.versions import in_working_tree, told
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, COMPARED_WITH, OPTIONS, given, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
@@ -100,7 +101,10 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
     # an ini file must not make CI accept everything; a command line is somebody's decision
     ignored = bool(updates) and on_command_line(config, "update") is None and bool(os.environ.get("CI"))
-    against = "" if COMPARED_WITH in os.environ else _scalar(config, "against") or ""
+    version_run = told()
+    if version_run is not None:
+        updates &= {"new"} if version_run.baselines else set()
+    against = "" if version_run is not None else _scalar(config, "against") or ""
     given_markdown = _scalar(config, "markdown")
     markdown = given_markdown or os.environ.get(SUMMARY)
     return Settings(
@@ -164,11 +168,11 @@ def read_profiles(config: pytest.Config) -> tuple[Path | None, Path | None]:
     """
     given = _scalar(config, "profile")
     if given is None:
-        return None, stored_baselines(config) / PROFILES
+        return None, in_working_tree(stored_baselines(config)) / PROFILES
     if given == "none":
         return None, None
     start = config.rootpath if on_command_line(config, "profile") is None else config.invocation_params.dir
-    path = start / given
+    path = in_working_tree(start / given)
     if not path.is_file():
         raise UsageError(f"--magis-profile: there is no file {path}", hint="record one with magis profile, or use none")
     return path, None
@@ -247,9 +251,11 @@ def _device(text: str | None, devices: Callable[[], Sequence[str]]) -> str:
 
 
 def _compared(config: pytest.Config) -> Path | None:
-    """Where the results of the revision lie that the run is compared with; on a worker, as it was told."""
-    told = getattr(config, "workerinput", {}).get(WORKER_AGAINST)
-    return Path(told) if told else config.stash.get(AGAINST, None)
+    """Where the results of the version lie that the run is compared with, on a worker as it was told; in the run on
+    that version, where they will."""
+    version_run = told()
+    place = version_run.baselines if version_run else getattr(config, "workerinput", {}).get(WORKER_AGAINST)
+    return Path(place) if place else config.stash.get(AGAINST, None)
 
 
 def stored_baselines(config: pytest.Config) -> Path:

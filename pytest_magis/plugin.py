@@ -32,6 +32,8 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 @pytest.hookimpl(tryfirst=True)  # before a session is made: only rank 0 has one
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
+    if flags.COMPARED_WITH in os.environ and hasattr(config.option, "xmlpath"):
+        config.option.xmlpath = None  # pytest's file of results is another run's, too
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
     from pytest_magis.session import take_place

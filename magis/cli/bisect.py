@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from magis.errors import UsageError
+from magis.cli.arguments import share, tell
 from magis.versions.bisection import bisect
 
 DESCRIPTION = """
@@ -30,20 +29,14 @@ def add_bisect(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _bisect(asked: argparse.Namespace) -> int:
-    try:
-        tolerance = float(asked.tolerance)
-    except ValueError:
-        tolerance = -1.0
-    if not 0 <= tolerance < 100:
-        raise UsageError(f"--tolerance: {asked.tolerance!r} is not a share such as 0.01")
     found = bisect(
         asked.good,
         asked.bad,
         start=Path.cwd(),
         arguments=asked.behind,
         cases=asked.case,
-        tolerance=tolerance,
-        say=lambda text: print(text, file=sys.stderr, flush=True),  # noqa: T201
+        tolerance=share("--tolerance", asked.tolerance),
+        say=tell,
     )
     if not found.versions:
         print(f"nothing grew between {asked.good} and {asked.bad} ({found.measurements} measurements)")  # noqa: T201

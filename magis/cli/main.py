@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__
+from magis.cli.arguments import above_zero, look_here, real_number, tell, whole_number
 from magis.cli.bisect import add_bisect
+from magis.cli.rebase import add_rebase
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
@@ -42,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="magis", description="Memory of PyTorch training steps: tools beside the pytest plugin.")
     parser.add_argument("--version", action="version", version=f"magis {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_profile, _add_merge, _add_fit, _add_estimate, add_bisect):
+    for add in (_add_profile, _add_merge, _add_fit, _add_estimate, add_bisect, add_rebase):
         add(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     # argparse itself finds nothing behind "--" once an option stands before it
-    cut = given.index("--") if "--" in given and given[0] == "bisect" else len(given)
+    cut = given.index("--") if "--" in given and given[0] in ("bisect", "rebase") else len(given)
     try:
         asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
@@ -63,15 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # What several commands share.
-
-
-def _look_here() -> None:
-    """Find factories where the command is given, as with `python -m`."""
-    sys.path.insert(0, str(Path.cwd()))
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _add_model(commands: Commands, name: str, text: str, description: str) -> argparse.ArgumentParser:
@@ -108,7 +100,7 @@ def _add_fit(commands: Commands) -> None:
 
 
 def _fit(asked: argparse.Namespace) -> int:
-    _look_here()
+    look_here()
     limit = parse_bytes(asked.memory_limit)
     models = resolve([asked.model])
     if len(models) != 1:
@@ -116,8 +108,8 @@ def _fit(asked: argparse.Namespace) -> int:
     from magis import api
 
     given: dict[str, Any] = {
-        "most": _whole("--most", asked.most),
-        "precision": _number("--precision", asked.precision),
+        "most": whole_number("--most", asked.most),
+        "precision": real_number("--precision", asked.precision),
     }
     found = api.fit(
         models[0],
@@ -125,32 +117,17 @@ def _fit(asked: argparse.Namespace) -> int:
         device=asked.device,
         preset=asked.preset,
         dtype=asked.dtype,
-        dim=_whole("--dim", asked.dim) or 0,
+        dim=whole_number("--dim", asked.dim) or 0,
         keyword=asked.keyword,
-        latency_ratio=_number("--latency-ratio", asked.latency_ratio),
-        budget=_whole("--budget", asked.budget),
+        latency_ratio=real_number("--latency-ratio", asked.latency_ratio),
+        budget=whole_number("--budget", asked.budget),
         run=asked.measured,
-        progress=_tell,
+        progress=tell,
         **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
     )
     for line in _table(found):
         print(line)  # noqa: T201
     return NOTHING_FITS if found.eager is None and found.magis is None else 0
-
-
-def _whole(flag: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise UsageError(f"{flag}: {text!r} is not a whole number")
-    return int(text)
-
-
-def _number(flag: str, text: str | None) -> float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        raise UsageError(f"{flag}: {text!r} is not a number") from None
 
 
 def _table(found: Fit) -> Iterator[str]:
@@ -196,7 +173,7 @@ def _add_estimate(commands: Commands) -> None:
 
 
 def _estimate(asked: argparse.Namespace) -> int:
-    _look_here()
+    look_here()
     from magis import api
 
     found = api.estimate(
@@ -242,9 +219,9 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _profile(asked: argparse.Namespace) -> int:
-    _look_here()
-    seconds = _above_zero("--seconds", asked.seconds)
-    threads = _above_zero("--threads", asked.threads, whole=True)
+    look_here()
+    seconds = above_zero("--seconds", asked.seconds)
+    threads = above_zero("--threads", asked.threads, whole=True)
     models = resolve(asked.models.split(","))
     from magis import api
 
@@ -268,22 +245,10 @@ def _profile(asked: argparse.Namespace) -> int:
         dtypes=dtypes,
         parts=not asked.no_parts,
         seconds=seconds,
-        progress=_tell,
+        progress=tell,
     )
     print(_summary(path, found))  # noqa: T201
     return 0 if found.in_time else UNFINISHED
-
-
-def _above_zero(flag: str, text: str | None, *, whole: bool = False) -> float | None:
-    if text is None:
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < 1e6 or (whole and number != int(number)):
-        raise UsageError(f"{flag}: {text!r} is not a {'whole ' if whole else ''}number above 0 and below a million")
-    return number
 
 
 def _summary(path: Path, found: Recording) -> str:

@@ -1,19 +1,18 @@
 """Versions of the code under test: revisions of a project, releases of its dependencies; a run of the gate on one."""
 
-from magis.versions.environments import environment_of, is_requirement, releases
-from magis.versions.gate_run import COMPARED_WITH, STRAYS, GateRun, run_gate
-from magis.versions.revisions import checkout, moved, repository, resolved
+from magis.versions.environments import environment_of, is_requirement
+from magis.versions.gate_run import GatedCase, GateRun, in_working_tree, run_gate, told
+from magis.versions.revisions import checkout, repository, resolved
 
 __all__ = [
-    "COMPARED_WITH",
-    "STRAYS",
     "GateRun",
+    "GatedCase",
     "checkout",
     "environment_of",
+    "in_working_tree",
     "is_requirement",
-    "moved",
-    "releases",
     "repository",
     "resolved",
     "run_gate",
+    "told",
 ]

@@ -17,7 +17,7 @@ from magis.report import read_results
 from magis.report.results_table import case_name
 from magis.units import format_bytes
 from magis.versions.environments import environment_of, is_requirement, releases
-from magis.versions.gate_run import GateRun, run_gate
+from magis.versions.gate_run import GateRun, check_there, run_gate
 from magis.versions.revisions import checkout, commits_between, repository, title
 
 Say = Callable[[str], None]
@@ -136,17 +136,14 @@ def first_bad(count: int, is_bad: Callable[[int], bool | None]) -> list[int]:
 
 def needs(run: GateRun, cases: Sequence[str]) -> Needs:
     """What the cases of a run need. Raises UsageError where one of `cases` is missing, or nothing was gated."""
-    if not run.csv.is_file():
-        raise UsageError("nothing was gated there", hint="give pytest's arguments behind --, such as -- test_memory.py")
+    run.check_gated()
     frame = read_results(run.csv)
     found: dict[str, int] = {}
     for row in frame.astype(object).where(frame.notna(), "").to_dict("records"):
         nbytes = row["opt tensor bytes"]
         if nbytes != "":
             found[case_name({str(column): str(cell) for column, cell in row.items()})] = int(nbytes)
-    missing = [case for case in cases if case not in found]
-    if missing:
-        raise UsageError(f"there is no case {missing[0]}", hint=f"the run has {', '.join(sorted(found)[:8]) or 'none'}")
+    check_there(cases, found)
     return {case: found[case] for case in cases} if cases else found
 
 
@@ -173,6 +170,6 @@ def _releases(
 ) -> Callable[[int], GateRun]:
     def run(index: int) -> GateRun:
         name = names[index]
-        return run_gate(name, arguments, folder / name, start=start, python=environment_of([name], say))
+        return run_gate(name, arguments, folder / name, start=start, python=environment_of([name], say, folder))
 
     return run

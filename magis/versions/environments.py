@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import site
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import distributions
@@ -19,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from magis.errors import UsageError
+from magis.versions.child_process import run_captured
 
 FOLDER = "MAGIS_ENVIRONMENTS"
 """The variable that names the folder of kept environments (else pytest-magis/environments in the user's cache)."""
@@ -35,18 +35,21 @@ def is_requirement(text: str) -> bool:
     return bool(found.specifier) or (found.url is not None and ":" in found.url and not found.url.startswith("{"))
 
 
-def environment_of(requirements: Sequence[str], say: Callable[[str], None]) -> Path:
+def environment_of(requirements: Sequence[str], say: Callable[[str], None], scratch: Path) -> Path:
     """The interpreter of an environment that has these requirements and, besides, what this one has.
 
-    It is made once, told by `say`, and kept: its name is a digest of the requirements and of this environment. Packages
-    that the requirements bring shadow ours; all others are ours. Raises UsageError with pip's last error where it
-    cannot be made; nothing is then left of it.
+    It is made once, told by `say`, and kept: its name is a digest of the requirements and of this environment. What an
+    address names ("pkg @ file:///...") may be something else tomorrow: with one among the requirements it is made in
+    `scratch`, a folder of this run. Packages that the requirements bring shadow ours; all others are ours. Raises
+    UsageError with pip's last error where it cannot be made; nothing is then left of it.
     """
-    place = _folder() / _name(requirements)
+    is_kept = not any(map(_has_address, requirements))
+    place = (_folder() if is_kept else scratch) / _name(requirements)
     python = place / "bin" / "python"
     if (place / READY).is_file():
         return python
-    say(f"installing {' '.join(requirements)} into an environment that is kept: {place}")
+    where = f"an environment that is kept: {place}" if is_kept else "an environment of this run"
+    say(f"installing {' '.join(requirements)} into {where}")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{place}.lock"):
@@ -67,27 +70,40 @@ def _make(place: Path, requirements: Sequence[str]) -> None:
         ours = [entry for entry in (*site.getsitepackages(), *user) if Path(entry).is_dir()]
         lines = [f"import site; site.addsitedir({entry!r})" for entry in ours]
         (packages / "of_the_other_environment.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, *requirements])
+        _pip(str(place / "bin" / "python"), "install", "--quiet", *requirements)
+        addresses = list(filter(_has_address, requirements))
+        if addresses:  # which pip leaves out where ours is of the same version
+            _pip(str(place / "bin" / "python"), "install", "--quiet", "--no-deps", "--force-reinstall", *addresses)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
     (place / READY).write_text("\n".join(requirements) + "\n", encoding="utf-8")
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+def _has_address(requirement: str) -> bool:
+    return Requirement(requirement).url is not None
+
+
+def _pip(python: str, command: str, *arguments: str) -> str:
+    """What a command of pip prints. Raises UsageError with its last error."""
+    return _run([python, "-m", "pip", command, "--disable-pip-version-check", *arguments])
+
+
+def _run(command: Sequence[str]) -> str:
+    done = run_captured(command)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
         said = " ".join(errors[-1:]).removeprefix("ERROR: ") or "pip failed without a word"
         raise UsageError(said, hint="name releases that pip can install here")
+    return done.stdout
 
 
 def releases(first: str, last: str) -> list[str]:
     """The releases from one requirement (`name==version`) to another of the same package, both included, in order.
 
-    Pre-releases are left out. Raises UsageError for anything else, and where pip knows no such package.
+    Pre-releases and local builds between the two are left out. Raises UsageError for anything else, and where pip knows
+    no such package.
     """
     good, bad = _pinned(first), _pinned(last)
     if good[0] != bad[0]:
@@ -96,17 +112,14 @@ def releases(first: str, last: str) -> list[str]:
         raise UsageError(f"{first} and {last} are the same release", hint="give two releases")
     if find_spec("pip") is None:
         raise UsageError("there is no pip in this environment", hint="install it, or bisect from one that has it")
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "index", "versions", good[0], "--disable-pip-version-check"],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    listed = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
+    listed = re.search(r"^Available versions: (.*)$", _pip(sys.executable, "index", "versions", good[0]), re.MULTILINE)
     if listed is None:
         raise UsageError(f"pip knows no releases of {good[0]}", hint="look at pip index versions")
-    known = {good[1], bad[1], *(version for text in listed[1].split(",") if (version := _version(text)) is not None)}
+    known = {
+        good[1],
+        bad[1],
+        *(version for text in listed[1].split(",") if (version := read_version(text)) is not None),
+    }
     low, high = sorted((good[1], bad[1]))
     between = [
         each
@@ -121,12 +134,13 @@ def releases(first: str, last: str) -> list[str]:
 def _pinned(text: str) -> tuple[str, Version]:
     requirement = Requirement(text)
     pins = [each for each in requirement.specifier if each.operator == "=="]
-    if len(pins) != 1 or (version := _version(pins[0].version)) is None:
+    if len(pins) != 1 or (version := read_version(pins[0].version)) is None:
         raise UsageError(f"{text} names no single release", hint=f"write {requirement.name}==VERSION")
     return requirement.name, version
 
 
-def _version(text: str) -> Version | None:
+def read_version(text: str) -> Version | None:
+    """A release; None for a text that is none."""
     try:
         return Version(text.strip())
     except InvalidVersion:

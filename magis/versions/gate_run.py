@@ -7,24 +7,79 @@ reported by the plugin of that process.
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from magis.errors import UsageError
+from magis.plain_records import from_plain, to_plain
+from magis.versions.child_process import run_captured
 from magis.versions.revisions import environment, moved
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
-"""In the environment of a run that another one compares itself with: that one's checkout; empty: it has the same. The
-plugin's flags have the name a second time, since an idle plugin loads nothing of this library."""
-STRAYS = "MAGIS_COMPARED_STRAYS"
-"""In the environment of the child: where it reports modules of the checkout that it is compared with."""
+"""In the environment of such a run: its `VersionRun`. The plugin's flags have the name a second time, since an idle
+plugin loads nothing of this library."""
 NO_FILE = "ERROR: file or directory not found"
 RAN = (0, 1, 5)
 """pytest's exit codes of a run that came to its end: green, red, nothing collected."""
+
+
+@dataclass(frozen=True)
+class VersionRun:
+    """What the run is told. Files that its options and its ini file name are for another run to write: it writes none
+    of them."""
+
+    folder: str
+    """Where it leaves its results, for `GateRun`."""
+    baselines: str
+    """Where it stores its figures as baselines; empty: it is compared with those of the project, and stores nothing."""
+    root: str = ""
+    """The working tree, whose code it must not import; empty: it runs there itself."""
+    tree: str = ""
+    """The checkout that it runs in."""
+
+
+def told() -> VersionRun | None:
+    """What this process was told, if it is such a run."""
+    text = os.environ.get(COMPARED_WITH)
+    return None if text is None else from_plain(VersionRun, json.loads(text), COMPARED_WITH)
+
+
+def in_working_tree(path: Path) -> Path:
+    """A path of the checkout that this process runs in, as one of the working tree; any other path as it is."""
+    run = told()
+    return moved(path, Path(run.tree), Path(run.root)) if run is not None and run.tree else path
+
+
+@dataclass(frozen=True)
+class GatedCase:
+    """What a run found of one case, compared with its baseline."""
+
+    name: str
+    passed: bool
+    differs: str
+    """What differs from the baseline, or else is wrong; empty: nothing."""
+    needs: tuple[str, ...]
+    """Kinds of updates that would store the result; empty where there is nothing to store, or none may be."""
+    stored_with: tuple[str, ...]
+    """Identities of the devices that the baseline has measurements of."""
+    path: str
+    """The file of its baseline."""
+    outcome: str
+    """What the plugin makes a baseline of."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has no baseline."""
+        return "new" in self.needs
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its figures are not those of its baseline, and may take their place."""
+        return bool(self.needs) and not self.is_new
 
 
 @dataclass(frozen=True)
@@ -43,6 +98,38 @@ class GateRun:
         """Its results.csv; there is no such file where nothing was gated."""
         return self.folder / "results.csv"
 
+    @property
+    def strays(self) -> Path:
+        """The modules of the working tree that it imported, a line each; no such file: none."""
+        return self.folder / "strays"
+
+    @property
+    def cases(self) -> Path:
+        """Its `GatedCase`s, a line of JSON each; no such file: nothing was gated."""
+        return self.folder / "cases"
+
+    def read_cases(self, names: Sequence[str] = ()) -> dict[str, GatedCase]:
+        """The cases of these names, or all. Raises UsageError where one is missing, or nothing was gated."""
+        self.check_gated()
+        lines = self.cases.read_text(encoding="utf-8").splitlines()
+        cases = [from_plain(GatedCase, json.loads(line), "case") for line in lines]
+        found = {case.name: case for case in cases}
+        check_there(names, found)
+        return {name: found[name] for name in names} if names else found
+
+    def check_gated(self) -> None:
+        """Raise UsageError where nothing was gated."""
+        if not self.csv.is_file():
+            hint = "give pytest's arguments behind --, such as -- test_memory.py"
+            raise UsageError("nothing was gated there", hint=hint)
+
+
+def check_there(names: Sequence[str], found: Collection[str]) -> None:
+    """Raise UsageError where a run has no case of one of these names."""
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UsageError(f"there is no case {missing[0]}", hint=f"the run has {', '.join(sorted(found)[:8]) or 'none'}")
+
 
 def run_gate(
     name: str,
@@ -50,41 +137,38 @@ def run_gate(
     folder: Path,
     *,
     start: Path,
-    profiles: Path | None = None,
     root: Path | None = None,
     tree: Path | None = None,
     python: Path | None = None,
+    stores: bool = True,
 ) -> GateRun:
-    """Run `pytest` with `arguments` on a version called `name`, and store what it measures in `folder`.
+    """Run `pytest` with `arguments` on a version called `name`, and leave what it measures in `folder`.
 
     `start` is where the command was given; with `tree`, a checkout of the repository at `root`, the run begins at that
-    place there. `python` is the interpreter of another environment. `profiles` are operator profiles to price with.
-    Raises UsageError in one line where the run does not come to its end, or runs code of another checkout.
+    place there. `python` is the interpreter of another environment. The run stores its figures as baselines in the
+    folder, or else (`stores`) is compared with those of the project. Latencies have the prices of the working tree's
+    operator profiles. Raises UsageError in one line where the run does not come to its end, or runs code of another
+    checkout.
     """
     run = GateRun(folder)
     run.baselines.mkdir(parents=True)
-    if profiles is not None and profiles.is_dir():  # both sides at the same prices
-        (run.baselines / profiles.name).symlink_to(profiles, target_is_directory=True)
-    strays = folder / "strays"
-    variables = {**environment(), COMPARED_WITH: "", STRAYS: str(strays)}
+    variables = environment()
+    others = {}
     if root is not None and tree is not None:
         start = moved(start, root, tree)
-        variables |= {COMPARED_WITH: str(root), "PYTHONPATH": _python_path(root, tree)}
         if not start.is_dir():
             raise UsageError(f"{name} has no folder {start.relative_to(tree)}")
+        others = {"root": str(root), "tree": str(tree.resolve())}
+        variables["PYTHONPATH"] = _python_path(root, tree)
+    version_run = VersionRun(str(folder), str(run.baselines) if stores else "", **others)
+    variables[COMPARED_WITH] = json.dumps(to_plain(version_run))
     variables.pop("GITHUB_ACTIONS", None)  # CI keeps an ini file from storing; this folder is nobody's
-    written = (f"--magis-baselines={run.baselines}", f"--magis-csv={run.csv}", f"--magis-markdown={folder / 'run.md'}")
-    done = subprocess.run(
-        [str(python or sys.executable), "-m", "pytest", *arguments, *written, "--magis-update=new"],
-        cwd=start,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    if strays.exists():
-        first = strays.read_text(encoding="utf-8").splitlines()[0]
+    written = (f"--magis-csv={run.csv}", f"--magis-markdown={folder / 'run.md'}")
+    update = ("--magis-update=new",) if stores else ()
+    command = [str(python or sys.executable), "-m", "pytest", *arguments, *written, *update]
+    done = run_captured(command, cwd=start, env=variables)
+    if run.strays.exists():
+        first = run.strays.read_text(encoding="utf-8").splitlines()[0]
         raise UsageError(
             f"the run of {name} imported {first}, which is not of that revision",
             hint="import the project by paths relative to its root (pythonpath in the ini file)",

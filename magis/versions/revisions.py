@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from magis.errors import UsageError
+from magis.versions.child_process import run_captured
 
 OF_A_HOOK = (
     "GIT_DIR",
@@ -28,14 +28,7 @@ SHALLOW = "the clone is shallow: fetch its history with git fetch --unshallow (i
 def git(folder: Path, *arguments: str) -> str:
     """What a git command prints. Raises UsageError with git's last line where it fails."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = run_captured(["git", "-C", str(folder), *arguments], env=environment())
     except OSError as error:
         raise UsageError(f"git cannot be started: {error.strerror}") from None
     if done.returncode != 0:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
 
 import pytest
 
-from magis.versions import COMPARED_WITH
+from magis.errors import UsageError
+from magis.versions import checkout, environment_of
+from magis.versions.environments import releases
+from magis.versions.gate_run import COMPARED_WITH
 from pytest_magis import flags
 from pytest_magis.against import strays
-from tests.plugin.wheels import NETWORK, offer
+from tests.plugin.wheels import NETWORK, git, offer, wheel_of
 
 # the made-up core reads figures from fake.json, which is part of each revision
 TEST = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
@@ -20,20 +26,20 @@ def history(gate):
     """A repository: its first revision is called old."""
     (gate.root / "test_memory.py").write_text(TEST)
     (gate.root / ".gitignore").write_text("calls.txt\n__pycache__/\n.pytest_cache/\nrunpytest-*\nstd*\n")
-    git(gate, "init", "--quiet")
+    git(gate.root, "init", "--quiet")
     commit(gate)
-    git(gate, "tag", "old")
+    git(gate.root, "tag", "old")
     return gate
 
 
-def git(gate, *arguments):
-    name = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
-    subprocess.run(["git", *name, *arguments], cwd=gate.root, check=True, capture_output=True)
-
-
 def commit(gate):
-    git(gate, "add", ".")
-    git(gate, "commit", "--quiet", "--message=more")
+    git(gate.root, "add", ".")
+    git(gate.root, "commit", "--quiet", "--message=more")
+
+
+def worktrees(root):
+    listed = subprocess.run(["git", "worktree", "list"], cwd=root, capture_output=True, text=True, check=True)
+    return listed.stdout.splitlines()
 
 
 def lines(result, start):
@@ -46,13 +52,12 @@ def test_the_same_is_green_and_leaves_nothing_behind(history, workers):
     result.assert_outcomes(passed=5)
     after = history.files()
     assert set(after) - set(before) == {"calls.txt", "results.csv"}
-    listed = subprocess.run(["git", "worktree", "list"], cwd=history.root, capture_output=True, text=True, check=True)
-    assert len(listed.stdout.splitlines()) == 1
+    assert len(worktrees(history.root)) == 1
 
 
 def test_inside_a_hook_of_git_the_index_stays(history, monkeypatch):
     (history.root / "more.txt").write_text("staged")
-    git(history, "add", "more.txt")
+    git(history.root, "add", "more.txt")
     index = history.root / ".git" / "index"
     before = index.read_bytes()
     monkeypatch.setenv("GIT_DIR", str(index.parent))
@@ -90,13 +95,42 @@ def test_bad_input_is_one_line(history):
         (history.root / "conftest.py").read_text() + "\nraise ValueError('old')\n"
     )
     commit(history)
-    git(history, "revert", "--no-edit", "HEAD")
+    git(history.root, "revert", "--no-edit", "HEAD")
     message = history.refuses("--magis-against=HEAD^", "--magis-models=bert")
     assert "the run of HEAD^ ended with exit code 4: E ValueError: old" in message
 
 
 def test_outside_of_a_repository(gate):
     assert "not a git repository" in gate.refuses("--magis-against=old", "--magis-models=bert")
+
+
+def test_in_a_shallow_clone(history, tmp_path_factory, monkeypatch):
+    commit_more = ("commit", "--quiet", "--allow-empty", "--message=more")
+    git(history.root, *commit_more)
+    folder = tmp_path_factory.mktemp("shallow")
+    git(folder, "clone", "--quiet", "--depth=1", "--no-tags", history.root.as_uri(), "clone")
+    monkeypatch.chdir(folder / "clone")
+    history.root = folder / "clone"
+    message = history.refuses("--magis-against=old", f"--rootdir={history.root}")
+    assert "there is no such revision: old; the clone is shallow: fetch its history" in message
+
+
+def test_ctrl_c_in_a_checkout_leaves_nothing_and_is_not_swallowed(history, tmp_path):
+    """The filter runs while git writes the files of the checkout."""
+    slow = f"kill -INT {os.getpid()}; sleep 1; cat"
+    git(history.root, "config", "filter.slow.smudge", slow)
+    (history.root / ".gitattributes").write_text("fake.json filter=slow\n")
+    history.fake()
+    commit(history)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), checkout(history.root, "HEAD", tmp_path / "checkout"):
+            pytest.fail("git went on")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "checkout").exists()
+    assert len(worktrees(history.root)) == 1
+    assert not any((history.root / ".git").glob("worktrees/*"))
 
 
 def test_code_of_the_wrong_checkout_is_refused(history):
@@ -147,3 +181,61 @@ def test_other_releases_are_compared_with_and_what_the_run_writes_is_its_own(gat
 
 def test_the_name_that_an_idle_plugin_needs_is_the_one_of_the_library():
     assert flags.COMPARED_WITH == COMPARED_WITH
+
+
+# Environments of other releases
+
+
+def width_of(python):
+    program = "import net_width; print(net_width.INNER)"
+    return int(subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout)
+
+
+def test_an_environment_is_kept_until_another_package_is_installed(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=64)
+    said = []
+    made = [environment_of(["net-width==1.0"], said.append, tmp_path) for _ in range(2)]
+    assert made[0] == made[1]
+    assert made[0].is_relative_to(tmp_path / "environments")
+    assert len(said) == 1
+    here = tmp_path / "installed"
+    here.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(here)])
+    for release in ("1.0", "2.0"):
+        (here / "other.dist-info").mkdir(exist_ok=True)
+        (here / "other.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: other\nVersion: {release}\n")
+        made.append(environment_of(["net-width==1.0"], said.append, tmp_path))
+    assert len(set(made)) == 3
+    assert len(said) == 3
+
+
+def test_what_an_address_names_is_installed_anew_in_every_run(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch)
+    found = []
+    for run, inner in (("first", 64), ("second", 96)):
+        wheel = wheel_of(tmp_path, "1.0", inner)
+        python = environment_of([f"net-width @ {wheel.as_uri()}"], lambda _text: None, tmp_path / run)
+        assert python.is_relative_to(tmp_path / run)
+        found.append(width_of(python))
+    assert found == [64, 96]
+    assert not (tmp_path / "environments").exists()
+
+
+def test_an_address_is_installed_where_the_same_version_is(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=64)
+    here = environment_of(["net-width==1.0"], lambda _text: None, tmp_path)
+    (tmp_path / "other").mkdir()
+    wheel = wheel_of(tmp_path / "other", "1.0", 96)
+    program = "from pathlib import Path; from magis.versions import environment_of as of\n"
+    program += f"print(of(['net-width @ {wheel.as_uri()}'], lambda _: None, Path({str(tmp_path)!r})))"
+    done = subprocess.run([here, "-c", program], capture_output=True, text=True, check=True)
+    assert (width_of(here), width_of(done.stdout.strip())) == (64, 96)
+
+
+def test_pre_releases_and_local_builds_are_no_releases(tmp_path, monkeypatch):
+    offer(tmp_path, monkeypatch, v1_0=1, v1_5rc1=1, v2_0=1, v2_1=1, v3_0=1, **{"v2_0+cpu": 1, "v2_1_dev1": 1})
+    names = ["net-width==1.0", "net-width==2.0", "net-width==2.1"]
+    assert releases(names[0], names[-1]) == names
+    assert releases("net-width==2.1", "net-width==1.5rc1") == ["net-width==2.1", "net-width==2.0", "net-width==1.5rc1"]
+    with pytest.raises(UsageError, match="No matching distribution found for nothing-such"):
+        releases("nothing-such==1.0", "nothing-such==2.0")

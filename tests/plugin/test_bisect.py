@@ -13,7 +13,7 @@ from magis.errors import UsageError
 from magis.versions import environment_of, is_requirement
 from magis.versions.bisection import first_bad, growths
 from tests.plugin.wheels import NETWORK as DEPENDENT
-from tests.plugin.wheels import offer
+from tests.plugin.wheels import git, offer
 
 ARGS = ("--", "-p", "pytest_magis.plugin", "test_memory.py")
 # the made-up core reads figures from fake.json, which is part of each revision
@@ -67,10 +67,10 @@ def history(gate):
     return written(gate, MADE_UP, 8, planted=6, broken=3)
 
 
-def written(gate, text, commits, planted, broken=None):
+def written(gate, text, commits, planted, broken=None, ini="[pytest]\naddopts = -p no:cacheprovider\n"):
     if text == REAL:
         gate.use_real_core()
-    gate.pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
+    gate.pytester.makeini(ini)
     git(gate.root, "init", "--quiet", "--initial-branch=main")
     (gate.root / ".gitignore").write_text("calls.txt\n__pycache__/\n")
     for number in range(1, commits + 1):
@@ -83,11 +83,6 @@ def written(gate, text, commits, planted, broken=None):
         git(gate.root, "commit", "--quiet", f"--message=commit {number}")
         git(gate.root, "tag", f"c{number}")
     return gate.root
-
-
-def git(folder, *arguments):
-    name = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +117,17 @@ def test_what_cannot_be_measured_is_left_out_and_nothing_grew_is_said(history, c
         (["c5", "c3"], "there is no commit between c5 and c3; name the older revision first"),
         (["c1", "torch==2.12.0"], "c1 and torch==2.12.0 are a revision and a release; give two of one kind"),
         (["numpy==1.0", "torch==2.12.0"], "numpy==1.0 and torch==2.12.0 are two packages; give two releases of one"),
+        (
+            ["nothing-such==1.0", "nothing-such==2.0"],
+            "No matching distribution found for nothing-such; name releases that pip can install here",
+        ),
         (["numpy>1.0", "numpy==2.0"], "numpy>1.0 names no single release; write numpy==VERSION"),
         (["c1", "c3", "--tolerance", "much"], "--tolerance: 'much' is not a share such as 0.01"),
+        (["c1", "c3", "--tolerance", "nan"], "--tolerance: 'nan' is not a share such as 0.01"),
     ],
 )
-def test_bad_input_is_one_line(history, capsys, arguments, said):
+def test_bad_input_is_one_line(history, monkeypatch, capsys, arguments, said):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert main(["bisect", *arguments]) == 4
     assert capsys.readouterr().err == f"ERROR: {said}\n"
 
@@ -162,7 +163,7 @@ def test_the_release_at_which_a_case_grew_is_named(gate, tmp_path_factory, monke
 def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
     offer(tmp_path, monkeypatch, v1_0=64)
     with pytest.raises(UsageError, match=r"No matching distribution found for net-width==3\.0"):
-        environment_of(["net-width==3.0"], lambda _text: None)
+        environment_of(["net-width==3.0"], lambda _text: None, tmp_path)
     assert [path.suffix for path in (tmp_path / "environments").iterdir()] in ([], [".lock"])
 
 
@@ -178,3 +179,49 @@ def test_releases_are_told_from_revisions(text, is_release):
 def test_a_last_version_that_cannot_be_measured_is_no_all_clear(history, capsys):
     assert main(["bisect", "c1", "c3", *ARGS]) == 4
     assert "commit 3 could not be measured; name another last version" in capsys.readouterr().err
+
+
+def test_a_version_without_the_case_is_left_out(gate, capsys):
+    root = written(gate, MADE_UP, 3, planted=2)
+    for number, name in ((4, "test_other"), (5, "test_net")):
+        (root / "test_memory.py").write_text(f"# {number}\n{MADE_UP.replace('test_net', name)}")
+        git(root, "commit", "--quiet", "--all", f"--message=commit {number}")
+        git(root, "tag", f"c{number}")
+    assert main(["bisect", "c3", "c5", *ARGS]) == 1
+    out, err = capsys.readouterr()
+    assert out == "nothing grew between c3 and c5 (3 measurements)\n"
+    assert "  left out: it has no case test_memory.test_net[eager]\n" in err
+
+
+# What runs on versions leave, and what they are given. The made-up core reads figures from fake.json
+
+SAYS_ITS_PROFILES = """
+from pathlib import Path
+from pytest_magis.options import read_profiles
+
+def pytest_sessionfinish(session):
+    with Path({!r}).open("a") as stream:
+        stream.write(f"{{read_profiles(session.config)[1]}}\\n")
+"""
+INI = "[pytest]\naddopts = -p no:cacheprovider\nmagis_baselines = stored\nmagis_report = all.html\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "code"), [("c1", "c3", 0), ("net-width==1.0", "net-width==2.0", 1)], ids=["revisions", "releases"]
+)
+def test_runs_on_versions_leave_nothing_and_have_the_prices_of_here(
+    gate, tmp_path_factory, monkeypatch, first, last, code
+):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    offer(elsewhere, monkeypatch, v1_0=64, v2_0=96)
+    gate.extend_conftest(SAYS_ITS_PROFILES.format(str(elsewhere / "profiles.txt")))
+    root = written(gate, MADE_UP, 3, planted=2, ini=INI)
+    before = gate.files()
+    files = ("report.xml", "benchmark.json", "report.html")
+    written_by = ("--junitxml", "--magis-benchmark-json", "--magis-report")
+    given = [f"{option}={root / name}" for option, name in zip(written_by, files, strict=True)]
+    assert main(["bisect", first, last, *ARGS, *given]) == code
+    left = {name for name in gate.files() if name not in before and not name.startswith(".")}  # rustup's, in a home
+    assert left <= {"calls.txt"}
+    places = (elsewhere / "profiles.txt").read_text().splitlines()
+    assert set(places) == {str(root / "stored" / "profiles")}

@@ -1,0 +1,61 @@
+"""What the commands share: how they read numbers, where they find factories, how they tell what they are at."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+from magis.errors import UsageError
+
+
+def look_here() -> None:
+    """Find factories where the command is given, as with `python -m`."""
+    sys.path.insert(0, str(Path.cwd()))
+
+
+def tell(text: str) -> None:
+    """Say what is going on, beside what the command prints."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def whole_number(flag: str, text: str | None) -> int | None:
+    """The value of an option; None without one. Raises UsageError for anything but digits."""
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise UsageError(f"{flag}: {text!r} is not a whole number")
+    return int(text)
+
+
+def real_number(flag: str, text: str | None) -> float | None:
+    """The same for any number."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        raise UsageError(f"{flag}: {text!r} is not a number") from None
+
+
+def above_zero(flag: str, text: str | None, *, whole: bool = False) -> float | None:
+    """The same for a number above 0."""
+    if text is None:
+        return None
+    found = _or_nan(text)
+    if not 0 < found < 1e6 or (whole and found != int(found)):
+        raise UsageError(f"{flag}: {text!r} is not a {'whole ' if whole else ''}number above 0 and below a million")
+    return found
+
+
+def share(flag: str, text: str) -> float:
+    """The same for a share, which may be 0."""
+    found = _or_nan(text)
+    if not 0 <= found < 100:
+        raise UsageError(f"{flag}: {text!r} is not a share such as 0.01")
+    return found
+
+
+def _or_nan(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,232 @@
+"""`magis rebase`: what an upgrade moved is stored anew, what the code moved stays."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from magis.cli.main import main
+from magis.versions import environment_of
+from tests.plugin.wheels import offer, wheel_of
+
+# On the made-up core one case of bert hangs on the release of net-width; here none is installed.
+
+BY_RELEASE = """
+made_up = figures
+
+def figures(root, name):
+    figure = made_up(root, name)
+    try:
+        import net_width
+    except ImportError:
+        return figure
+    return figure | {"opt_tensor": 0.95} if name == "bert[magis-mem0.8]" else figure
+"""
+INI = "[pytest]\naddopts = -p pytest_magis.plugin -p no:cacheprovider\nmagis_report = all.html\nmagis_update = worse\n"
+BERT = "--magis-models=bert"
+BY_PACKAGE, BY_CODE = "bert[magis-mem0.8]", "bert[magis-mem0.6]"
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("wheels")
+
+
+@pytest.fixture
+def upgraded(gate, shelf, monkeypatch):
+    """A project whose baselines were stored with net-width 1.0."""
+    offer(shelf, monkeypatch, v1_0=64)
+    gate.pytester.makeini(INI)
+    gate.extend_conftest(BY_RELEASE)
+    store(gate, BERT)
+    return gate
+
+
+def store(gate, *arguments):
+    python = environment_of(["net-width==1.0"], lambda _text: None, gate.root)
+    command = [python, "-m", "pytest", *arguments, "--magis-update=new", "-o", "magis_report="]
+    done = subprocess.run(command, cwd=gate.root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def files(gate):
+    return {name: text for name, text in gate.files().items() if not name.startswith(("calls.txt", "."))}
+
+
+def entries(gate):
+    (configuration,) = gate.baseline()["configurations"].values()
+    return configuration["cases"]
+
+
+def changed(before, after):
+    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+def test_what_the_environment_moved_is_updated_and_what_the_code_moved_is_left(upgraded, capsys):
+    upgraded.fake(**{BY_CODE: {"opt_tensor": 1.005}})
+    before, cases = files(upgraded), entries(upgraded)
+    junit = f"--junitxml={upgraded.root / 'out.xml'}"
+    assert main(["rebase", "net-width==1.0", "--", BERT, junit]) == 1
+    out, _ = capsys.readouterr()
+    updated, left, said = out.splitlines()
+    stored, here = cases["magis-mem0.8"], entries(upgraded)["magis-mem0.8"]
+    was, now = stored["optimized_tensor_bytes"], here["optimized_tensor_bytes"]
+    assert was < now
+    assert updated.startswith(f"updated {BY_PACKAGE}: optimized tensor bytes: {now:,} (")
+    assert f"allowed {was:,} (" in updated
+    assert left.startswith(f"left {BY_CODE}: the code moved it: with net-width==1.0 optimized tensor bytes: ")
+    assert "; here optimized tensor bytes: " in left
+    assert said == "3 cases, compared with net-width==1.0: 1 updated, 1 still red"
+    assert changed(before, files(upgraded)) == {"baselines/cpu/bert.json"}
+    assert changed(cases, entries(upgraded)) == {"magis-mem0.8"}
+    after = files(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT]) == 1
+    assert capsys.readouterr().out.splitlines() == [left, said.replace("1 updated", "0 updated")]
+    assert files(upgraded) == after
+
+
+def test_what_moved_by_both_is_left_and_one_case_can_be_asked_for(upgraded, capsys):
+    upgraded.fake(any_case={"opt_tensor": 1.005})
+    upgraded.extend_conftest(BY_RELEASE.replace("made_up", "by_release").replace("0.95", "0.96"))
+    before = files(upgraded)
+    assert main(["rebase", "net-width==1.0", "--case", BY_PACKAGE, "--", BERT]) == 1
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"left {BY_PACKAGE}: the code moved it: ")
+    assert out.endswith("\n1 case, compared with net-width==1.0: 0 updated, 1 still red\n")
+    assert files(upgraded) == before
+
+
+def test_where_nothing_moved_nothing_else_is_measured(upgraded, capsys):
+    before = files(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT, "--magis-strategies=eager"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "1 case, none moved: 0 updated, 0 still red\n"
+    assert err.count("measuring") == 1
+    assert files(upgraded) == before
+
+
+def test_less_memory_is_kept_too(upgraded, capsys):
+    upgraded.fake(**{BY_PACKAGE: {"opt_tensor": 0.9}})
+    cases = entries(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT]) == 0
+    assert capsys.readouterr().out.endswith("\n3 cases, compared with net-width==1.0: 1 updated, 0 still red\n")
+    assert changed(cases, entries(upgraded)) == {"magis-mem0.8"}
+
+
+def test_red_for_another_reason_is_told_and_left(upgraded, capsys):
+    upgraded.fake(**{BY_CODE: {"numbers": "differs: 1 of 3"}, "bert[eager]": {"raise": "no such batch"}})
+    cases = entries(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "left bert[eager]: red for another reason: no such batch" in lines
+    assert f"left {BY_CODE}: red for another reason: numbers: differs: 1 of 3" in lines
+    assert lines[-1] == "3 cases, compared with net-width==1.0: 1 updated, 2 still red"
+    assert changed(cases, entries(upgraded)) == {"magis-mem0.8"}
+
+
+def test_what_cannot_be_judged_with_the_old_release_is_left(upgraded, capsys):
+    upgraded.extend_conftest(
+        "\nmade = figures\ndef figures(root, name):\n    figure = made(root, name)\n"
+        "    return {'raise': 'too old'} if figure['opt_tensor'] == 0.95 else figure\n"
+    )
+    before = files(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT]) == 1
+    out, _ = capsys.readouterr()
+    assert out.startswith(f"left {BY_PACKAGE}: optimized tensor bytes: ")
+    assert "; with net-width==1.0 there is nothing to compare: too old\n" in out
+    assert files(upgraded) == before
+
+
+def test_a_new_case_beside_others_is_told(upgraded, capsys):
+    assert main(["rebase", "net-width==1.0", "--", BERT, "--magis-memory-ratios=0.8,0.4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "left bert[magis-mem0.4]: no baseline is stored" in lines
+    assert lines[-1] == "3 cases, compared with net-width==1.0: 1 updated, 1 still red"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["main", "--", BERT], "main names no release; write it as for pip: transformers==5.22.0"),
+        (["net-width==3", "--", BERT], "No matching distribution found for net-width==3; name releases"),
+        (["net-width==1.0", "--", BERT, "--magis-update=worse"], "--magis-update: what the environment moved is upd"),
+        (
+            ["net-width==1.0", "--case", "vit[eager]", "--", BERT],
+            "there is no case vit[eager]; the run has bert[eager]",
+        ),
+        (["net-width==1.0", "--", "--magis-models=vit"], "no baseline is stored of vit[eager], vit[magis-mem0.8], "),
+        (["net-width==1.0", "--", "--magis-models=nothing"], "the run of this environment ended with exit code 4: ERR"),
+        (["net-width==1.0"], "nothing was gated there; give pytest's arguments behind --"),
+        (["--", BERT], "the baselines were stored with torch 2.13.0, which is installed; name them: magis rebase "),
+        (["net-width==1.0", "--", BERT, "--magis-budget=quick", "--magis-device=sim:rtx3090"], "no baseline is stored"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(upgraded, capsys, arguments, said):
+    before = files(upgraded)
+    assert main(["rebase", *arguments]) == 4
+    (line,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith(("measuring", "installing"))
+    ]
+    assert line.startswith(f"ERROR: {said}")
+    assert files(upgraded) == before
+
+
+def test_an_unreadable_baseline_is_one_line(upgraded, capsys):
+    path = upgraded.root / "baselines" / "cpu" / "bert.json"
+    path.write_text("{")
+    assert main(["rebase", "net-width==1.0", "--", BERT]) == 4
+    assert "bert.json: not valid JSON" in capsys.readouterr().err
+    assert path.read_text() == "{"
+
+
+def test_the_release_of_torch_is_the_one_that_the_baselines_name(upgraded, shelf, capsys):
+    wheel_of(shelf, "1.0", 64, package="torch")
+    path = upgraded.root / "baselines" / "cpu" / "bert.json"
+    path.write_text(path.read_text().replace("torch=2.13.0", "torch=1.0+cpu"))
+    assert main(["rebase", "--", BERT]) == 0
+    out, _ = capsys.readouterr()
+    assert out.endswith("\n3 cases, compared with torch==1.0: 1 updated, 0 still red\n")
+    simulated = ("--magis-device=sim:rtx3090", BERT)
+    store(upgraded, *simulated)
+    assert main(["rebase", "--", *simulated]) == 4
+    assert "the baselines do not say with which releases they were stored; name them: " in capsys.readouterr().err
+
+
+# On the real core: a layer whose width is that of the package, one whose width is the project's, and one that has both
+
+NETWORKS = """
+import pytest, torch
+from torch import nn
+
+try:
+    from net_width import INNER
+except ImportError:
+    INNER = 96
+OWN = 64
+
+@pytest.mark.parametrize("widths", ["package", "own", "both", "neither"])
+@pytest.mark.magis(strategies=["eager"], device="sim:h100")
+def test_net(widths):
+    inner = {"package": INNER, "own": OWN, "both": INNER + OWN, "neither": 32}[widths]
+    module = nn.Sequential(nn.Linear(32, inner), nn.ReLU(), nn.Linear(inner, 8))
+    return module, (torch.randn(256, 32), torch.randn(256, 8)), nn.functional.mse_loss
+"""
+
+
+def test_networks_that_use_a_package(gate, shelf, monkeypatch, capsys):
+    gate.use_real_core()
+    offer(shelf, monkeypatch, v1_0=64)
+    gate.pytester.makeini(INI)
+    (gate.root / "test_memory.py").write_text(NETWORKS)
+    store(gate, "test_memory.py")
+    (gate.root / "test_memory.py").write_text(NETWORKS.replace("OWN = 64", "OWN = 80"))
+    before = files(gate)
+    assert main(["rebase", "net-width==1.0", "--", "test_memory.py"]) == 1
+    both, own, updated, said = capsys.readouterr().out.splitlines()
+    for name, line in (("both", both), ("own", own)):
+        moved = "the code moved it: with net-width==1.0 original tensor bytes: "
+        assert line.startswith(f"left test_memory.test_net-{name}[eager]: {moved}")
+    assert updated.startswith("updated test_memory.test_net-package[eager]: original tensor bytes: ")
+    assert said == "4 cases, compared with net-width==1.0: 1 updated, 2 still red"
+    assert changed(before, files(gate)) == {"baselines/sim-h100/test_memory.test_net-package.json"}
