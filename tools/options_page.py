@@ -43,7 +43,7 @@ written by `tools/options_page.py` from the code; a test keeps it true.
 """
 GROUPS = {
     "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
-    "Limits": ("memory-ratios", "latency-ratios"),
+    "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
     "The search": ("search", "budget", "seconds", "processes", "resume", "profile"),
     "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),
     "Continuous integration": ("cache", "shard"),
