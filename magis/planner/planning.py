@@ -88,6 +88,7 @@ def within_reserved(
     """
     started, tried = time.perf_counter(), list[tuple[int, Plan]]()
     target, left = limit, seconds
+    stopped = False
     low, high = 0, limit  # limits on the peak: of a plan that fits, and of one that does not
     for _ in range(ROUNDS):
         found = search(target, left)
@@ -99,7 +100,10 @@ def within_reserved(
         low, high = (target, high) if nbytes <= limit else (low, target)
         target = (low + high) // 2 if low else found.peak - (nbytes - limit)
         vain = nbytes > limit and not found.feasible
-        if vain or high - low <= CLOSE * limit or target < subject.lower_bound or (left is not None and left <= 0):
+        if vain or high - low <= CLOSE * limit or target < subject.lower_bound:
+            break
+        stopped = left is not None and left <= 0
+        if stopped:
             break
     nbytes, best = min(tried, key=lambda each: (each[0] > limit, each[1].latency_ns if each[0] <= limit else each[0]))
     return replace(
@@ -107,7 +111,7 @@ def within_reserved(
         feasible=nbytes <= limit,
         states=sum(each.states for _, each in tried),
         seconds=time.perf_counter() - started,
-        stopped_by_seconds=any(each.stopped_by_seconds for _, each in tried) or (left is not None and left <= 0),
+        stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
     )
 
 
