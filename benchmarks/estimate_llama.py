@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 from typing import Any
 
 from lib.program import arguments
@@ -60,7 +61,9 @@ def main() -> None:
     for remedy in step.remedies:
         ratio = float(remedy.how.rpartition("=")[2]) if remedy.name == "magis" else None
         if remedy.name != "lora":
-            case = Case(name, remedy.name, DEVICE, "paper", memory_ratio=ratio, budget=3000 if ratio else None)
+            case = Case(name, remedy.name, DEVICE, "paper")
+            if remedy.name == "magis":
+                case = replace(case, memory_ratio=ratio, memory_limit_of="reserved", budget=3000)
             found = magis.run_case(case).optimized.reserved_bytes
             print(f"the gate's case {remedy.name}: {found} bytes reserved, the estimate's {remedy.needed_bytes}")
 

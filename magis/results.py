@@ -63,6 +63,8 @@ class Case:
     """Pairs of interleaved steps to time; None: the default."""
     search: str = "magis"
     """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
+    memory_limit_of: str = "peak"
+    """What the memory ratio is a share of: the original's "peak", or what a GPU's caching allocator has "reserved"."""
 
     @property
     def has_one_step(self) -> bool:
@@ -149,6 +151,11 @@ class StepFigures:
     @property
     def is_measured(self) -> bool:
         return self.measured is not None
+
+    def needed_bytes(self, what: str) -> int:
+        """Bytes that a limit of ``what`` ("peak" or "reserved") counts: measured where it ran, else predicted."""
+        peak = (self.measured or self.simulated).peak_bytes
+        return peak if what == "peak" else self.measured_reserved_bytes or self.reserved_bytes or peak
 
 
 @dataclass(frozen=True)

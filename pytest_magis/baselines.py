@@ -24,7 +24,7 @@ RATIO_DIGITS = 4  # finer digits of a latency ratio are noise, and would be nois
 class Measured:
     """What holds for one device identity (for every machine on a simulated device). Bytes; ratios opt/ori.
 
-    The last three are of simulated devices alone, and of files that were written since they are kept.
+    Simulated latencies are of simulated devices alone; they and reserved bytes of files written since they are kept.
     """
 
     lower_bound_bytes: int
@@ -38,6 +38,9 @@ class Measured:
     optimized_latency_ns: int | None = None
     constants: str | None = None
     """Version of the devices' constants that these latencies were simulated with."""
+    original_reserved_bytes: int | None = None
+    """What a GPU's caching allocator is predicted to hold; None on a CPU, and in older files."""
+    optimized_reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,13 @@ def lacks_held(result: CaseResult, stored: CaseBaseline | None) -> bool:
     return stored is not None and stored.original_held is None and result.original.at_peak is not None
 
 
+def lacks_reserved(result: CaseResult, measured: Measured | None) -> bool:
+    """Whether a baseline is older than the reserved bytes that the result has."""
+    return (
+        measured is not None and measured.original_reserved_bytes is None and result.original.reserved_bytes is not None
+    )
+
+
 def _held(result: CaseResult) -> tuple[Table | None, Table | None]:
     original, optimized = result.original.at_peak, result.optimized.at_peak
     return (
@@ -217,6 +227,8 @@ def _measured(result: CaseResult) -> Measured:
         optimized_peak_bytes=result.memory.peak_bytes,
         original_peak_bytes=result.original_memory.peak_bytes,
         memory_limit_bytes=result.memory_limit_bytes,
+        original_reserved_bytes=result.original.reserved_bytes,
+        optimized_reserved_bytes=result.optimized.reserved_bytes,
         latency_ratio=_rounded(ratio),
         latency_ratio_low=_rounded(low),
         latency_ratio_high=_rounded(high),

@@ -63,6 +63,14 @@ OPTIONS = (
         "only where no latency ratio is given either.",
     ),
     Option(
+        "memory-limit-of",
+        "WHAT",
+        "what memory ratios are fractions of: the eager step's peak or reserved bytes (default: peak)",
+        details="`reserved` counts what the caching allocator of a GPU holds, gaps included: that is what runs out. "
+        "The plan is checked by simulating its allocator ([how](limits.md#limits-on-reserved-bytes)). On `cpu`, "
+        "which has no such allocator, it is refused.",
+    ),
+    Option(
         "latency-ratios",
         "R,...",
         "latency limits as multiples (>= 1) of the eager latency (default: none)",

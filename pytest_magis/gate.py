@@ -254,6 +254,7 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
         return {
             "name": outcome.model,
             "memory limit ratio": outcome.case.memory_ratio,
+            "memory limit of": None if outcome.case.memory_ratio is None else outcome.case.memory_limit_of,
             "latency limit ratio": outcome.case.latency_ratio,
             "device": outcome.case.device,
             "preset": outcome.case.preset,

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
+from magis.strategies.strategy_names import LIMITS_OF
 
 PRESETS = ("small", "paper")
 CACHES = ("plans", "results", "none")
@@ -122,6 +123,7 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "cache": lambda shown, text: choice(shown, "cache", text, CACHES),
     "dtype": lambda shown, text: choice(shown, "dtype", text, DTYPES),
     "latency-tolerance": share,
+    "memory-limit-of": lambda shown, text: choice(shown, "kind of bytes", text, LIMITS_OF),
     "memory-tolerance": share,
     "preset": lambda shown, text: choice(shown, "preset", text, PRESETS),
     "processes": lambda shown, text: whole(shown, text, least=1),

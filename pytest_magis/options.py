@@ -86,6 +86,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         preset=_read(config, "preset") or ("small" if device == "cpu" else "paper"),
         dtype=_dtype(config, device),
         memory_ratios=memory_ratios,
+        memory_limit_of=_read(config, "memory-limit-of") or Grid.memory_limit_of,
         latency_ratios=latency_ratios,
         searches=_searches(config),
         budget=_read(config, "budget"),

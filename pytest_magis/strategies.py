@@ -8,7 +8,16 @@ from typing import Protocol
 
 from magis.errors import UsageError
 from magis.results import Case
-from magis.strategies.strategy_names import LISTED, PLANNED_CODE, check_parts, family, group_of, is_local
+from magis.strategies.strategy_names import (
+    LISTED,
+    PLANNED_CODE,
+    RESERVED,
+    check_limit_of,
+    check_parts,
+    family,
+    group_of,
+    is_local,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Ranked:
 @dataclass(frozen=True)
 class Magis:
     """One case a limit: `magis-mem0.8` and `magis-lat1.1`, memory limits first; planned by the paper's search,
-    `magis-paper-mem0.8`.
+    `magis-paper-mem0.8`; of reserved bytes, `magis-mem0.8-reserved`.
 
     "magis+amp" is the same for the step under autocast, which then is the original, too: limits are shares of its peak.
     """
@@ -52,8 +61,11 @@ class Magis:
     def cases(self, model: str, grid: Grid) -> Iterator[tuple[str, Case]]:
         for search in grid.searches:
             label = self.name if search == "magis" else f"{self.name}-{search}"
+            what = grid.memory_limit_of
             for ratio in grid.memory_ratios:
-                yield f"{label}-mem{ratio:.12g}", replace(self._case(search, model, grid), memory_ratio=ratio)
+                check_limit_of(what, self.name, grid.device)
+                case = replace(self._case(search, model, grid), memory_ratio=ratio, memory_limit_of=what)
+                yield f"{label}-mem{ratio:.12g}{f'-{what}' if what == RESERVED else ''}", case
             for ratio in grid.latency_ratios:
                 yield f"{label}-lat{ratio:.12g}", replace(self._case(search, model, grid), latency_ratio=ratio)
 
@@ -80,6 +92,7 @@ class Grid:
     preset: str
     dtype: str | None = None
     memory_ratios: tuple[float, ...] = ()
+    memory_limit_of: str = "peak"
     latency_ratios: tuple[float, ...] = ()
     searches: tuple[str, ...] = ("magis",)
     budget: int | None = None

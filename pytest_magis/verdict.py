@@ -1,6 +1,6 @@
 """The verdict on a case: pure functions from a result, its baseline and the tolerances to findings.
 
-What is compared where: tensor bytes on every machine; peaks (tensors + workspace) and latencies
+What is compared where: tensor bytes on every machine; peaks (tensors + workspace), reserved bytes and latencies
 (`pytest_magis.latency_verdict`) only where the baseline has a measurement of the same device identity. Some findings no
 baseline can accept: numbers that differ from eager, a simulator that is off, a peak above the limit that the search
 claims to meet.
@@ -16,7 +16,7 @@ from fractions import Fraction
 from magis.results import CaseResult, StepFigures
 from magis.strategies.strategy_names import BLOCK, ORIGINAL, PLANS
 from magis.units import format_bytes
-from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, latency
+from pytest_magis.baselines import CaseBaseline, Measured, identity_key, lacks_held, lacks_reserved, latency
 from pytest_magis.explain import Table, why_more
 from pytest_magis.findings import (
     BETTER,
@@ -34,6 +34,7 @@ from pytest_magis.findings import (
 from pytest_magis.latency_verdict import lacks_latencies, latency_notes, latency_parts
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
+RESERVED_BYTES = "reserved bytes"
 
 PROVEN, NOT_FOUND = "infeasible, proven", "no plan found"
 """What an accepted case that misses its limit is called: no plan can meet it, or the search knows of none."""
@@ -95,7 +96,8 @@ def judge(
     if red:
         return Verdict(False, f"FAIL {_words(red)}", findings, tuple(notes))
     # nothing to accept, or an improvement nobody asked to keep
-    lacks = foreign or lacks_latencies(result, measured) or lacks_held(result, stored)
+    older = lacks_held(result, stored) or lacks_reserved(result, measured)
+    lacks = foreign or older or lacks_latencies(result, measured)
     adopted = lacks and NEW in permissions and not kinds
     label = "pass, better" if kinds else "accepted new" if adopted else "pass"
     if label == "pass" and not result.search.feasible:
@@ -147,9 +149,9 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
         yield Finding(BROKEN, f"the limit is required and not met: {_shortfall(result)}", why="loosen the limit")
     limit = result.memory_limit_bytes
     # A foreign machine has other scratch inside operators, hence another limit than the one that was planned for.
-    if limit is not None and result.search.feasible and not foreign and result.memory.peak_bytes > limit:
-        used = result.memory.peak_bytes
-        yield Finding(BROKEN, f"optimized peak bytes above the memory limit: {against(used, limit)}")
+    what, used = _limited(result)
+    if limit is not None and result.search.feasible and not foreign and used > limit:
+        yield Finding(BROKEN, f"optimized {what} above the memory limit: {against(used, limit)}")
 
 
 def _simulator_off(name: str, step: StepFigures, share: Fraction, *, tensors_only: bool) -> Iterator[Finding]:
@@ -196,6 +198,8 @@ def _compared(
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
     """A finding of more memory, with what grew: in the original, where that grew."""
     before_original, before_optimized = held
+    if RESERVED_BYTES in finding.text.partition(":")[0]:
+        return replace(finding, why="the peak did not grow: more is lost in gaps between blocks, and in their rounding")
     if result.case.has_one_step or finding.text.startswith("original"):
         return replace(finding, why=why_more("original", result.original.at_peak, before_original))
     return replace(finding, why=why_more("optimized", result.optimized.at_peak, before_optimized))
@@ -208,6 +212,7 @@ def _memory_parts(
         "block" if result.case.strategy == BLOCK else "original",
         (result.original_memory.tensor_bytes, stored.original_tensor_bytes),
         (result.original_memory.peak_bytes, measured.original_peak_bytes) if measured else None,
+        (result.original.reserved_bytes, measured.original_reserved_bytes) if measured else None,
         tolerance,
     )
     if stopped:
@@ -217,6 +222,7 @@ def _memory_parts(
             "optimized",
             (result.memory.tensor_bytes, stored.optimized_tensor_bytes) if result.portable or measured else None,
             (result.memory.peak_bytes, measured.optimized_peak_bytes) if measured else None,
+            (result.optimized.reserved_bytes, measured.optimized_reserved_bytes) if measured else None,
             tolerance,
             0.0 if result.is_predicted else result.noise,
         )
@@ -229,15 +235,20 @@ def _memory_parts(
 
 
 def _memory(
-    step: str, tensors: tuple[int, int] | None, peaks: tuple[int, int] | None, tolerance: float, noise: float = 0.0
+    step: str,
+    tensors: tuple[int, int] | None,
+    peaks: tuple[int, int] | None,
+    held: tuple[int | None, int | None] | None,
+    tolerance: float,
+    noise: float = 0.0,
 ) -> Iterator[Part]:
-    """At most one part of each kind: where tensor bytes changed, the peak follows and is not reported again. ``noise``:
-    of peaks alone."""
+    """At most one part of each kind: where tensor bytes changed, the peak and what the allocator holds follow, and are
+    not reported again. ``noise``: of peaks alone."""
     kinds = set()
-    for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks)):
-        if pair is None:
+    for what, pair in (("tensor bytes", tensors), ("peak bytes", peaks), (RESERVED_BYTES, held)):
+        seen, before = pair or (None, None)
+        if seen is None or before is None:
             continue
-        seen, before = pair
         allowed = max(tolerance, noise) if what == "peak bytes" else tolerance
         slack = int(before * Fraction(allowed))  # exact: a float product loses bytes above 2**53
         if seen > before + slack:
@@ -277,9 +288,11 @@ def _notes(
         if seen is not None and result.case.device == "cpu" and seen.peak_bytes != simulated.peak_bytes:
             off = simulated.peak_bytes - seen.peak_bytes
             yield f"optimized peak bytes are not as simulated on this device ({off:+,})"
-        limit = result.memory_limit_bytes
-        if limit is not None and result.search.feasible and result.memory.peak_bytes > limit:
-            yield f"peak bytes above the memory limit on this device: {against(result.memory.peak_bytes, limit)}"
+        limit, (what, used) = result.memory_limit_bytes, _limited(result)
+        if limit is not None and result.search.feasible and used > limit:
+            yield f"{what} above the memory limit on this device: {against(used, limit)}"
+    if lacks_reserved(result, measured):
+        yield "reserved bytes are not gated: the baseline has none; --magis-update=new adds them"
     yield from latency_notes(result, measured, tolerances)
     asked, (ratio, low, _) = result.case.latency_ratio, latency(result)
     if asked is not None and ratio is not None and low is not None and low > asked and result.search.feasible:
@@ -296,13 +309,19 @@ def _shortfall(result: CaseResult) -> str:
     limit, bound = result.memory_limit_bytes, result.lower_bound_bytes
     if limit is None:
         return "the search found none within the latency limit"
+    what, best = _limited(result)
     if _is_proven(result):
-        best = result.memory.peak_bytes
         return (
             f"the lower bound {bound:,} ({format_bytes(bound)}) exceeds the limit {limit:,} ({format_bytes(limit)}); "
-            f"best peak found {best:,} ({format_bytes(best)})"
+            f"best {what.partition(' ')[0]} found {best:,} ({format_bytes(best)})"
         )
-    return f"best peak bytes {against(result.memory.peak_bytes, limit)}; the lower bound {bound:,} does not rule it out"
+    return f"best {what} {against(best, limit)}; the lower bound {bound:,} does not rule it out"
+
+
+def _limited(result: CaseResult) -> tuple[str, int]:
+    """What a memory limit counts, in words, and how much of it the optimized step needs."""
+    what = result.case.memory_limit_of
+    return f"{what} bytes", result.optimized.needed_bytes(what)
 
 
 def _words(kinds: set[str]) -> str:

@@ -53,6 +53,7 @@ EXECUTED = {
     "docs/estimate.md": "tests/api/test_estimate.py",
     "docs/extending.md": "tests/test_documents.py",
     "docs/fit.md": "tests/cli/test_fit.py",
+    "docs/limits.md": "tests/plugin/test_pages.py",
     "docs/gate-my-model.md": "tests/plugin/test_pages.py",
     "docs/optimize.md": "tests/training/test_docs.py",
     "docs/paper.md": "tests/test_documents.py",

@@ -16,7 +16,7 @@ from pages import write_or_check
 from magis.cost.devices import device_names
 from magis.dtypes import DTYPES
 from magis.models.registry import GATE_NAMES
-from magis.strategies.strategy_names import SEARCHES
+from magis.strategies.strategy_names import LIMITS_OF, SEARCHES
 from pytest_magis.findings import PERMISSIONS
 from pytest_magis.flags import BY_NAME, OPTIONS, Option
 from pytest_magis.option_values import BUDGETS, CACHES, PRESETS
@@ -43,7 +43,7 @@ written by `tools/options_page.py` from the code; a test keeps it true.
 """
 GROUPS = {
     "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
-    "Limits": ("memory-ratios", "latency-ratios"),
+    "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
     "The search": ("search", "budget", "seconds", "processes", "resume", "profile"),
     "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),
     "Continuous integration": ("cache", "shard"),
@@ -54,6 +54,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "device": ("cpu", "cuda", *(name for name in device_names() if name != "cpu")),
     "preset": PRESETS,
     "dtype": DTYPES,
+    "memory-limit-of": LIMITS_OF,
     "search": SEARCHES,
     "budget": (*BUDGETS, BY_NAME["budget"].metavar),
     "update": PERMISSIONS,

@@ -29,13 +29,14 @@ from magis.cases.rank_cases import ranked_result
 from magis.errors import UsageError
 from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
-from magis.planner.planning import plan, planning_workspaces
+from magis.planner.planning import plan, planning_workspaces, within_reserved
+from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
-from magis.strategies.strategy_names import PLANS, SEARCHES, family
+from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
 from magis.units import share_of
 
 Progress = Callable[[str], None]
@@ -135,7 +136,7 @@ class CaseRun:
             refusal = subject.too_slow or too_large(subject)
         reference = measured or subject.original
         table = planning_workspaces(subject, stored, expected_graph)
-        limit = share_of(case.memory_ratio, reference.peak_bytes)
+        limit = share_of(case.memory_ratio, self._limited(reference))
         if case.strategy in PLANS:
             candidate = self._planned(table, limit, original_ns, reference)
         else:
@@ -146,29 +147,43 @@ class CaseRun:
             outcome = self._without_original(candidate, refusal)
         return self._assembled(candidate, outcome, limit, original_ns)
 
+    def _limited(self, reference: Memory) -> int:
+        """The original's bytes that a memory limit is a share of."""
+        if self.case.memory_limit_of != RESERVED:
+            return reference.peak_bytes
+        captured = self.subject.captured.original
+        return reference.reserved_bytes or self.subject.reserved_bytes(captured.graph, captured.deaths) or 0
+
     def _planned(
         self, table: Mapping[str, int] | None, limit: int | None, original_ns: int, reference: Memory
     ) -> Candidate:
         case, subject = self.case, self.subject
         self.progress("searching")
         target = limit
-        if limit is not None and table is not None:
+        if limit is not None and table is not None and case.memory_limit_of != RESERVED:
             # The limit as it was where the baseline was made: the plan must not depend on this machine's scratch.
             stored = subject.original_with(table) if subject.kind == "cpu" else reference
             target = share_of(case.memory_ratio, stored.peak_bytes)
         latency_limit = share_of(case.latency_ratio, original_ns)
         if target is None and latency_limit is None:
             raise UsageError("a magis case needs a memory ratio or a latency ratio")
-        found = plan(
-            subject,
-            memory_limit=target,
-            latency_limit_ns=latency_limit,
-            budget=case.budget,
-            seconds=case.seconds,
-            seed=case.seed,
-            stored=table,
-            search=case.search,
-        )
+
+        def search(nbytes: int | None, seconds: float | None) -> Plan:
+            return plan(
+                subject,
+                memory_limit=nbytes,
+                latency_limit_ns=latency_limit,
+                budget=case.budget,
+                seconds=seconds,
+                seed=case.seed,
+                stored=table,
+                search=case.search,
+            )
+
+        if target is not None and case.memory_limit_of == RESERVED:
+            found = within_reserved(subject, target, case.seconds, search)
+        else:
+            found = search(target, case.seconds)
         self.graph = found.graph
         stats = SearchStats(
             seconds=found.seconds,
@@ -189,7 +204,7 @@ class CaseRun:
             lambda _stack: subject.generated(found.graph),
             stats,
             found.workspaces,
-            subject.reserved_bytes(step.graph, None if whole is None else whole.deaths),
+            subject.reserved_by(found.graph),
             step,
         )
 
@@ -260,6 +275,13 @@ class CaseRun:
             subject.torch_device, rounds or TIMING_ROUNDS, tuple(self.latency_bounds), rough=rough, turning=turning
         )
 
+    def _held_against(self, limit: int | None, stats: SearchStats, optimized: StepFigures) -> SearchStats:
+        """Whether the limit is met, of reserved bytes also as measured: the allocator's start differs from run to run,
+        so that what is predicted may be off."""
+        if limit is None or self.case.memory_limit_of != RESERVED or optimized.needed_bytes(RESERVED) <= limit:
+            return stats
+        return replace(stats, feasible=False)
+
     @property
     def _is_compiled(self) -> bool:
         return self._strategy is not None and not self._strategy.is_captured
@@ -306,7 +328,7 @@ class CaseRun:
             bound=str(subject.floor),
             numbers=outcome.numbers,
             note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
-            search=candidate.stats,
+            search=self._held_against(limit, candidate.stats, opt),
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
             off_by=candidate.off_by,
@@ -372,5 +394,7 @@ def check_amounts(case: Case) -> None:
         raise UsageError(f"unknown search {case.search!r}", hint=f"choose from {', '.join(SEARCHES)}")
     if case.search != SEARCHES[0] and case.strategy not in PLANS:
         raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
+    if case.memory_ratio is not None:
+        check_limit_of(case.memory_limit_of, case.strategy, case.device)
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

@@ -115,9 +115,9 @@ class BlockPeak:
         percent). Raises UsageError outside of a test.
         """
         __tracebackhide__ = True
-        self._found  # noqa: B018 (raises where there is nothing to compare)
         gate = BLOCK_GATE.get()
         if gate is None:
+            self._found  # noqa: B018 (raises where there is nothing to compare)
             raise UsageError("magis.peak: gate() works in a pytest test only", hint="elsewhere, read tensor_bytes")
         gate(self, name, tolerance)
 
@@ -147,7 +147,9 @@ class BlockPeak:
 
     def __str__(self) -> str:
         """The figures, and what holds most at the peak."""
-        found, peak = self._found, self._found.at_peak
+        if self._figures is None:
+            return self._nothing
+        found, peak = self._figures, self._figures.at_peak
         besides = [f"{format_bytes(found.kept_bytes)} kept"]
         if found.allocated_bytes is not None:
             besides.insert(0, f"{format_bytes(found.allocated_bytes)} allocated")
@@ -163,8 +165,12 @@ class BlockPeak:
     @property
     def _found(self) -> _Figures:
         if self._figures is None:
-            raise UsageError(f"magis.peak: there are no figures: {self._why}")
+            raise UsageError(self._nothing)
         return self._figures
+
+    @property
+    def _nothing(self) -> str:
+        return f"magis.peak: there are no figures: {self._why}"
 
 
 def peak(device: str | None = None) -> BlockPeak:

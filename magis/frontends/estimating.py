@@ -7,6 +7,7 @@ is that of a case of the gate ("eager", "checkpoint", "magis" at a memory limit)
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ from magis.units import format_bytes, format_milliseconds, parse_bytes
 
 QUICK = 3_000
 """Plans evaluated, as `--magis-budget=quick`: a limit close to the peak is met by the first ones."""
-ROOM = (1.0, 0.97, 0.94, 0.9)
-"""Shares of the limit that plans are asked for, until what the caching allocator reserves fits, too."""
+RATIO_STEPS = 10_000
+"""Ratios for the gate have four digits, rounded down."""
 ADAPTER_RANK = 8
 SHOWN = 6
 
@@ -121,17 +122,14 @@ class Estimate:
         checkpointed = self._tried(replace(case, strategy="checkpoint"), make)
         if checkpointed is not None:
             yield self._remedy("checkpoint", checkpointed, "checkpoint each block: --magis-strategies=checkpoint")
-        for room in ROOM:
-            ratio = min(1.0, round(room * self.limit_bytes / self.needed_bytes, 3))
-            planned = self._tried(replace(case, strategy="magis", memory_ratio=ratio, budget=QUICK), make)
-            if planned is None:
-                break
-            found = self._remedy(
-                "magis", planned, f"plan the step: --magis-budget=quick --magis-memory-ratios={ratio:g}"
-            )
-            if found.fits or room == ROOM[-1]:
-                yield found
-                break
+        what = "peak" if self.reserved_bytes is None else "reserved"
+        ratio = min(1.0, math.floor(RATIO_STEPS * self.limit_bytes / self.needed_bytes) / RATIO_STEPS)
+        asked = replace(case, strategy="magis", memory_ratio=ratio or None, memory_limit_of=what, budget=QUICK)
+        planned = self._tried(asked, make)
+        if planned is not None:
+            of = "" if what == "peak" else f" --magis-memory-limit-of={what}"
+            how = f"plan the step: --magis-budget=quick{of} --magis-memory-ratios={ratio:g}"
+            yield self._remedy("magis", planned, how)
         if importlib.util.find_spec("peft") is not None:
             adapted = self._tried(case, partial(_with_adapters, make or self._named))
             if adapted is not None:

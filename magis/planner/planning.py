@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from magis.errors import VerifyError
+from magis.errors import UsageError, VerifyError
 from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
@@ -22,6 +22,10 @@ from magis.simulate.peak_breakdown import changes
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
 cannot be kept without fission, which has the rest. A CPU has no front, and seldom fission: all is for the search."""
+ROUNDS = 5
+"""Searches at most for a limit on reserved bytes."""
+CLOSE = 0.02
+"""Share of that limit which is not worth another search."""
 
 
 def planning_workspaces(
@@ -70,6 +74,45 @@ def plan(
             plans.save(key, known, scratch, goal)
         best = known
     return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
+
+
+def within_reserved(
+    subject: Subject, limit: int, seconds: float | None, search: Callable[[int, float | None], Plan]
+) -> Plan:
+    """The fastest plan found for which a GPU's caching allocator reserves at most ``limit`` bytes; without any, the one
+    for which it reserves least, infeasible.
+
+    Searches (of a peak, within seconds) know peaks alone. So each plan's allocator is simulated. Where it reserves too
+    much, the next search gets a limit that is lower by that; once a plan fits, one halfway to the last that did not,
+    since gaps differ from plan to plan. Raises UsageError on a CPU.
+    """
+    started, tried = time.perf_counter(), list[tuple[int, Plan]]()
+    target, left = limit, seconds
+    stopped = False
+    low, high = 0, limit  # limits on the peak: of a plan that fits, and of one that does not
+    for _ in range(ROUNDS):
+        found = search(target, left)
+        nbytes = subject.reserved_by(found.graph)
+        if nbytes is None:
+            raise UsageError(f"{subject.source.device} reserves nothing")
+        tried.append((nbytes, found))
+        left = None if seconds is None else seconds - (time.perf_counter() - started)
+        low, high = (target, high) if nbytes <= limit else (low, target)
+        target = (low + high) // 2 if low else found.peak - (nbytes - limit)
+        vain = nbytes > limit and not found.feasible
+        if vain or high - low <= CLOSE * limit or target < subject.lower_bound:
+            break
+        stopped = left is not None and left <= 0
+        if stopped:
+            break
+    nbytes, best = min(tried, key=lambda each: (each[0] > limit, each[1].latency_ns if each[0] <= limit else each[0]))
+    return replace(
+        best,
+        feasible=nbytes <= limit,
+        states=sum(each.states for _, each in tried),
+        seconds=time.perf_counter() - started,
+        stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
+    )
 
 
 def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds: float | None) -> Plan:

@@ -268,6 +268,11 @@ class Subject(TracedModel):
             return None
         return reserved(graph, self.roofline.workspace, deaths=deaths).reserved_bytes
 
+    def reserved_by(self, graph: Graph) -> int | None:
+        """The same for a graph of ours, with the optimizer that runs by itself behind it."""
+        whole = self.whole(graph)
+        return self.reserved_bytes(graph) if whole is None else self.reserved_bytes(whole.graph, whole.deaths)
+
     def latency_ns(self, graph: Graph) -> int:
         """Simulated latency of a graph without swaps."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)

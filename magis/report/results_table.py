@@ -72,6 +72,7 @@ _OWN: Mapping[str, Column] = {
     "ori reserved bytes (predicted)": lambda r: r.original.reserved_bytes,
     "opt reserved bytes (measured)": lambda r: r.optimized.measured_reserved_bytes,
     "ori reserved bytes (measured)": lambda r: r.original.measured_reserved_bytes,
+    "memory limit of": lambda r: None if r.case.memory_ratio is None else r.case.memory_limit_of,
     "memory limit bytes": lambda r: r.memory_limit_bytes,
     "lower bound bytes": lambda r: r.lower_bound_bytes,
     "persistent bytes": lambda r: r.persistent_bytes,
@@ -128,7 +129,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
 _TEXTS = frozenset(
     {"name", "device", "preset", "dtype", "strategy", "search", "figures", "fission", "priced by", "numbers", "verdict"}
     | {"peak bytes of each rank", "predicted peak of the worst rank by terms", "conformance", "note", "graph digest"}
-    | {"torch version", "device identity"}
+    | {"torch version", "device identity", "memory limit of"}
 )
 _FLAGS = frozenset({"opt-is-prof-result", "ori-is-prof-result", "stopped by seconds", "feasible"})
 _COUNTS = frozenset({"ranks", "timed pairs", "states evaluated", "recomputed operators"})
@@ -307,9 +308,9 @@ RED = ("FAIL", "ERROR")
 GREEN = ("pass", "accepted", "new", "not gated", "infeasible, proven", "no plan found")
 """And that of a green one: anything else is no verdict that a gate may pass."""
 NEEDED = (*CASE, "verdict")
-SEARCH = "search"
-"""Tells cases apart, too; files of earlier versions lack it: their plans are all of one search."""
-OURS = "magis"
+SEARCH, OURS = "search", "magis"
+LATER = {SEARCH: OURS, "memory limit of": "peak"}
+"""Columns that tell cases apart, too, and what holds for all cases of files of earlier versions, which lack them."""
 HINT = "give files that the plugin has written (--magis-csv)"
 
 
@@ -348,7 +349,7 @@ def merge_results(paths: Sequence[Path]) -> Merged:
         for row in rows:
             if not row["verdict"].startswith((*RED, *GREEN)):
                 raise UsageError(f"{path}: the case {case_name(row)} has no verdict but {row['verdict']!r}", hint=HINT)
-            key = (*(row[column] for column in CASE), row.get(SEARCH) or OURS)
+            key = (*(row[column] for column in CASE), *(row.get(column) or usual for column, usual in LATER.items()))
             known, first = found.setdefault(key, (row, path))
             if _filled(known) != _filled(row):
                 where = f"{first} and {path}" if first != path else f"{path} twice"
@@ -361,13 +362,14 @@ def merge_results(paths: Sequence[Path]) -> Merged:
 
 def case_name(row: Mapping[str, str]) -> str:
     """A row's case for a reader: "bert[magis mem 0.6]"."""
-    limits = (("mem", row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
+    of = row.get("memory limit of", "").replace("peak", "") or "mem"
+    limits = ((of, row["memory limit ratio"]), ("lat", row["latency limit ratio"]))
     by = [search] if (search := row.get(SEARCH, OURS)) not in ("", OURS) else []
     return f"{row['name']}[{' '.join((row['strategy'], *by, *(f'{kind} {ratio}' for kind, ratio in limits if ratio)))}]"
 
 
 def _filled(row: Mapping[str, str]) -> dict[str, str]:
-    return {SEARCH: OURS} | {column: text for column, text in row.items() if text}
+    return LATER | {column: text for column, text in row.items() if text}
 
 
 def _texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:

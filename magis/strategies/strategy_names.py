@@ -14,12 +14,15 @@ from magis.strategies.distributed_names import DISTRIBUTED, group_of, is_distrib
 __all__ = [
     "BLOCK",
     "KINDS",
+    "LIMITS_OF",
     "LISTED",
     "ORIGINAL",
     "PLANNED_CODE",
     "PLANS",
+    "RESERVED",
     "SEARCHES",
     "OrtName",
+    "check_limit_of",
     "check_parts",
     "family",
     "group_of",
@@ -33,6 +36,9 @@ BLOCK = "peak"
 PLANS = ("magis", "magis+amp")
 SEARCHES = ("magis", "paper")
 """Whose search plans, ours first."""
+RESERVED = "reserved"
+LIMITS_OF = ("peak", RESERVED)
+"""What a memory limit is a share of: bytes that tensors and scratch take, or that a GPU's caching allocator holds."""
 PLANNED_CODE = "magis+compile"
 """Inductor's code that keeps for the backward what a plan under the case's limit keeps; combined with nothing."""
 KINDS = (
@@ -55,6 +61,21 @@ def is_local(name: str) -> bool:
     """Whether all parts of a name are strategies of one rank."""
     known = {part for kind in KINDS for part in kind}
     return name == PLANNED_CODE or all(part in known for part in name.split("+"))
+
+
+def check_limit_of(what: str, strategy: str, device: str) -> None:
+    """Raise UsageError where a memory limit cannot be of ``what``."""
+    if what not in LIMITS_OF:
+        raise UsageError(f"a memory limit of {what!r}", hint=f"choose from {', '.join(LIMITS_OF)}")
+    if what != RESERVED:
+        return
+    if strategy not in PLANS:
+        raise UsageError(f"strategy {strategy!r} has no memory limit of reserved bytes", hint="limit the peak")
+    if device == "cpu":
+        raise UsageError(
+            "a memory limit of reserved bytes needs a GPU: a CPU has no caching allocator",
+            hint="name a device such as sim:h100, or limit the peak",
+        )
 
 
 def check_parts(name: str) -> None:

@@ -29,6 +29,7 @@ class AskedOptions:
 
     name: str | None = None
     memory_ratios: tuple[float, ...] | None = None
+    memory_limit_of: str | None = None
     latency_ratios: tuple[float, ...] | None = None
     strategies: tuple[str, ...] | None = None
     device: str | None = None
@@ -47,7 +48,9 @@ class AskedOptions:
         grid, tolerances = replace(settings.grid, preset=PRESET), settings.tolerances
         if self.memory_ratios is not None or self.latency_ratios is not None:
             grid = replace(grid, memory_ratios=self.memory_ratios or (), latency_ratios=self.latency_ratios or ())
-        given = {name: getattr(self, name) for name in ("device", "dtype", "budget", "seconds", "seed")}
+        given = {
+            name: getattr(self, name) for name in ("memory_limit_of", "device", "dtype", "budget", "seconds", "seed")
+        }
         grid = replace(grid, **{name: value for name, value in given.items() if value is not None})
         if self.memory_tolerance is not None:
             tolerances = replace(tolerances, memory=self.memory_tolerance)
@@ -110,6 +113,7 @@ def _as_option(name: str) -> Callable[[str, Any], Any]:
 _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "name": check_name,
     "memory_ratios": lambda shown, value: memory_ratios_of(shown, _texts(value)),
+    "memory_limit_of": _as_option("memory-limit-of"),
     "latency_ratios": lambda shown, value: latency_ratios_of(shown, _texts(value)),
     "strategies": lambda shown, value: items(shown, _texts(value)),
     "device": _word,

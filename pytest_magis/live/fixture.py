@@ -49,10 +49,10 @@ class MagisFixture:
         place of all three: a Workload, or a function without arguments that returns what a marked test may, which is
         called on fake tensors first, so that a network too large for this machine can be gated on a simulated device.
 
-        By name, everything that the mark takes: `memory_ratios`, `latency_ratios`, `strategies`, `optimizer` (a torch
-        optimizer of the module's parameters, or "sgd", "momentum", "adam", "adamw", "none"), `device`, `dtype`,
-        `budget`, `seconds`, `seed`, `memory_tolerance`, `latency_tolerance`, `required`, and the `name` of the
-        baselines. Returns the results by label ("eager", "magis-mem0.8").
+        By name, everything that the mark takes: `memory_ratios`, `memory_limit_of`, `latency_ratios`, `strategies`,
+        `optimizer` (a torch optimizer of the module's parameters, or "sgd", "momentum", "adam", "adamw", "none"),
+        `device`, `dtype`, `budget`, `seconds`, `seed`, `memory_tolerance`, `latency_tolerance`, `required`, and the
+        `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
         """
         __tracebackhide__ = True
         outcomes = []

@@ -113,7 +113,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
     model = outcome.model
     if result is None:
         return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
-    original, optimized = result.original_memory.peak_bytes, result.memory.peak_bytes
+    original, optimized = (step.needed_bytes(case.memory_limit_of) for step in (result.original, result.optimized))
     mark = "" if result.optimized.is_measured else "~"  # simulated, not measured
     unlike = "~" if result.optimized.is_measured and not result.original.is_measured else ""
     return (
@@ -132,7 +132,7 @@ def cells(outcome: Outcome) -> tuple[str, ...]:
 def _limit(outcome: Outcome) -> str:
     case = outcome.case
     if case.memory_ratio is not None:
-        return f"mem {case.memory_ratio:.6g}"
+        return f"{'mem' if case.memory_limit_of == 'peak' else case.memory_limit_of} {case.memory_ratio:.6g}"
     return f"lat {case.latency_ratio:.6g}" if case.latency_ratio is not None else "-"
 
 

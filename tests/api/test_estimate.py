@@ -75,7 +75,8 @@ def test_remedies_are_cases_of_the_gate(step: magis.api.Estimate) -> None:
     checkpointed = magis.run_case(Case(NAME, "checkpoint", DEVICE, "paper"))
     assert found["checkpoint"].needed_bytes == checkpointed.optimized.reserved_bytes
     ratio = float(found["magis"].how.rpartition("=")[2])
-    planned = magis.run_case(Case(NAME, "magis", DEVICE, "paper", memory_ratio=ratio, budget=3000))
+    asked = Case(NAME, "magis", DEVICE, "paper", memory_ratio=ratio, memory_limit_of="reserved", budget=3000)
+    planned = magis.run_case(asked)
     assert found["magis"].needed_bytes == planned.optimized.reserved_bytes
     for remedy in found.values():
         assert remedy.fits == (remedy.needed_bytes <= step.limit_bytes)

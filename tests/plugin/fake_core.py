@@ -48,6 +48,8 @@ FIGURES = {
     "graph": "g1",
     "lower_bound": 0.3,  # share of the original's peak
     "workspaces": {"aten::mm(4x4)": 512},
+    "ori_reserved": 0,  # factors on the peak; 0: nothing is known, as on a CPU
+    "opt_reserved": 0,
     "says": [],  # lines of progress
     "shout": "",  # printed to stdout while the case runs
     "held": {},
@@ -60,7 +62,8 @@ def pytest_magis_devices():
 
 def label_of(case):
     if case.memory_ratio is not None:
-        return f"{case.strategy}-mem{case.memory_ratio:.12g}"
+        suffix = "-reserved" if case.memory_limit_of == "reserved" else ""
+        return f"{case.strategy}-mem{case.memory_ratio:.12g}{suffix}"
     return case.strategy if case.latency_ratio is None else f"{case.strategy}-lat{case.latency_ratio:.12g}"
 
 
@@ -116,7 +119,9 @@ def told(result, held, *, timelines):
 def make_result(case, figure):
     base = 1_000_000 + 4 * (zlib.crc32(case.model.encode()) % 100_000)
     original = Memory(int(base * figure["ori_tensor"]) // 4 * 4, int(base * figure["ori_tensor"]) // 4 * 4 + 4096)
-    limit = None if case.memory_ratio is None else int(case.memory_ratio * original.peak_bytes)
+    held = int(original.peak_bytes * figure["ori_reserved"]) or None
+    limited = held or original.peak_bytes if case.memory_limit_of == "reserved" else original.peak_bytes
+    limit = None if case.memory_ratio is None else int(case.memory_ratio * limited)
     eager = case.strategy == "eager"
     share = {"eager": 1.0, "checkpoint": 0.7}.get(case.strategy, 0.99 * (case.memory_ratio or 0.9))
     tensors = original.tensor_bytes if eager else int(share * base * figure["opt_tensor"]) // 4 * 4
@@ -129,10 +134,13 @@ def make_result(case, figure):
         case=case,
         dtype=case.dtype or "float32",
         identity=identity if real else {"device": case.device, "constants": figure["constants"]},
-        original=step(original, milliseconds, real, 0),
-        optimized=step(original, milliseconds, real, 0)
+        original=replace(step(original, milliseconds, real, 0), reserved_bytes=held),
+        optimized=replace(step(original, milliseconds, real, 0), reserved_bytes=held)
         if eager
-        else step(optimized, milliseconds * latency, real, figure["simulator_off"]),
+        else replace(
+            step(optimized, milliseconds * latency, real, figure["simulator_off"]),
+            reserved_bytes=int(optimized.peak_bytes * figure["opt_reserved"]) or None,
+        ),
         ratio=interval(latency, figure["half_interval"]) if real and not eager else None,
         weight_bytes=base // 8 * 4,
         persistent_bytes=base // 4,

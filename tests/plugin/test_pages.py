@@ -30,6 +30,17 @@ def test_the_guide_works(gate, repository):
     assert "no package 'my_package'" in gate.refuses("--magis-models=classifier")
 
 
+def test_the_example_of_limits_works(gate, repository):
+    gate.use_real_core()
+    text = (repository / "docs" / "limits.md").read_text(encoding="utf-8")
+    ((name, content),) = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (gate.root / name).write_text(content, encoding="utf-8")
+    gate.accept(name)
+    result = gate(name)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*magis * reserved 0.8 * pass"])
+
+
 def test_it_names_all_that_a_mark_takes(repository):
     text = (repository / "docs" / "gate-my-model.md").read_text(encoding="utf-8")
     for name in AskedOptions.__dataclass_fields__:

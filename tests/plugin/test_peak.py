@@ -66,6 +66,21 @@ def test_nothing():
 def test_raised():
     with magis.peak("cpu") as p:
         raise ValueError("theirs")
+
+
+def test_early():
+    with magis.peak("cpu") as p:
+        torch.ones(3)
+        p.gate("early")
+
+
+def test_caught():
+    try:
+        with magis.peak("cpu") as p:
+            raise ValueError("theirs")
+    except ValueError:
+        print(p)
+    p.gate("caught")
 """
 
 
@@ -105,7 +120,7 @@ def test_stored_then_green_then_red_with_its_place(real):
 def test_bad_use_fails_its_test_in_one_line(real):
     (real.root / "test_memory.py").write_text(WRONG)
     result = real("test_memory.py", "--magis-update=new")
-    result.assert_outcomes(failed=5)
+    result.assert_outcomes(failed=7)
     result.stdout.fnmatch_lines_random(
         [
             "magis.peak: gate: this test has gated a block called 'a' already*",
@@ -113,9 +128,12 @@ def test_bad_use_fails_its_test_in_one_line(real):
             "magis.peak: gate: tolerance: '-1' is not a share such as 0.05 (it must not be negative)",
             "magis.peak: the block made no tensor on cpu: there is nothing to gate",
             "E*ValueError: theirs",
+            "magis.peak: there are no figures: its block is still running",
+            "magis.peak: there are no figures: its block raised ValueError",
         ]
     )
     assert "Traceback" not in result.stdout.str()
+    assert "UsageError" not in result.stdout.str()
 
 
 def test_a_run_of_its_own_says_how(real):

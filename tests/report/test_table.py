@@ -61,6 +61,7 @@ def test_a_measured_row(measured):
         "ori reserved bytes (predicted)": None,
         "opt reserved bytes (measured)": None,
         "ori reserved bytes (measured)": None,
+        "memory limit of": "peak",
         "memory limit bytes": 8400,
         "lower bound bytes": 4000,
         "persistent bytes": 3000,

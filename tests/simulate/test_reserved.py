@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -18,62 +17,11 @@ from magis.search.fission_pareto import divided_front
 from magis.search.loop_nest import realize_level
 from magis.simulate.cuda_caching_allocator import CachingAllocator, reserved
 from magis.simulate.simulator import replay
+from tests.oracles import PlainAllocator
 from tests.strategies import examples
 
 KIB, MIB = 2**10, 2**20
 PROJECTED = "tests.api.nets:projected"
-
-
-@dataclass
-class Plain:
-    """The same rules on lists that are looked through from end to end; a stretch is [size, name or None]."""
-
-    segments: list[tuple[bool, list[list[int | None]]]] = field(default_factory=list)
-
-    def allocate(self, name: int, nbytes: int) -> None:
-        if not nbytes:
-            return
-        wanted = (nbytes + 511) // 512 * 512
-        small = wanted <= MIB
-        found = None
-        for which, (kind, stretches) in enumerate(self.segments):
-            for at, (size, owner) in enumerate(stretches):
-                fits = kind == small and owner is None and size is not None and size >= wanted
-                if fits and (found is None or (size or 0) < found[0]):
-                    found = (size or 0, which, at)
-        if found is None:
-            size = (
-                2 * MIB if small else 20 * MIB if wanted < 10 * MIB else (wanted + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-            )
-            self.segments.append((small, [[size, None]]))
-            found = (size, len(self.segments) - 1, 0)
-        size, which, at = found
-        stretches = self.segments[which][1]
-        if size - wanted >= 512 if small else size - wanted > MIB:
-            stretches[at : at + 1] = [[wanted, name], [size - wanted, None]]
-        else:
-            stretches[at] = [size, name]
-
-    def release(self, name: int) -> None:
-        for _, stretches in self.segments:
-            for stretch in stretches:
-                if stretch[1] == name:
-                    stretch[1] = None
-            merged: list[list[int | None]] = []
-            for size, owner in stretches:
-                if merged and merged[-1][1] is None and owner is None:
-                    merged[-1][0] = (merged[-1][0] or 0) + (size or 0)
-                else:
-                    merged.append([size, owner])
-            stretches[:] = merged
-
-    @property
-    def reserved(self) -> int:
-        return sum(size or 0 for _, stretches in self.segments for size, _ in stretches)
-
-    @property
-    def allocated(self) -> int:
-        return sum(size or 0 for _, stretches in self.segments for size, owner in stretches if owner is not None)
 
 
 SIZES = st.one_of(
@@ -89,7 +37,7 @@ SIZES = st.one_of(
 @examples(300)
 def test_the_rules_are_those_of_a_plain_reading(calls: list[tuple[int, int]]) -> None:
     """Every call takes bytes for a name, or releases the name if it has some."""
-    ours, plain = CachingAllocator(), Plain()
+    ours, plain = CachingAllocator(), PlainAllocator()
     most, held = 0, set()
     for nbytes, name in calls:
         if name in held:

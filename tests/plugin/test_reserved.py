@@ -1,0 +1,146 @@
+"""Limits and baselines of reserved bytes: `--magis-memory-limit-of`, `memory_limit_of` of a mark."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SIM = ("--magis-models=bert", "--magis-device=sim:rtx3090", "--magis-memory-ratios=0.8")
+RESERVED = (*SIM, "--magis-memory-limit-of=reserved")
+LABEL = "magis-mem0.8-reserved"
+HELD = {"ori_reserved": 1.5, "opt_reserved": 1.25}
+MARKED = """
+import pytest
+
+@pytest.mark.magis(memory_ratios=[0.8], strategies=["magis"], {arguments})
+def test_net(): ...
+"""
+
+
+def measured(gate, label="magis-mem0.8"):
+    (found,) = gate.baseline(device="sim-rtx3090")["configurations"]["paper"]["cases"][label]["measured"].values()
+    return found
+
+
+def without_reserved(gate):
+    """The baseline as a version wrote it that knew no reserved bytes."""
+    path = gate.root / "baselines" / "sim-rtx3090" / "bert.json"
+    data = json.loads(path.read_text())
+    for case in data["configurations"]["paper"]["cases"].values():
+        for figures in case["measured"].values():
+            del figures["original_reserved_bytes"], figures["optimized_reserved_bytes"]
+    path.write_text(json.dumps(data))
+
+
+def test_baselines_hold_them_and_more_is_red(gate, workers):
+    gate.fake(any_case=HELD)
+    gate.accept(*SIM)
+    stored = measured(gate)
+    assert stored["original_reserved_bytes"] > stored["original_peak_bytes"]
+    gate(*SIM).assert_outcomes(passed=2)
+    gate.fake(any_case=HELD | {"opt_reserved": 1.3})
+    result = gate(*SIM, workers=workers)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "worse: optimized reserved bytes: *, allowed *, +4.0%",
+            "the peak did not grow: *gaps*",
+            "accept with: pytest *--magis-update=worse",
+        ]
+    )
+    gate(*SIM, "--magis-memory-tolerance=0.05").assert_outcomes(passed=2)
+    gate.fake(any_case=HELD | {"ori_reserved": 1.4})
+    result = gate(*SIM, "--magis-strict")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["better: original reserved bytes: *, baseline *, -6.7%"])
+
+
+def test_one_line_says_that_a_step_grew_in_tensors_and_in_what_is_reserved(gate):
+    gate.fake(any_case=HELD)
+    gate.accept(*SIM)
+    gate.fake(any_case=HELD | {"opt_tensor": 1.005})
+    result = gate(*SIM)
+    result.assert_outcomes(passed=1, failed=1)
+    assert "reserved" not in "\n".join(line for line in result.outlines if line.startswith("worse: "))
+
+
+def test_a_baseline_without_them_passes_until_they_are_added(gate):
+    gate.fake(any_case=HELD)
+    gate.accept(*SIM)
+    expected = gate.files()["baselines/sim-rtx3090/bert.json"]
+    without_reserved(gate)
+    gate.fake(any_case=HELD | {"opt_reserved": 9.0})
+    result = gate(*SIM)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*reserved bytes are not gated: the baseline has none; --magis-update=new adds them"])
+    gate.fake(any_case=HELD)
+    gate.accept(*SIM)
+    assert gate.files()["baselines/sim-rtx3090/bert.json"] == expected
+
+
+def test_a_limit_of_reserved_bytes_is_a_case_of_its_own(gate, node_ids):
+    gate.fake(any_case=HELD | {"opt_reserved": 1.4})
+    gate.accept(*RESERVED)
+    assert measured(gate, LABEL)["memory_limit_bytes"] == int(0.8 * measured(gate, LABEL)["original_reserved_bytes"])
+    result = gate(*RESERVED)
+    result.stdout.fnmatch_lines(["bert * magis * reserved 0.8 * pass"])
+    eager, row = gate.rows()
+    assert (eager["memory limit of"], row["memory limit of"]) == ("", "reserved")
+    assert int(row["memory limit bytes"]) == int(0.8 * int(row["ori reserved bytes (predicted)"]))
+    (gate.root / "pytest.ini").write_text("[pytest]\nmagis_memory_limit_of = reserved\n")
+    assert node_ids(gate(*SIM, "--collect-only", "-q"))[1] == f"magis::bert[{LABEL}]"
+    assert (
+        node_ids(gate(*SIM, "--magis-memory-limit-of=peak", "--collect-only", "-q"))[1] == "magis::bert[magis-mem0.8]"
+    )
+
+
+def test_more_than_the_limit_is_red_and_nothing_accepts_it(gate):
+    gate.fake(any_case=HELD | {"opt_reserved": 2.0})
+    result = gate(*RESERVED, "--magis-update=new,better,worse")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["broken: optimized reserved bytes above the memory limit: *allowed *+*%"])
+
+
+def test_no_plan_found_counts_reserved_bytes(gate):
+    gate.fake(any_case=HELD | {"opt_reserved": 2.0, "feasible": False})
+    gate.accept(*RESERVED)
+    result = gate(*RESERVED)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines([f"bert?{LABEL}?: no plan found: best reserved bytes *, allowed *"])
+    result = gate(*RESERVED, "--magis-strict")
+    result.stdout.fnmatch_lines(["broken: the limit is required and not met: best reserved bytes *"])
+
+
+def test_a_mark_asks_for_it(gate):
+    (gate.root / "test_memory.py").write_text(
+        MARKED.format(arguments="memory_limit_of='reserved', device='sim:rtx3090'")
+    )
+    gate.fake(any_case=HELD | {"opt_reserved": 1.4})
+    gate.accept("test_memory.py")
+    cases = gate.baseline("test_memory.test_net", "sim-rtx3090")["configurations"]["small"]["cases"]
+    assert set(cases) == {LABEL}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--magis-memory-limit-of=reservd",), "unknown kind of bytes 'reservd'"),
+        (("--magis-memory-limit-of=reserved", "--magis-device=cpu"), "a CPU has no caching allocator"),
+        (("--magis-memory-limit-of=reserved", "--magis-strategies=magis+compile"), "no memory limit of reserved bytes"),
+    ],
+)
+def test_what_cannot_be_is_one_line(gate, arguments, said):
+    assert said in gate.refuses(*SIM, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("memory_limit_of='reserved'", "a CPU has no caching allocator"),
+        ("memory_limit_of=True", "magis: memory_limit_of: unknown kind of bytes 'True'"),
+    ],
+)
+def test_so_it_is_in_a_mark(gate, arguments, said):
+    (gate.root / "test_memory.py").write_text(MARKED.format(arguments=arguments))
+    assert said in gate("test_memory.py").stdout.str()
