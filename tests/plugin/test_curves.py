@@ -141,6 +141,12 @@ const clashes = function (elements) {
 """
 
 
+TEXTS = """
+const texts = page.querySelectorAll("text");
+return {words: shown(texts).map(function ([words]) { return words; }), clashes: clashes(texts)};
+"""
+
+
 @pytest.fixture
 def report(gate) -> Path:
     """Of a run with a limit, long names, tables and a front."""
@@ -172,12 +178,18 @@ def test_a_page_is_as_wide_as_the_screen_and_no_label_lies_on_another(report, tm
 def test_no_label_of_a_front_lies_on_another(tmp_path, count):
     points = tuple(FrontPoint(2**30 // 4 + 2**24 * at, 10 + 8 / (at + 1), 0, 0, "") for at in range(count))
     front = replace(FRONT, original=FrontPoint(2**30, 10.0, 0, 0, ""), points=points, lower_bound_bytes=2**28 - 2**22)
-    script = """
-      const texts = page.querySelectorAll("text");
-      return {words: shown(texts).map(function ([words]) { return words; }), clashes: clashes(texts)};"""
-    found = measured(front_svg(front), BOXES + script, tmp_path, 800)
+    found = measured(front_svg(front), BOXES + TEXTS, tmp_path, 800)
     assert found["clashes"] == []
     assert {"256.00 MiB", "lower bound 252.00 MiB"} <= set(found["words"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["fission", "front", "strategies"])
+def test_no_label_of_a_picture_in_the_docs_lies_on_another(tmp_path, name):
+    picture = Path(__file__).parents[2] / "docs" / f"{name}.svg"
+    found = measured(picture.read_text(encoding="utf-8"), BOXES + TEXTS, tmp_path, 800)
+    assert len(found["words"]) > 10
+    assert found["clashes"] == []
 
 
 @pytest.mark.soak
