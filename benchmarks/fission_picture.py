@@ -8,6 +8,7 @@ Bytes are those of the exact simulator, times those of the roofline: nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from lib.program import arguments
@@ -19,14 +20,17 @@ from magis.fission.region import Region
 from magis.graph import Graph
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
+from magis.report.axes import byte_scale, time_scale
+from magis.report.pictures import EAGER, OURS, across, framed, label
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.loop_nest import UNLIMITED, level, realize_level, solve
 from magis.simulate.simulator import replay
 from magis.units import format_bytes
 
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 760, 320, 90, 46, 52
-COLOURS = {"whole": "#b03a2e", "in parts": "#1f618d", "grid": "#cccccc", "text": "#333333"}
+WIDTH, HEIGHT = 760, 340
+LEFT, RIGHT, TOP, BOTTOM = 72, 28, 40, 60
+COLOURS = {"whole": EAGER, "in parts": OURS}
 
 Curve = list[tuple[float, float]]
 
@@ -71,33 +75,27 @@ def in_parts(subject: Subject, parts: int) -> Graph:
 
 def svg(title: str, curves: dict[str, Curve]) -> str:
     """The picture."""
-    longest = max(points[-1][0] for points in curves.values())
-    highest = max(bytes_ for points in curves.values() for _, bytes_ in points) * 1.05
+    times = time_scale(max(points[-1][0] for points in curves.values()))
+    levels = byte_scale(round(max(nbytes for _, nbytes in chain(*curves.values()))))
 
-    def place(ms: float, nbytes: float) -> str:
-        x = LEFT + ms / longest * (WIDTH - LEFT - 20)
-        return f"{x:.1f},{HEIGHT - BOTTOM - nbytes / highest * (HEIGHT - BOTTOM - TOP):.1f}"
+    def x(ms: float) -> float:
+        return LEFT + times.share(ms) * (WIDTH - LEFT - RIGHT)
 
-    text = f'font-family="sans-serif" font-size="12" fill="{COLOURS["text"]}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" {text}>{title}</text>',
-    ]
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        nbytes = share * highest / 1.05
-        x, y = place(0.0, nbytes).split(",")
-        lines.append(f'<line x1="{x}" y1="{y}" x2="{WIDTH - 20}" y2="{y}" stroke="{COLOURS["grid"]}"/>')
-        lines.append(f'<text x="8" y="{float(y) + 4:.1f}" {text}>{format_bytes(int(nbytes))}</text>')
+    def y(nbytes: float) -> float:
+        return HEIGHT - BOTTOM - levels.share(nbytes) * (HEIGHT - BOTTOM - TOP)
+
+    lines = [label((8, 20), title)]
+    for tick in levels.ticks:
+        lines += [across(LEFT, WIDTH - RIGHT, y(tick)), label((LEFT - 8, y(tick) + 4), levels.words(tick), "end")]
+    lines += [label((x(tick), HEIGHT - BOTTOM + 18), times.words(tick), "middle") for tick in times.ticks]
     for index, (name, points) in enumerate(curves.items()):
-        path = " ".join(place(ms, nbytes) for ms, nbytes in points)
+        path = " ".join(f"{x(ms):.1f},{y(nbytes):.1f}" for ms, nbytes in points)
         lines.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="1.5"/>')
         peak = format_bytes(int(max(nbytes for _, nbytes in points)))
-        label = f"{name}: at most {peak}, {points[-1][0]:.0f} ms"
-        x = LEFT + 320 * index
-        lines.append(f'<rect x="{x}" y="{HEIGHT - 24}" width="14" height="4" fill="{COLOURS[name]}"/>')
-        lines.append(f'<text x="{x + 20}" y="{HEIGHT - 18}" {text}>{label}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        key = LEFT + 320 * index
+        lines.append(f'<rect x="{key}" y="{HEIGHT - 18}" width="14" height="4" fill="{COLOURS[name]}"/>')
+        lines.append(label((key + 20, HEIGHT - 12), f"{name}: at most {peak}, {points[-1][0]:.0f} ms"))
+    return "\n".join(framed((WIDTH, HEIGHT), title, lines)) + "\n"
 
 
 def main() -> None:

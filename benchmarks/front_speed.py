@@ -31,11 +31,12 @@ from magis.planner.planning import plan_whole
 from magis.planner.plans import PlanScratch
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.report.pictures import TEXT, across, framed, label
+from magis.report.pictures import EAGER, OURS, TEXT, across, framed, label
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import divided_front, whole_front
 from magis.simulate.compiled_problem import compile_problem
 
+TITLE = "Seconds of planning, by the operators of a step"
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 40, 40
 
@@ -101,7 +102,7 @@ def stored(path: Path) -> Iterator[tuple[int, float, float]]:
 
 
 def draw(path: Path, rows: Sequence[tuple[int, float, float]]) -> None:
-    path.write_text("\n".join(framed((WIDTH, HEIGHT), picture(rows))) + "\n", encoding="utf-8")
+    path.write_text("\n".join(framed((WIDTH, HEIGHT), TITLE, picture(rows))) + "\n", encoding="utf-8")
 
 
 def picture(rows: Sequence[tuple[int, float, float]]) -> Iterator[str]:
@@ -109,8 +110,8 @@ def picture(rows: Sequence[tuple[int, float, float]]) -> Iterator[str]:
     (first, low), last = rows[0][:2], rows[-1][0]
     steepest = [(nodes, low * nodes * math.log(nodes) / (first * math.log(first))) for nodes, *_ in rows]
     curves = [
-        ("plan", "#1f6fb4", "", [(nodes, plan) for nodes, plan, _ in rows]),
-        ("front", "#c0504d", "", [(nodes, front) for nodes, _, front in rows]),
+        ("plan", OURS, "", [(nodes, plan) for nodes, plan, _ in rows]),
+        ("front", EAGER, "", [(nodes, front) for nodes, _, front in rows]),
         ("n log n", TEXT, "6 4", steepest),
     ]
     every = [seconds for *_, points in curves for _, seconds in points]
@@ -121,7 +122,7 @@ def picture(rows: Sequence[tuple[int, float, float]]) -> Iterator[str]:
         y = (math.log10(seconds) - bottom) / (top - bottom)
         return LEFT + x * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)
 
-    yield label((LEFT, 22), "Seconds of planning, by the operators of a step")
+    yield label((LEFT, 22), TITLE)
     for power in range(bottom, top + 1):
         y = where(first, 10.0**power)[1]
         yield across(LEFT, WIDTH - RIGHT, y)

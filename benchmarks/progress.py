@@ -34,7 +34,7 @@ from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.bench import Bench
 from magis.planner.subject import Subject
-from magis.report.pictures import across, framed, label
+from magis.report.pictures import BOUND, EAGER, OURS, across, framed, label
 from magis.results import Case
 from magis.rewrite.rules.rule_table import quickest
 from magis.search.budgeted_evaluator import Objective, PlanRequest, Watch
@@ -47,7 +47,7 @@ WARMING = "seed-resnet50"
 """Searched first, small, so that compiled code is loaded."""
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
-COLOURS = ("#1f618d", "#85c1e9", "#7d8a2e", "#b03a2e", "#e59866")
+COLOURS = (OURS, "#85c1e9", BOUND, EAGER, "#e59866")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def main() -> None:
     if asked.output is not None:
         title = f"{name} ({asked.preset}) on {asked.device}, {limit.text}: best plan so far"
         asked.output.write_text(
-            "\n".join(framed((WIDTH, HEIGHT), picture(title, found, limit))) + "\n", encoding="utf-8"
+            "\n".join(framed((WIDTH, HEIGHT), title, picture(title, found, limit))) + "\n", encoding="utf-8"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import ClassVar
 
 from magis.module_bytes import ModuleBytes, Peak, StepGrowth, collapsed, is_below
 from magis.units import median_and_spread
@@ -97,6 +98,9 @@ class Memory:
 class Span:
     """One call on the simulated time line of a step."""
 
+    KINDS: ClassVar = (
+        "parameters", "optimizer state", "batch and buffers", "activations", "gradients", "updates", "scratch",
+    )  # fmt: skip
     op: str
     module: str
     phase: str
@@ -109,6 +113,10 @@ class Span:
     """ "to host" and "from host": copies beside the operators."""
     again: bool = False
     """Whether it is a recomputation."""
+    kinds: tuple[int, ...] = ()
+    """Those bytes by kind: parameters, optimizer state, batch and buffers, activations (made by the forward pass),
+    gradients (by the backward pass), updates (by that of the weights), scratch; empty where another
+    plugin simulated."""
 
 
 @dataclass(frozen=True)

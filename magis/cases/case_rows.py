@@ -18,7 +18,8 @@ from magis.runtime.measure import device_identity, is_out_of_memory, others_memo
 from magis.runtime.steps import Step, whole_step
 from magis.runtime.timing import alone
 from magis.simulate.peak_breakdown import peak_of
-from magis.simulate.simulator import MemoryProfile, replay, timeline
+from magis.simulate.simulator import MemoryProfile, replay
+from magis.simulate.timeline import timeline
 from magis.strategies.rank_step import samples_of
 from magis.units import GIB, format_bytes
 
@@ -56,7 +57,8 @@ class Replayed:
     def spans(self) -> tuple[Span, ...]:
         """Its calls, at the prices of the latency that is reported for it."""
         costs = self.subject.costs(self.subject.workspaces(self.graph))
-        return timeline(self.graph, self.subject.predicting, costs.workspace, self._profile(), rounding=costs.rounding)
+        times, profile = self.subject.predicting, self._profile()
+        return timeline(self.graph, times, costs.workspace, profile, deaths=self._deaths, rounding=costs.rounding)
 
 
 NOT_RUN = "not run"

@@ -4,6 +4,7 @@ Imports neither torch nor pandas; pandas is loaded when a table is written or re
 """
 
 from magis.atomic_files import check_writable, write_text_atomically
+from magis.report.axes import LinearScale, byte_scale, time_scale
 from magis.report.pictures import front_svg, front_text, thinned, thinned_timelines, trace_text
 from magis.report.results_table import (
     COLUMNS,
@@ -21,7 +22,9 @@ __all__ = [
     "OWN_COLUMNS",
     "SEED_COLUMNS",
     "Cell",
+    "LinearScale",
     "append_rows",
+    "byte_scale",
     "check_writable",
     "front_svg",
     "front_text",
@@ -29,6 +32,7 @@ __all__ = [
     "row_from_result",
     "thinned",
     "thinned_timelines",
+    "time_scale",
     "trace_text",
     "write_csv",
     "write_text_atomically",

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
-from magis.results import CaseResult, ParetoFront, Span, Timelines
+from magis.report.axes import Label, decimal_scale, placed
+from magis.results import CaseResult, FrontPoint, ParetoFront, Span, Timelines
 from magis.units import format_bytes, format_milliseconds
 
 GRID, TEXT = "#cccccc", "#333333"
+OURS, EAGER, BOUND = "#1f618d", "#b03a2e", "#5f6b1e"
+DARK = {"white": "#14181d", GRID: "#333d47", TEXT: "#e4e9ee", OURS: "#7ab8e6", EAGER: "#ff9d8f", BOUND: "#c9d66b"}
+"""What becomes of each colour where the reader prefers dark pages."""
 
 
-def framed(size: tuple[int, int], elements: Iterator[str]) -> Iterator[str]:
-    """The lines of a picture of ``size`` (width, height) in pixels, on white."""
+def framed(size: tuple[int, int], title: str, elements: Iterable[str], description: str = "") -> Iterator[str]:
+    """The lines of a picture of ``size`` (width, height) in pixels, on white or, where that is preferred, dark."""
     width, height = size
-    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'role="img"><title>{escape(title)}</title><desc>{escape(description)}</desc>'
+    )
+    dark = "".join(f'[fill="{old}"]{{fill:{new}}}[stroke="{old}"]{{stroke:{new}}}' for old, new in DARK.items())
+    yield f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>"
     yield f'<rect width="{width}" height="{height}" fill="white"/>'
     yield from elements
     yield "</svg>"
@@ -39,11 +49,17 @@ def across(left: float, right: float, y: float, colour: str = GRID, dashes: str 
 
 
 SCHEMA = 1
-WIDTH, HEIGHT = 640, 400
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 48, 56
-OURS, EAGER, BOUND = "#1f618d", "#b03a2e", "#7d8a2e"
+WIDTH, HEIGHT = 640, 452
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 76, 56
 LEAST_OVERHEAD = 0.1
 """The axis of the overhead reaches at least this far."""
+BESIDE = (
+    (7, -6, "start"), (9, 4, "start"), (0, -9, "middle"), (0, -9, "end"), (-7, 15, "end"), (-9, 4, "end"),
+    (0, 16, "middle"), (0, -24, "end"),
+)  # fmt: skip
+"""Where the bytes of a point may be: above and right of it rather than below, where the line is steep."""
+APART = 6.0
+"""Pixels between the places of a line that labels keep away from."""
 
 
 def front_text(front: ParetoFront) -> str:
@@ -53,47 +69,78 @@ def front_text(front: ParetoFront) -> str:
 
 def front_svg(front: ParetoFront) -> str:
     """The front as a stand-alone picture, with eager and the lower bound."""
-    worst = max((point.latency_ms for point in front.points), default=0.0) / front.original.latency_ms - 1
-    return "\n".join(framed((WIDTH, HEIGHT), _lines(front, max(LEAST_OVERHEAD, worst)))) + "\n"
-
-
-def _lines(front: ParetoFront, most: float) -> Iterator[str]:
-    """The picture's elements; overheads from 0 to ``most`` fill its width."""
     eager = front.original
+    title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
+    said = "; ".join(_said(point) for point in front.points)
+    about = f"eager: {_said(eager)}. {len(front.points)} plans: {said}. Lower bound: "
+    lines = _lines(front, title)
+    return "\n".join(framed((WIDTH, HEIGHT), title, lines, about + format_bytes(front.lower_bound_bytes))) + "\n"
 
-    def x(overhead: float) -> float:
-        return LEFT + max(0.0, min(1.0, overhead / most)) * (WIDTH - LEFT - RIGHT)
+
+def _said(point: FrontPoint) -> str:
+    return f"{format_bytes(point.peak_bytes)}, {format_milliseconds(point.latency_ms)}"
+
+
+def _lines(front: ParetoFront, title: str) -> Iterator[str]:
+    """The picture's elements."""
+    eager = front.original
+    worst = max((point.latency_ms for point in front.points), default=0.0) / eager.latency_ms - 1
+    overheads, ratios = decimal_scale(100 * max(LEAST_OVERHEAD, worst), "%"), decimal_scale(1.0)
+
+    def place(point: FrontPoint) -> tuple[float, float]:
+        return x(100 * (point.latency_ms / eager.latency_ms - 1)), y(point.peak_bytes / eager.peak_bytes)
+
+    def x(percent: float) -> float:
+        return LEFT + max(0.0, overheads.share(percent)) * (WIDTH - LEFT - RIGHT)
 
     def y(ratio: float) -> float:
-        return HEIGHT - BOTTOM - ratio * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - ratios.share(ratio) * (HEIGHT - TOP - BOTTOM)
 
-    title = f"{front.model} ({front.preset}, {front.dtype}) on {front.device}: peak memory against latency, simulated"
-    yield label((LEFT, 22), title)
+    yield label((8, 20), title)
     if front.provenance.source:
-        yield label((LEFT, 38), f"priced by {front.provenance.source}, {front.provenance.measured:.0%} of it measured")
-    for tenth in range(0, 11, 2):
-        at = y(tenth / 10)
-        yield across(LEFT, WIDTH - RIGHT, at)
-        yield label((LEFT - 8, at + 4), f"{tenth / 10:.1f}", "end")
-    for quarter in range(5):
-        overhead = most * quarter / 4
-        yield label((x(overhead), HEIGHT - BOTTOM + 18), f"{100 * overhead:+.1f}%", "middle")
+        yield label((8, 36), f"priced by {front.provenance.source}, {front.provenance.measured:.0%} of it measured")
+    for ratio in ratios.ticks:
+        yield across(LEFT, WIDTH - RIGHT, y(ratio))
+        yield label((LEFT - 8, y(ratio) + 4), ratios.number(ratio), "end")
+    for percent in overheads.ticks:
+        yield label((x(percent), HEIGHT - BOTTOM + 18), f"+{overheads.number(percent)}%" if percent else "0", "middle")
     yield label(((LEFT + WIDTH) / 2, HEIGHT - 12), "latency overhead to eager", "middle")
-    yield label((LEFT - 56, TOP - 10), "peak / eager's")
-    bound = front.lower_bound_bytes / eager.peak_bytes
-    yield across(LEFT, WIDTH - RIGHT, y(bound), BOUND, dashes="6 4")
-    yield label((WIDTH - RIGHT, y(bound) - 5), f"lower bound {format_bytes(front.lower_bound_bytes)}", "end", BOUND)
-    places = [(x(p.latency_ms / eager.latency_ms - 1), y(p.peak_bytes / eager.peak_bytes)) for p in front.points]
+    yield label((8, TOP - 22), "peak / eager's")
+    bound = y(front.lower_bound_bytes / eager.peak_bytes)
+    yield across(LEFT, WIDTH - RIGHT, bound, BOUND, dashes="6 4")
+    places = [place(point) for point in front.points]
     yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}" fill="none" stroke="{OURS}"/>'
     for (a, b), point in zip(places, front.points, strict=True):
-        what = f"{format_bytes(point.peak_bytes)}, {format_milliseconds(point.latency_ms)}"
-        yield (
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{escape(what)}'
-            f"{escape('; ' + point.fission) if point.fission else ''}</title></circle>"
-        )
+        what = f"{_said(point)}{'; ' + point.fission if point.fission else ''}"
+        yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{escape(what)}</title></circle>'
     yield f'<circle cx="{x(0):.1f}" cy="{y(1):.1f}" r="5" fill="{EAGER}"/>'
-    what = f"eager: {format_bytes(eager.peak_bytes)}, {format_milliseconds(eager.latency_ms)}"
-    yield label((x(0) + 10, y(1) - 6), what, colour=EAGER)
+    words = f"lower bound {format_bytes(front.lower_bound_bytes)}"
+    ends = ((WIDTH - RIGHT, "end"), (LEFT + 4, "start"), ((LEFT + WIDTH) / 2, "middle"))
+    labels = [
+        Label(f"eager: {_said(eager)}", ((x(0) + 10, y(1) - 6, "start"),), EAGER),
+        Label(words, tuple((at, bound + by, anchor) for by in (-5, 15) for at, anchor in ends), BOUND),
+    ]
+    marks = [(x(0), y(1)), *_along([*places])]
+    around = [(a - 4, b - 4, a + 4, b + 4) for a, b in marks] + [(LEFT, bound - 1, WIDTH - RIGHT, bound + 1)]
+    beside = [
+        Label(
+            format_bytes(point.peak_bytes),
+            tuple((a + dx, b + dy, anchor) for dx, dy, anchor in BESIDE),
+            OURS,
+        )
+        for (a, b), point in zip(places, front.points, strict=True)
+    ]  # the ends of the front first: they are what a reader looks for
+    labels += [*beside[:1], *beside[:0:-1]]
+    for found, (a, b, anchor) in placed(labels, around, (LEFT, 0, WIDTH, HEIGHT - BOTTOM)):
+        yield label((a, b), found.words, anchor, found.colour)
+
+
+def _along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Places on a line, close to each other; every corner is one."""
+    yield from corners[:1]
+    for (a, b), (c, d) in pairwise(corners):
+        steps = max(1, math.ceil(math.hypot(c - a, d - b) / APART))
+        yield from ((a + (c - a) * step / steps, b + (d - b) * step / steps) for step in range(1, steps + 1))
 
 
 # Simulated time lines: thinned for a picture, and as a trace for Perfetto (https://ui.perfetto.dev).

@@ -62,31 +62,41 @@ def owners(graph: Graph, at: int) -> dict[int, Owner]:
 def _walked(graph: Graph, at: int) -> tuple[dict[int, Owner], dict[int, Owner]]:
     """The owners; of a loop's body also: value of a whole -> owner of the parts that are put into it. Every body is
     walked once, however deep loops lie in each other."""
+    found, wholes = named_owners(graph), dict[int, Owner]()
+    for op in graph.ops[: at + 1]:
+        note_owners(graph, op, found, wholes)
+    return found, wholes
+
+
+def named_owners(graph: Graph) -> dict[int, Owner]:
+    """Persistent storage -> owner."""
     found: dict[int, Owner] = {}
-    wholes: dict[int, Owner] = {}
     for value in graph.inputs:
         storage = graph.storages[graph.values[value].storage]
         if storage.persistent and storage.id not in found:
             found[storage.id] = _named(storage.kind, graph.values[value].name)
-    for op in graph.ops[: at + 1]:
-        merged: dict[int, Owner] = {}
-        if op.body is not None:
-            inner = op.body.graph
-            of_body = _walked(inner, len(inner.ops))[1]
-            pairs = zip((*op.inputs(), *op.made()), inner.inputs, strict=True)
-            merged = {value: of_body[within] for value, within in pairs if within in of_body}
-        for value, owner in _made(graph, op, found, merged):
-            storage = graph.storages[graph.values[value].storage]
-            if not storage.persistent:
-                found[storage.id] = owner
-        for value, owner in merged.items():
-            wholes.setdefault(value, owner)
-        match op.target, op.args:
-            case "magis.join" | "magis.reduce", (Ref(into), Ref(part), *_):
-                owner_of_part = found.get(graph.values[part].storage)
-                if owner_of_part is not None:
-                    wholes.setdefault(into, owner_of_part)
-    return found, wholes
+    return found
+
+
+def note_owners(graph: Graph, op: Op, found: dict[int, Owner], wholes: dict[int, Owner]) -> None:
+    """Write down whose memory is once the operator runs; ``found`` and ``wholes`` are as after the one before it."""
+    merged: dict[int, Owner] = {}
+    if op.body is not None:
+        inner = op.body.graph
+        of_body = _walked(inner, len(inner.ops))[1]
+        pairs = zip((*op.inputs(), *op.made()), inner.inputs, strict=True)
+        merged = {value: of_body[within] for value, within in pairs if within in of_body}
+    for value, owner in _made(graph, op, found, merged):
+        storage = graph.storages[graph.values[value].storage]
+        if not storage.persistent:
+            found[storage.id] = owner
+    for value, owner in merged.items():
+        wholes.setdefault(value, owner)
+    match op.target, op.args:
+        case "magis.join" | "magis.reduce", (Ref(into), Ref(part), *_):
+            owner_of_part = found.get(graph.values[part].storage)
+            if owner_of_part is not None:
+                wholes.setdefault(into, owner_of_part)
 
 
 def _named(kind: str, name: str) -> Owner:

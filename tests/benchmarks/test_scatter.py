@@ -28,7 +28,7 @@ def test_faster_is_further_right_and_leaner_is_further_down() -> None:
     assert places["c & d"][0] < places["a"][0] < places["b"][0]
     assert places["c & d"][1] < places["a"][1] < places["b"][1]
     # both axes begin at 0: twice as much is twice as far from the corner
-    left, bottom = 64.0, 384.0
+    left, bottom = 72.0, 384.0
     assert (places["b"][0] - left) == pytest.approx(2 * (places["a"][0] - left), abs=0.2)
     assert (bottom - places["c & d"][1]) == pytest.approx(2 * (bottom - places["a"][1]), abs=0.2)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,7 +64,7 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.texts).split())
 
 
-def in_browser(path: Path, tmp_path: Path) -> str:
+def in_browser(path: Path, tmp_path: Path, *flags: str) -> str:
     """The page's elements once its script has run. Skips where there is no browser; fails on what a console shows."""
     browser = next((found for found in map(shutil.which, BROWSERS) if found), None)
     if browser is None:
@@ -69,10 +72,28 @@ def in_browser(path: Path, tmp_path: Path) -> str:
     done = subprocess.run(
         [
             browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--no-first-run",
-            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", "--dump-dom", path.as_uri(),
+            f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", *flags, "--dump-dom",
+            path.as_uri(),
         ],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.findall(r".*:CONSOLE.*", done.stderr) == []
     return done.stdout
+
+
+def measured(html: str, script: str, tmp_path: Path, width: int) -> Any:
+    """What a script returns that sees the page as ``page``, a document in a frame of so many pixels."""
+    path = tmp_path / "frame.html"
+    path.write_text(
+        f"""<!DOCTYPE html><meta charset="utf-8"><script>
+        function measure(frame) {{
+          const found = document.createElement("pre");
+          found.textContent = JSON.stringify((function (page) {{ {script} }})(frame.contentDocument));
+          document.body.append(found);
+        }}</script><body>
+        <iframe width="{width}" height="800" onload="measure(this)" srcdoc="{escape(html)}"></iframe>""",
+        encoding="utf-8",
+    )
+    (found,) = re.findall(r"<pre>(.*?)</pre>", in_browser(path, tmp_path), re.DOTALL)
+    return json.loads(unescape(found))

@@ -16,6 +16,7 @@ from magis.results import ModuleBytes, collapsed, is_below
 from magis.simulate import peak_breakdown
 from magis.simulate.peak_breakdown import changes, live, peak_of, table
 from magis.simulate.simulator import replay
+from magis.simulate.timeline import PLACES, held_by_kind
 from tests.graph.loop_graphs import sound
 from tests.nets import NETS
 from tests.oracles import captured, lives, no_scratch
@@ -55,7 +56,12 @@ def test_every_byte_at_the_peak_has_the_owner_that_a_count_finds(name: str) -> N
         step.graph.ops[at].module,
         step.graph.ops[at].phase,
     )
+    held = held_by_kind(step.graph, deaths=step.deaths)
     for position in range(0, len(step.graph.ops), 7):
+        by_kind = [0] * len(held[position])
+        for (kind, _), nbytes in counted(step.graph, step.deaths, position).items():
+            by_kind[PLACES[kind]] += nbytes
+        assert held[position] == tuple(by_kind)
         rows = table(live(step.graph, position, no_scratch, deaths=step.deaths))
         assert sum(row.nbytes for row in rows) == profile.tensors[position]
 

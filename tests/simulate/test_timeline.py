@@ -18,7 +18,8 @@ from magis.graph.hazards import is_pure_view
 from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
 from magis.simulate.problem import SWAP
-from magis.simulate.simulator import UNTIMED, replay, timeline
+from magis.simulate.simulator import replay
+from magis.simulate.timeline import UNTIMED, timeline
 from magis.units import MIB
 from tests.graph.loop_graphs import sound
 from tests.oracles import no_scratch
@@ -41,6 +42,10 @@ def test_both_steps_last_and_peak_as_simulated(swapped: CaseResult) -> None:
         assert max(span.nbytes for span in spans) == step.simulated.peak_bytes
         assert step.at_peak is not None
         assert step.at_peak.tensor_bytes == step.simulated.tensor_bytes
+        for span in spans:
+            assert sum(span.kinds) == span.nbytes
+            assert min(span.kinds) >= 0
+        assert sum(row.nbytes for row in step.at_peak.held if row.kind == "parameter") == spans[0].kinds[0] > 0
         assert step.reserved_bytes is not None
         assert step.simulated.peak_bytes <= step.reserved_bytes < 2 * step.simulated.peak_bytes + 24 * MIB
         for stream in {span.stream for span in spans}:
@@ -94,6 +99,7 @@ def test_parts_of_a_loop_are_told_one_by_one() -> None:
     assert [span.op for span in spans].count("aten.exp.default") == 2
     assert [span.op for span in spans].count("magis.reduce") == 2 * (3 + 1)
     assert max(span.nbytes for span in spans) == profile.peak_bytes
+    assert all(sum(span.kinds) == span.nbytes and span.kinds[-1] == 0 for span in spans)
     last = spans[-1]
     assert last.start_ms + last.ms == pytest.approx(sum(times.nanoseconds(op, graph.values) for op in graph.ops) / 1e6)
 

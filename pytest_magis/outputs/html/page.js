@@ -10,7 +10,7 @@
     return (unit ? count.toFixed(2) : String(count)) + " " + UNITS[unit];
   }
 
-  // The last call that has started by then: what is in memory at that moment. Starts are sorted.
+  // The place of the last call that has started by then: what is in memory at that moment. Starts are sorted.
   function callAt(line, ms) {
     let low = 0;
     let high = line.length - 1;
@@ -18,42 +18,46 @@
       const middle = (low + high + 1) >> 1;
       if (line[middle][0] <= ms) { low = middle; } else { high = middle - 1; }
     }
-    return line[low];
+    return low;
   }
 
   function follow(svg, curve) {
-    const frame = curve.frame;
-    const inner = frame.width - frame.left - frame.right;
-    const output = svg.parentNode.querySelector("output");
+    const view = svg.viewBox.baseVal;
+    const output = svg.closest("figure").querySelector("output");
     const cross = document.createElementNS(SVG, "line");
     cross.setAttribute("class", "cross");
-    cross.setAttribute("y1", frame.top);
-    cross.setAttribute("y2", frame.height - frame.bottom);
+    cross.setAttribute("y2", view.height);
     cross.setAttribute("visibility", "hidden");
     svg.appendChild(cross);
     let at = curve.end / 2;
 
     function show(ms) {
       at = Math.min(curve.end, Math.max(0, ms));
-      const x = frame.left + inner * at / curve.end;
+      const x = view.width * at / curve.axis;
       cross.setAttribute("x1", x);
       cross.setAttribute("x2", x);
       cross.setAttribute("visibility", "visible");
       output.replaceChildren();
       for (const name of Object.keys(curve.lines)) {
         if (!curve.lines[name].length) { continue; }
-        const call = callAt(curve.lines[name], at);
+        const place = callAt(curve.lines[name], at);
+        const call = curve.lines[name][place];
+        const kinds = curve.kinds[name]
+          .map(function ([kind, held]) { return [kind, Array.isArray(held) ? held[place] : held]; })
+          .filter(function ([, held]) { return held > 0; })
+          .map(function ([kind, held]) { return kind + " " + bytes(held); });
         const row = document.createElement("div");
         row.className = "key " + name;
         // as text: names are not ours
-        row.textContent = at.toFixed(3) + " ms, " + name + ": " + bytes(call[2]) + " during " + curve.names[call[3]];
+        row.textContent = at.toFixed(3) + " ms, " + name + ": " + bytes(call[2]) + " during " + curve.names[call[3]] +
+          (kinds.length ? ": " + kinds.join(", ") : "");
         output.appendChild(row);
       }
     }
 
     svg.addEventListener("pointermove", function (event) {
       const box = svg.getBoundingClientRect();
-      show(((event.clientX - box.left) * frame.width / box.width - frame.left) * curve.end / inner);
+      show((event.clientX - box.left) / box.width * curve.axis);
     });
     svg.addEventListener("keydown", function (event) {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -6,29 +6,18 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from magis import __version__
 from magis.report import write_text_atomically
-from magis.results import CaseResult, ModuleBytes, Peak, Span
+from magis.results import CaseResult, ModuleBytes, Peak
 from magis.strategies.strategy_names import PLANS
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
 from pytest_magis.explain import module_name
 from pytest_magis.findings import PERMISSIONS, accept_all, accept_case
-from pytest_magis.outputs.html.page_parts import (
-    Commit,
-    Line,
-    Run,
-    curve,
-    curve_data,
-    element,
-    embedded,
-    history,
-    table,
-    text,
-)
+from pytest_magis.outputs.html.curves import Curves
+from pytest_magis.outputs.html.page_parts import Commit, Run, element, embedded, history, table, text
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
 from pytest_magis.run_plan import Outcome
 
@@ -38,10 +27,15 @@ ROWS = 20
 """Of a table of modules; the others are summed up."""
 
 
-def lines_of(outcome: Outcome, original: Sequence[Span], optimized: Sequence[Span]) -> list[Line]:
-    """The lines of a case's curve: of the eager strategy one, since both steps are the same."""
-    both = [("original", original), ("optimized", optimized)]
-    return both[:1] if outcome.case.has_one_step else both
+def curves_of(outcome: Outcome) -> Curves | None:
+    """The curves of a case: of the eager strategy one, since both steps are the same; None where it has none."""
+    result = outcome.result
+    if result is None or result.timelines is None:
+        return None
+    steps = {"original": result.timelines.original}
+    if not outcome.case.has_one_step:
+        steps["optimized"] = result.timelines.optimized
+    return Curves(steps, result.memory_limit_bytes)
 
 
 def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> str:
@@ -59,13 +53,11 @@ def _parts(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -
     if result is None:
         yield "<p>It has no result to show.</p>"
         return
-    if result.timelines is None:
+    curves = curves_of(outcome)
+    if curves is None:
         yield "<p>Whoever ran this case gave no time lines.</p>"
     else:
-        lines = lines_of(outcome, result.timelines.original, result.timelines.optimized)
-        keys = "".join(f'<span class="key {name}">{name}</span>' for name, _ in lines)
-        picture = curve(number, f"Memory over simulated time of {outcome.name}", lines)
-        yield f'<figure>{picture}<figcaption>{keys}<output class="hover"></output></figcaption></figure>'
+        yield curves.html(number, f"Memory over simulated time of {outcome.name}")
     yield '<div class="peaks">'
     yield _peak("original", result.original.at_peak)
     if not outcome.case.has_one_step:
@@ -198,7 +190,8 @@ def _page(run: Run) -> Iterator[str]:
         if path not in commits:
             commits[path] = history(path)
         yield case_section(number, outcome, run, commits[path])
-        series.append(_series(outcome))
+        curves = curves_of(outcome)
+        series.append(None if curves is None else curves.data())
     yield from _fronts(run)
     yield "</main>"
     yield f"<footer>pytest-magis {text(__version__)}. Bytes and latencies of curves are simulated.</footer>"
@@ -208,14 +201,6 @@ def _page(run: Run) -> Iterator[str]:
 
 def _resource(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
-
-
-def _series(outcome: Outcome) -> dict[str, Any] | None:
-    """The data of a case's curve; None where it has none."""
-    if outcome.result is None or outcome.result.timelines is None:
-        return None
-    lines = outcome.result.timelines
-    return curve_data(lines_of(outcome, lines.original, lines.optimized))
 
 
 def _notices(run: Run) -> Iterator[str]:
@@ -248,7 +233,9 @@ def _fronts(run: Run) -> Iterator[str]:
         picture = _picture(path)
         if picture is not None:
             yield f"<section><h2>{text(model)}: memory against latency</h2>"
-            yield f'<img alt="{text(f"front of {model}")}" src="data:image/svg+xml;base64,{picture}"/></section>'
+            alt = text(f"Pareto front of {model}: peak memory against latency")
+            image = f'<img alt="{alt}" src="data:image/svg+xml;base64,{picture}"/>'
+            yield f'<div class="wide" role="group" tabindex="0" aria-label="{alt}">{image}</div></section>'
 
 
 def _picture(path: Path) -> str | None:

@@ -1,0 +1,201 @@
+"""Memory over time in the report: stacked, with a limit, on equal axes; and the page in a browser."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from magis.report import front_svg
+from magis.report.pictures import BOUND, DARK, EAGER, OURS, TEXT
+from magis.results import FrontPoint, Span
+from magis.units import MIB
+from pytest_magis.outputs.html.curves import GAP, PANEL, WIDTH, Curves
+from tests.plugin.pages import Page, in_browser, measured
+from tests.report.test_front import FRONT
+
+CSS = (files("pytest_magis.outputs.html") / "page.css").read_text(encoding="utf-8")
+
+
+def span(at: int, *kinds: int, stream: str = "compute") -> Span:
+    return Span("aten.mm.default", "up", "forward", "", float(at), 1.0, sum(kinds), stream, kinds=kinds)
+
+
+ORIGINAL = [span(at, 4 * MIB, 0, MIB, held * MIB, 0, 0, 1) for at, held in enumerate((1, 9, 9, 3))]
+OPTIMIZED = [span(at, 4 * MIB, 0, MIB, 2 * MIB, 0, 0, 0) for at in range(7)]
+CURVES = Curves(
+    {"original": ORIGINAL, "optimized": [*OPTIMIZED, span(9, 0, 0, 0, 0, 0, 0, 0, stream="to host")]}, 8 * MIB
+)
+
+
+def page_of(curves: Curves) -> Page:
+    return Page(f'<!DOCTYPE html>\n<html lang="en">{curves.html(0, "of <mine>")}</html>')
+
+
+def levels(path: str) -> list[float]:
+    """Heights of an area above the lower edge of its panel."""
+    base = float(re.findall(r"M0 (\d+)", path)[0])
+    return [base - float(y) for y in re.findall(r"V([\d.]+)", path)]
+
+
+def test_bytes_are_stacked_by_kind_on_equal_axes() -> None:
+    page = page_of(CURVES)
+    paths = [(attributes["class"], attributes["d"]) for tag, attributes in page.tags if tag == "path"]
+    assert [kind for kind, _ in paths] == ["k6", "k3", "k2", "k0"] * 2  # no state, no gradients
+    assert CURVES.bytes_scale.end == 16 * MIB
+    mib = PANEL / 16
+    heights = [levels(path or "") for _, path in paths]
+    assert heights[0] == pytest.approx([mib * each for each in (6, 14, 8, 0)], abs=0.06)
+    assert heights[1] == heights[0]  # a byte of scratch shows nowhere
+    assert heights[2:4] == [pytest.approx([mib * 5, 0], abs=0.06), pytest.approx([mib * 4, 0], abs=0.06)]
+    assert heights[4] == heights[5] == pytest.approx([mib * 7, 0], abs=0.06)
+    ends = [float(re.findall(r"H([\d.]+)V\d+Z", path or "")[0]) for _, path in paths]
+    assert ends == [pytest.approx(0.4 * WIDTH)] * 4 + [pytest.approx(0.7 * WIDTH)] * 4
+    assert [kind for kind in ("parameters", "optimizer state", "activations", "scratch") if kind in page.text] == [
+        "parameters", "activations", "scratch",
+    ]  # fmt: skip
+
+
+def test_the_limit_is_a_line_with_its_bytes_in_every_panel() -> None:
+    page = page_of(CURVES)
+    lines = [float(each["y1"] or "") for tag, each in page.tags if tag == "line" and each["class"] == "limit"]
+    assert lines == [PANEL + GAP - PANEL / 2, 2 * (PANEL + GAP) - PANEL / 2]
+    assert page.text.count(" limit 8.00 MiB") == 1 + 2
+    assert "memory limit 8.00 MiB" in page.text
+    high = Curves({"original": ORIGINAL}, 100 * MIB)
+    assert high.bytes_scale.end >= 100 * MIB
+    assert page_of(replace(CURVES, limit=None)).text.count("limit") == 0
+
+
+def test_a_picture_has_a_title_and_a_description() -> None:
+    page = page_of(CURVES)
+    ((_, svg),) = [each for each in page.tags if each[0] == "svg"]
+    named = {attributes["id"]: tag for tag, attributes in page.tags if "id" in attributes}
+    assert (named[svg["aria-labelledby"] or ""], named[svg["aria-describedby"] or ""]) == ("title", "desc")
+    assert (svg["role"], svg["tabindex"]) == ("img", "0")
+    assert "of <mine> original: at most 14.00 MiB; optimized: at most 7.00 MiB; memory limit 8.00 MiB" in page.text
+
+
+def test_calls_that_do_not_say_their_kinds_make_one_area() -> None:
+    plain = Curves({"original": [replace(each, kinds=()) for each in ORIGINAL]})
+    assert plain.data()["kinds"] == {"original": []}
+    assert page_of(plain).count("path") == 1
+    assert page_of(Curves({"original": (), "optimized": ()})).count("path") == 2
+    mixed = Curves({"original": [ORIGINAL[0], replace(ORIGINAL[1], kinds=(3, 4))]})
+    assert mixed.kinds == {}
+
+
+def test_the_script_gets_what_never_changes_once() -> None:
+    data = CURVES.data()
+    assert dict(data["kinds"]["original"])["parameters"] == 4 * MIB
+    assert dict(data["kinds"]["original"])["activations"] == [MIB, 9 * MIB, 9 * MIB, 3 * MIB]
+    assert (data["end"], data["axis"], data["most"]) == (10.0, 10.0, 14 * MIB + 1)
+
+
+# --- colours ----------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("name", ["text", "soft", "red", "green", "link"])
+def test_words_can_be_read_on_both_grounds_in_light_and_dark(name: str) -> None:
+    colours = {key: pair for key, *pair in re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\)", CSS)}
+    for mode in (0, 1):
+        for ground in ("back", "panel"):
+            assert contrast(colours[name][mode], colours[ground][mode]) >= 4.5
+
+
+@pytest.mark.parametrize("colour", [TEXT, OURS, EAGER, BOUND])
+def test_words_of_fronts_can_be_read_in_light_and_dark(colour: str) -> None:
+    assert contrast(colour, "#ffffff") >= 4.5
+    assert contrast(DARK[colour], DARK["white"]) >= 4.5
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+BOXES = """
+const shown = function (elements) {
+  return Array.from(elements).map(function (each) { return [each.textContent, each.getBoundingClientRect()]; })
+    .filter(function ([, box]) { return box.width > 0; });
+};
+const clashes = function (elements) {
+  const boxes = shown(elements);
+  return boxes.flatMap(function ([words, a], at) {
+    return boxes.slice(at + 1).filter(function ([, b]) {
+      return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+    }).map(function ([other]) { return words + " / " + other; });
+  });
+};
+"""
+
+
+TEXTS = """
+const texts = page.querySelectorAll("text");
+return {words: shown(texts).map(function ([words]) { return words; }), clashes: clashes(texts)};
+"""
+
+
+@pytest.fixture
+def report(gate) -> Path:
+    """Of a run with a limit, long names, tables and a front."""
+    long = "a_module_with_a_long_name." * 6
+    gate.fake(any_case={"held": {f"{long}{at}": 1000 * at + 1 for at in range(30)}})
+    gate.accept("--magis-models=bert")
+    gate("--magis-models=bert", "--magis-report=report.html", "--magis-pareto=fronts")
+    return gate.root / "report.html"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [320, 400, 1200])
+def test_a_page_is_as_wide_as_the_screen_and_no_label_lies_on_another(report, tmp_path, width):
+    html = report.read_text(encoding="utf-8")
+    html = html.replace("</main>", f"{CURVES.html(99, 'more')}</main>")
+    script = """
+      return {width: page.scrollingElement.scrollWidth, view: page.documentElement.clientWidth,
+              words: shown(page.querySelectorAll(".plot span")).length,
+              clashes: Array.from(page.querySelectorAll(".plot")).flatMap(
+                function (plot) { return clashes(plot.querySelectorAll("span")); })};"""
+    found = measured(html, BOXES + script, tmp_path, width)
+    assert found["width"] <= found["view"] <= width
+    assert found["words"] > 40
+    assert found["clashes"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [2, 12, 32])
+def test_no_label_of_a_front_lies_on_another(tmp_path, count):
+    points = tuple(FrontPoint(2**30 // 4 + 2**24 * at, 10 + 8 / (at + 1), 0, 0, "") for at in range(count))
+    front = replace(FRONT, original=FrontPoint(2**30, 10.0, 0, 0, ""), points=points, lower_bound_bytes=2**28 - 2**22)
+    found = measured(front_svg(front), BOXES + TEXTS, tmp_path, 800)
+    assert found["clashes"] == []
+    assert {"256.00 MiB", "lower bound 252.00 MiB"} <= set(found["words"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["fission", "front", "strategies"])
+def test_no_label_of_a_picture_in_the_docs_lies_on_another(tmp_path, name):
+    picture = Path(__file__).parents[2] / "docs" / f"{name}.svg"
+    found = measured(picture.read_text(encoding="utf-8"), BOXES + TEXTS, tmp_path, 800)
+    assert len(found["words"]) > 10
+    assert found["clashes"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("scheme", "ground"), [(0, "rgb(20, 24, 29)"), (1, "rgb(255, 255, 255)")])
+def test_the_page_is_dark_where_that_is_preferred(report, tmp_path, scheme, ground):
+    ask = "<script>document.title = getComputedStyle(document.body).backgroundColor;</script></body>"
+    report.write_text(report.read_text(encoding="utf-8").replace("</body>", ask), encoding="utf-8")
+    dom = in_browser(report, tmp_path, f"--blink-settings=preferredColorScheme={scheme}")
+    assert f"<title>{ground}</title>" in dom

@@ -1,0 +1,80 @@
+"""Axes with round ticks, and labels beside each other."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from magis.report import LinearScale, byte_scale, time_scale
+from magis.report.axes import Label, decimal_scale, overlap, placed, text_box
+
+
+def check(axis: LinearScale, most: float) -> None:
+    assert 3 <= len(axis.ticks) <= 8
+    assert axis.ticks[0] == 0
+    assert axis.ticks[-1] == pytest.approx(axis.end)
+    assert axis.end >= most * (1 - 1e-9)
+    assert axis.end - axis.step < most * (1 + 1e-9) or len(axis.ticks) == 3
+    assert len({axis.words(tick) for tick in axis.ticks}) == len(axis.ticks)
+
+
+@given(st.integers(0, 2**50))
+def test_bytes_have_ticks_a_power_of_two_apart(most: int) -> None:
+    axis = byte_scale(most)
+    check(axis, most)
+    assert int(axis.step).bit_count() == 1
+    assert axis.share(axis.end) == 1
+    for tick in axis.ticks[1:]:
+        number, unit = axis.words(tick).split(" ")
+        assert unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+        assert (8 * float(number)).is_integer()  # halves, quarters, eighths
+        assert float(number) < 1024 or unit == "PiB"
+
+
+@given(st.floats(1e-6, 1e9))
+def test_times_have_ticks_of_1_2_or_5_times_a_power_of_ten(most: float) -> None:
+    axis = time_scale(most)
+    check(axis, most)
+    step = axis.step / axis.per_unit
+    assert any(math.isclose(step / 10 ** math.floor(math.log10(step) + 1e-9), digit) for digit in (1, 2, 5))
+    assert axis.unit == ("s" if most >= 10_000 else "ms")
+
+
+def test_what_stands_at_ticks() -> None:
+    assert [byte_scale(129 << 20).words(tick) for tick in byte_scale(129 << 20).ticks] == [
+        "0", "32 MiB", "64 MiB", "96 MiB", "128 MiB", "160 MiB",
+    ]  # fmt: skip
+    assert [byte_scale(1 << 30).number(tick) for tick in byte_scale(1 << 30).ticks] == ["0", "0.25", "0.5", "0.75", "1"]
+    assert [time_scale(0.7).words(tick) for tick in time_scale(0.7).ticks][-2:] == ["0.6 ms", "0.7 ms"]
+    assert time_scale(12_000).words(12_000) == "12 s"
+    assert decimal_scale(0).end == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 400), st.text("0123456789", max_size=12)), max_size=40))
+def test_no_label_lies_on_another_one_or_on_what_is_taken(marks: list[tuple[int, int, str]]) -> None:
+    taken = [(x - 3.0, y - 3.0, x + 3.0, y + 3.0) for x, y, _ in marks]
+    labels = [Label(words, ((x + 5, y - 5, "start"), (x - 5, y + 15, "end")), "red") for x, y, words in marks]
+    found = list(placed(labels, taken, (0, 0, 600, 400)))
+    boxes = [text_box(label.words, place) for label, place in found]
+    assert not any(overlap(a, b) for a, b in combinations(boxes, 2))
+    assert not any(overlap(box, mark) for box in boxes for mark in taken)
+    assert all(left >= 0 and top >= 0 and right <= 600 and bottom <= 400 for left, top, right, bottom in boxes)
+    shown = [label for label, _ in found]
+    for label in labels:  # what is left out has no room in any of its places
+        if label not in shown:
+            for place in label.places:
+                box = text_box(label.words, place)
+                outside = box[0] < 0 or box[1] < 0 or box[2] > 600 or box[3] > 400
+                assert outside or any(overlap(box, other) for other in (*taken, *boxes))
+
+
+def test_a_label_takes_the_first_place_that_is_free() -> None:
+    (first, second) = (Label(words, ((10, 20, "start"), (10, 40, "start")), "red") for words in ("one", "two"))
+    assert list(placed([first, second], (), (0, 0, 99, 99))) == [
+        (first, (10, 20, "start")),
+        (second, (10, 40, "start")),
+    ]
