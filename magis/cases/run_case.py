@@ -30,15 +30,15 @@ from magis.errors import UsageError
 from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces
+from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
+from magis.progress import Progress
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.strategy_names import PLANS, SEARCHES, family
 from magis.units import share_of
-
-Progress = Callable[[str], None]
 
 
 def run_case(
@@ -67,7 +67,8 @@ def run_case(
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
         subject = bench.subject(case, make)
-        kind, told = family(case.strategy), progress or (lambda _text: None)
+        kind = family(case.strategy)
+        told: Progress = stack.enter_context(compiling_told(progress)) if progress else lambda _text: None
         check_precision(case)
         if kind == "ort":
             return ort_result(case, subject, told, latency_bounds, rough=rough)
@@ -168,6 +169,7 @@ class CaseRun:
             seed=case.seed,
             stored=table,
             search=case.search,
+            tell=self.progress,
         )
         self.graph = found.graph
         stats = SearchStats(
@@ -234,7 +236,7 @@ class CaseRun:
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
-            self.progress("comparing numbers")
+            self.progress("compiling the step, and comparing numbers" if self._is_compiled else "comparing numbers")
             numbers = numbers_of(candidate, subject, self.graph, eager, step, self.case.seed)
             self.progress("measuring memory")
             memory = subject.measure(step, compiled=self._is_compiled)
