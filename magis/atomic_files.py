@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -31,36 +33,70 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def put_in_place(target: Path, content: bytes) -> None:
-    """The same for a file that is no link. Raises OSError."""
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    """The same for a file that is no link. Raises OSError.
+
+    The temporary file is locked as long as its writer lives.
+    """
+    _remove_abandoned_of(target)
+    temporary = _beside(target)
     try:
         # "x" rather than mkstemp: the new file gets the permissions that any new file gets
         with temporary.open("xb") as stream:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            if not os.fstat(stream.fileno()).st_nlink:  # taken for an abandoned one before it was locked
+                put_in_place(target, content)
+                return
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        if target.exists():
-            temporary.chmod(target.stat().st_mode & 0o777)
-        temporary.replace(target)
+            if target.exists():
+                temporary.chmod(target.stat().st_mode & 0o777)
+            temporary.replace(target)
     finally:
         with suppress(OSError):  # in place by now, or never made
             temporary.unlink()
 
 
+def _beside(target: Path) -> Path:
+    return target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+
+
+def _remove_abandoned_of(target: Path) -> None:
+    ours = re.compile(rf"\.{re.escape(target.name[:100])}\.[0-9a-f]{{8}}\.tmp")
+    with suppress(OSError):
+        for path in target.parent.iterdir():
+            if ours.fullmatch(path.name):
+                remove_if_abandoned(path)
+
+
+def remove_if_abandoned(temporary: Path) -> None:
+    """Remove a temporary file whose writer was killed: nobody holds its lock any more."""
+    with suppress(OSError):
+        handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.unlink()
+        finally:
+            os.close(handle)
+
+
 def check_writable(path: Path) -> None:
-    """Raise UsageError unless `write_text_atomically` can replace `path` now. Leaves nothing behind.
+    """Raise UsageError unless `write_text_atomically` can replace `path` now. Leaves nothing behind, nor what writers
+    left that were killed.
 
     Tries it with an empty file beside it: permission bits say little (to root, or on a read-only file system).
     """
     target = path.resolve()
-    probe = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    probe = _beside(target)
     try:
         _refuse_special(path, target)
         if not target.parent.is_dir():
             kind = "not a directory" if target.parent.exists() else "no such directory"
             raise UsageError(f"cannot write {path}: {kind}: {target.parent}")
+        _remove_abandoned_of(target)
         probe.touch(exist_ok=False)
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another run may take it for an abandoned one
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -214,8 +214,8 @@ OPTIONS = (
         "pareto",
         "DIR",
         "directory for each model's Pareto front of memory and latency, as .json and .svg (default: none)",
-        details="Some thirty plans come from one search. A case of the gate searches its one limit longer, and may "
-        "find a better plan.",
+        details="Of marked tests, too. Some thirty plans come from one search. A case of the gate searches its one "
+        "limit longer, and may find a better plan.",
     ),
     Option(
         "report",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TypeVar
 import pytest
 
 from magis.errors import MagisError, UsageError
+from magis.plain_records import from_plain
 from magis.report import (
     Cell,
     check_writable,
@@ -22,7 +24,7 @@ from magis.report import (
     write_csv,
     write_text_atomically,
 )
-from magis.results import Case, CaseResult
+from magis.results import Case, CaseResult, ParetoFront
 from pytest_magis import harness
 from pytest_magis.baseline_files import baseline_path, file_name, held, read_baseline, write_baseline
 from pytest_magis.baselines import ModelBaseline, updated
@@ -38,6 +40,7 @@ from pytest_magis.run_plan import (
     PROPERTY,
     Outcome,
     PlannedCase,
+    WrittenFront,
     choose,
     plan_cases,
     plan_fronts,
@@ -65,8 +68,8 @@ class Gate:
     """Of pytest-benchmark; None: nobody asks for latencies there."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By case name: a case that ran again (reruns) counts once, as it ended."""
-    searched: set[str] = field(default_factory=set)
-    """Node ids of the fronts that were written."""
+    written: dict[str, WrittenFront] = field(default_factory=dict)
+    """The fronts, by their models' names."""
     lines: list[str] = field(default_factory=list)
     """What was written, and what could not be; for the summary."""
     workers_ready: int = 0
@@ -94,8 +97,8 @@ class Gate:
                 if self.benchmarks is not None:
                     self.benchmarks.put(outcome)
             elif key == FRONT_PROPERTY:
-                self.lines.append(str(value))
-                self.searched.add(report.nodeid)
+                front = from_plain(WrittenFront, json.loads(str(value)), "front")
+                self.written[front.model] = front
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the plan, whichever worker finished first; then those of users' tests."""
@@ -121,6 +124,7 @@ class Gate:
             text = markdown(outcomes, self.settings.given)
             add = self.settings.adds_markdown
             written &= self._try(partial(write_markdown, self.settings.markdown, text, add=add))
+        self.lines += [front.line for front in self._fronts()]
         traced = sum(bool(outcome.trace) for outcome in outcomes)
         if traced:
             self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
@@ -132,7 +136,7 @@ class Gate:
                 len(self.cases) + sum(bool(outcome.where) for outcome in outcomes),
                 self.settings,
                 interrupted,
-                tuple(self._shown_fronts()),
+                tuple((front.model, Path(front.picture)) for front in self._fronts()),
                 self.baselines,
             )
             written &= self._try(partial(write_report, self.settings.report, run))
@@ -147,11 +151,10 @@ class Gate:
             written &= self._try(partial(store, path, of_file))
         return written
 
-    def _shown_fronts(self) -> Iterator[tuple[str, Path]]:
-        """Models with a front of this run, and its picture."""
-        for planned in self.fronts:
-            if self.settings.pareto is not None and f"{PREFIX}{planned.name}" in self.searched:
-                yield planned.model, self.settings.pareto / f"{planned.model}.svg"
+    def _fronts(self) -> list[WrittenFront]:
+        """The fronts of this run in the order of the plan; then those of users' tests."""
+        planned = [self.written[each.model] for each in self.fronts if each.model in self.written]
+        return planned + sorted(set(self.written.values()) - set(planned), key=lambda front: front.model)
 
     def _try(self, write: Callable[[], str]) -> bool:
         try:
@@ -187,7 +190,7 @@ def prepare(config: pytest.Config) -> Gate:
         for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
             if place is not None:
                 check_writable(place)
-        pictures = [f"{front.model}.{kind}" for front in fronts for kind in ("json", "svg")]
+        pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
         _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
         _check_directory("--magis-pareto", settings.pareto, pictures)
         _check_directory("--magis-resume", settings.resume, ["place.npz"])
@@ -277,16 +280,19 @@ def write_results(path: Path, outcomes: Iterable[Outcome], columns: Mapping[str,
     return f"results: {path} ({len(rows)} row{'s' if len(rows) != 1 else ''})"
 
 
-def write_front(config: pytest.Config, directory: Path, planned: PlannedCase) -> str:
-    """Search a model's front and write `<model>.json` and `<model>.svg`; one line that says so.
+def front_name(planned: PlannedCase, kind: str) -> str:
+    """The file of a model's front, which is a "json" or an "svg"."""
+    return f"{file_name(planned.model)}.{kind}"
 
-    Raises UsageError where the files cannot be written.
-    """
-    front = harness.search_front(config, planned.model, planned.case)
+
+def write_front(directory: Path, planned: PlannedCase, front: ParetoFront) -> WrittenFront:
+    """Write the two files of a model's front. Raises UsageError where that fails."""
     _make("--magis-pareto", directory)
-    for suffix, text in (("json", front_text(front)), ("svg", front_svg(front))):
-        write_text_atomically(directory / f"{planned.model}.{suffix}", text)
-    return f"front: {directory / planned.model}.svg ({len(front.points)} plans, {front.states} judged)"
+    for kind, text in (("json", front_text(front)), ("svg", front_svg(front))):
+        write_text_atomically(directory / front_name(planned, kind), text)
+    picture = directory / front_name(planned, "svg")
+    line = f"front: {picture} ({len(front.points)} plans, {front.states} judged)"
+    return WrittenFront(planned.model, str(picture), line)
 
 
 def trace_name(planned: PlannedCase) -> str:

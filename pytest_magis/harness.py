@@ -99,18 +99,20 @@ def measure_again(config: pytest.Config, case: Case) -> None:
         config.stash[_BENCH].measure_again(case)
 
 
-def search_front(config: pytest.Config, name: str, case: Case) -> ParetoFront:
+def search_front(
+    config: pytest.Config, name: str, case: Case, make: Callable[[int], Workload] | None = None
+) -> ParetoFront:
     """Search the front of a case's model by hook and return it, under the model's name."""
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        front = config.hook.pytest_magis_front(case=case, config=config)
+        front = config.hook.pytest_magis_front(case=case, config=config, make=make)
     if not isinstance(front, ParetoFront):
         raise MagisError(f"{name}: no plugin searched the front")
     return replace(front, model=name)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront:
+def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], Workload] | None) -> ParetoFront:
     """Search a front that no other plugin wanted, on the captures of the process's cases."""
     from magis.api import pareto
 
@@ -123,6 +125,7 @@ def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront:
         budget=case.budget,
         seconds=case.seconds,
         cache=_bench(config),
+        make=make,
     )
 
 

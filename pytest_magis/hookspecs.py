@@ -54,18 +54,19 @@ def pytest_magis_run_case(
     `planning_workspaces` (operator signature -> bytes) and `expected_graph` (digest) come from the baseline, so that
     the plan is the same on every machine; both are None without one. `latency_bounds` are the latency ratios at which
     the verdict changes: a timing that ends with one of them inside its interval decides nothing; `rough` says that the
-    ratio is only shown, neither judged nor stored. `progress` takes one short line of text to show on a terminal; None
-    where there is none. `make` (seed -> workload) builds the network of a test of the user's, for which the case's
-    model is only a name; None: the name says what to build. `timelines` says whether `CaseResult.timelines` will be
-    shown. Errors of magis fail the case in one line.
+    ratio is only shown, neither judged nor stored. `progress` takes a few words on what the case is at, shown where
+    that takes long; None where nobody looks. `make` (seed -> workload) builds the network of a test of the user's, for
+    which the case's model is only a name; None: the name says what to build. `timelines` says whether
+    `CaseResult.timelines` will be shown. Errors of magis fail the case in one line.
     Without a further implementation, models that magis cannot capture end the run before its first case; with one,
     they fail their case.
     """
 
 
 @pytest.hookspec(firstresult=True)
-def pytest_magis_front(case: Case, config: pytest.Config) -> ParetoFront | None:
-    """Search a model's front of memory against latency (`--magis-pareto`); the case has no limit.
+def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], Workload] | None) -> ParetoFront | None:
+    """Search a model's front of memory against latency (`--magis-pareto`); the case has no limit, and `make` is as in
+    `pytest_magis_run_case`.
 
     The first answer counts; None leaves it to the next one, `magis.pareto` being the last.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +22,18 @@ from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
 from pytest_magis.findings import Tolerances, accept_case
-from pytest_magis.gate import Gate, write_trace
-from pytest_magis.harness import check_prices, check_with_magis, measure, measure_again, runs_every_case
+from pytest_magis.gate import Gate, write_front, write_trace
+from pytest_magis.harness import (
+    check_prices,
+    check_with_magis,
+    measure,
+    measure_again,
+    runs_every_case,
+    search_front,
+)
 from pytest_magis.latency_verdict import latency_bounds
 from pytest_magis.outputs.terminal import progress_line
-from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase
+from pytest_magis.run_plan import PREFIX, Outcome, PlannedCase, WrittenFront
 from pytest_magis.verdict import Verdict, judge, judge_against
 
 if TYPE_CHECKING:
@@ -57,10 +63,11 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
         baseline = gate.baseline(planned)
         hand_back = planning(baseline, planned.label, planned.case)
         stored = stored_case(baseline, planned.label, planned.case)
-        line = nullcontext() if gate.is_worker else progress_line(config, planned.name)
         bounds = latency_bounds(stored, tolerances)
         rough = stored is None and not gate.settings.updates and _is_beside(planned.case)
-        with line as progress:
+        with progress_line(config, planned.name) as progress:
+            if progress is not None:
+                progress("capturing")
             if make is not None and runs_every_case(config):
                 check_with_magis(planned.case, config, keep=True, make=make)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
@@ -79,6 +86,15 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
     else:
         shown = thinned_timelines(result) if gate.settings.report is not None else replace(result, timelines=None)
         yield Outcome(planned.model, planned.label, planned.case, verdict, shown, where=where, trace=trace)
+
+
+def searched_front(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live | None = None) -> WrittenFront:
+    """The front of a model, searched and written now. Raises UsageError where the files cannot be written."""
+    with progress_line(config, planned.name) as progress:
+        if progress is not None:
+            progress("searching the front")
+        front = search_front(config, planned.model, planned.case, live.make if live else None)
+    return write_front(gate.settings.pareto or Path(), planned, front)
 
 
 def verdict_on(gate: Gate, planned: PlannedCase, result: CaseResult, tolerances: Tolerances) -> Verdict:

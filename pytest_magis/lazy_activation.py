@@ -26,8 +26,8 @@ NO_CASES = (
     f"its mark {MARK!r} made no cases; put it on the function, its class or module, not on a parameter, by a hook, or "
     "on tests of unittest"
 )
-OUTCOME = "magis"
-"""As `pytest_magis.run_plan.PROPERTY`, which would load the gate."""
+OUTCOMES = ("magis", "magis-front")
+"""As `PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, which would load the gate."""
 
 
 class LazyActivation:
@@ -131,7 +131,7 @@ class LazyActivation:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The process that has the terminal learns from a worker's report that a test was gated."""
-        if report.when == "call" and self._sleeps() and any(name == OUTCOME for name, _ in report.user_properties):
+        if report.when == "call" and self._sleeps() and any(name in OUTCOMES for name, _ in report.user_properties):
             self.awake()
             session: Any = self._config.pluginmanager.get_plugin(GATE)  # which is not told of this report any more
             session.pytest_runtest_logreport(report)

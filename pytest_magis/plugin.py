@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,6 +37,7 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
     """In a job with one process per rank, those with another rank than 0 lend it to the one that runs the tests."""
     if flags.COMPARED_WITH in os.environ and hasattr(config.option, "xmlpath"):
         config.option.xmlpath = None  # pytest's file of results is another run's, too
+    _leave_no_empty_storage(config)
     if not flags.is_active(config) or config.option.help or hasattr(config, "workerinput"):
         return None
     from pytest_magis.session import take_place
@@ -58,6 +62,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
         check_options(config)
     config.pluginmanager.register(LazyActivation(config), "magis-dormant")
+
+
+def _leave_no_empty_storage(config: pytest.Config) -> None:
+    """pytest-benchmark makes the folder of its storage in every session: where nothing is stored, it goes again."""
+    storage = str(config.getoption("benchmark_storage", default=None) or "")
+    scheme, _, place = storage.rpartition("://")
+    folder = Path.cwd() / place
+    if place and scheme in ("", "file") and not folder.exists():
+        config.add_cleanup(partial(_remove_if_empty, folder))
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _compare(config: pytest.Config) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TypeAlias
 
 from magis.errors import UsageError
 from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
@@ -25,7 +26,7 @@ FRONT = "pareto"
 PROPERTY = "magis"
 """Name of the report property that holds an outcome."""
 FRONT_PROPERTY = "magis-front"
-"""Name of the one that says where a front was written."""
+"""Name of the one that holds a `WrittenFront`."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,34 @@ class Outcome:
             raise UsageError(f"not the outcome of a case: {text[:60]!r}") from error
 
 
-def leave(outcome: Outcome, properties: list[tuple[str, object]]) -> None:
-    """Put an outcome into an item's properties, in the place of that of an earlier run of the item."""
-    others = [entry for entry in properties if entry[0] != PROPERTY]
-    properties[:] = [*others, (PROPERTY, outcome.to_text())]
+@dataclass(frozen=True)
+class WrittenFront:
+    """A front that was written: its model's name, the path of its picture, and what is said of it in one line."""
+
+    model: str
+    picture: str
+    line: str
+
+
+Properties: TypeAlias = list[tuple[str, object]]
+"""Of an item, and so of its report."""
+
+
+def leave(found: Outcome | WrittenFront, properties: Properties) -> None:
+    """Put it into an item's properties, in the place of what an earlier run of the item left there."""
+    forget_outcomes(properties)
+    add(found, properties)
+
+
+def add(found: Outcome | WrittenFront, properties: Properties) -> None:
+    """Put it there beside others."""
+    entry = (PROPERTY, found.to_text()) if isinstance(found, Outcome) else (FRONT_PROPERTY, json.dumps(to_plain(found)))
+    properties.append(entry)
+
+
+def forget_outcomes(properties: Properties) -> None:
+    """Take out all that was put there."""
+    properties[:] = [entry for entry in properties if entry[0] not in (PROPERTY, FRONT_PROPERTY)]
 
 
 def resolve_models(patterns: Sequence[str], further: Mapping[str, str]) -> tuple[Model, ...]:

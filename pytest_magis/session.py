@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -20,16 +19,16 @@ from magis.quiet import before_torch
 from magis.ranks import attached, lead, serve
 from magis.strategies.strategy_names import LISTED, family
 from pytest_magis.flags import on_command_line
-from pytest_magis.gate import Gate, prepare, write_front
+from pytest_magis.gate import Gate, prepare
 from pytest_magis.harness import AGENTS
-from pytest_magis.judged_case import check_factories, judged, lines_of
+from pytest_magis.judged_case import check_factories, judged, lines_of, searched_front
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
 from pytest_magis.live.marked import let_go
 from pytest_magis.options import anywhere
 from pytest_magis.outputs.benchmark import readable
 from pytest_magis.outputs.github import error_lines
-from pytest_magis.outputs.terminal import progress_line, summary
-from pytest_magis.run_plan import ALL, FRONT_PROPERTY, PREFIX, PROPERTY, PlannedCase, leave
+from pytest_magis.outputs.terminal import summary
+from pytest_magis.run_plan import ALL, PREFIX, PROPERTY, PlannedCase, leave
 
 if TYPE_CHECKING:
     from _pytest.terminal import TerminalReporter
@@ -58,12 +57,8 @@ class Suite(pytest.Collector):
     def collect(self) -> Iterator[GateItem]:
         for planned in self.gate.cases:
             yield CaseItem.build(self, self.gate, planned)
-        directory = self.gate.settings.pareto
-        if directory is not None:
-            for planned in self.gate.fronts:
-                item = FrontItem.build(self, self.gate, planned)
-                item.directory = directory
-                yield item
+        for planned in self.gate.fronts:
+            yield FrontItem.build(self, self.gate, planned)
 
 
 class GateItem(pytest.Item):
@@ -97,15 +92,8 @@ class GateItem(pytest.Item):
 class FrontItem(GateItem):
     """A model's front of memory against latency: writes it, and is red only where that fails."""
 
-    directory: Path
-
     def runtest(self) -> None:
-        line = nullcontext() if self.gate.is_worker else progress_line(self.config, self.planned.name)
-        with line as progress:
-            if progress is not None:
-                progress("searching the front")
-            line_of_it = write_front(self.config, self.directory, self.planned)
-        self.user_properties[:] = [(FRONT_PROPERTY, line_of_it)]
+        leave(searched_front(self.config, self.gate, self.planned), self.user_properties)
 
 
 class CaseItem(GateItem):
@@ -233,7 +221,9 @@ class GateSession:
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
         """Show the table; whatever is wrong was decided before, so that JUnit and exit code agree with it."""
-        width = terminalreporter.config.get_terminal_writer().fullwidth
+        # a log has no columns
+        bounded = terminalreporter.isatty or "COLUMNS" in os.environ
+        width = terminalreporter.config.get_terminal_writer().fullwidth if bounded else None
         lines = list(summary(self.gate.ordered(), self.gate.settings.given, self.gate.lines, width))
         if lines:
             terminalreporter.write_sep("=", "magis")

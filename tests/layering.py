@@ -41,7 +41,15 @@ LAYERS = (
     ("magis.graph",),
     ("magis.results",),
     ("magis.module_bytes",),
-    ("magis.atomic_files", "magis.current_gate", "magis.dtypes", "magis.plain_records", "magis.quiet", "magis.units"),
+    (
+        "magis.atomic_files",
+        "magis.current_gate",
+        "magis.dtypes",
+        "magis.plain_records",
+        "magis.progress",
+        "magis.quiet",
+        "magis.units",
+    ),
     ("magis.errors",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
@@ -56,6 +64,7 @@ PUBLIC = frozenset(
         "magis.errors",
         "magis.models",
         "magis.models.registry",
+        "magis.progress",
         "magis.quiet",
     }
     | {"magis.plain_records", "magis.ranks", "magis.report", "magis.results", "magis.strategies.strategy_names"}

@@ -240,7 +240,7 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
         yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
-ALONE = "gate forward and backward alone, with the optimizer 'gradients'"
+ALONE = "gate forward and backward alone, with the optimizer 'gradients', or the loop as it runs, by magis.peak"
 
 
 @dataclass(frozen=True)

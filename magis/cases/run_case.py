@@ -31,15 +31,15 @@ from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces, within_reserved
 from magis.planner.plans import Plan
+from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
+from magis.progress import Progress
 from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
 from magis.units import share_of
-
-Progress = Callable[[str], None]
 
 
 def run_case(
@@ -68,7 +68,8 @@ def run_case(
     with ExitStack() as stack:
         bench = cache if cache is not None else stack.enter_context(closing(Bench()))
         subject = bench.subject(case, make)
-        kind, told = family(case.strategy), progress or (lambda _text: None)
+        kind = family(case.strategy)
+        told: Progress = stack.enter_context(compiling_told(progress)) if progress else lambda _text: None
         check_precision(case)
         if kind == "ort":
             return ort_result(case, subject, told, latency_bounds, rough=rough)
@@ -178,6 +179,7 @@ class CaseRun:
                 seed=case.seed,
                 stored=table,
                 search=case.search,
+                tell=self.progress,
             )
 
         if target is not None and case.memory_limit_of == RESERVED:
@@ -249,7 +251,7 @@ class CaseRun:
         with ExitStack() as stack:
             eager = subject.eager()
             step = candidate.make(stack)
-            self.progress("comparing numbers")
+            self.progress("compiling the step, and comparing numbers" if self._is_compiled else "comparing numbers")
             numbers = numbers_of(candidate, subject, self.graph, eager, step, self.case.seed)
             self.progress("measuring memory")
             memory = subject.measure(step, compiled=self._is_compiled)

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__
-from magis.cli.arguments import above_zero, look_here, real_number, tell, whole_number
+from magis.cli.arguments import above_zero, look_here, real_number, whole_number
 from magis.cli.bisect import add_bisect
 from magis.cli.rebase import add_rebase
 from magis.cost.profile_store import target_of
 from magis.errors import MagisError, UsageError
 from magis.models.registry import resolve
+from magis.progress import on_stderr, shown_if_slow
 from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.results_table import case_name, merge_results
@@ -111,20 +112,23 @@ def _fit(asked: argparse.Namespace) -> int:
         "most": whole_number("--most", asked.most),
         "precision": real_number("--precision", asked.precision),
     }
-    found = api.fit(
-        models[0],
-        memory_limit=limit,
-        device=asked.device,
-        preset=asked.preset,
-        dtype=asked.dtype,
-        dim=whole_number("--dim", asked.dim) or 0,
-        keyword=asked.keyword,
-        latency_ratio=real_number("--latency-ratio", asked.latency_ratio),
-        budget=whole_number("--budget", asked.budget),
-        run=asked.measured,
-        progress=tell,
-        **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
-    )
+    dim, latency_ratio = whole_number("--dim", asked.dim) or 0, real_number("--latency-ratio", asked.latency_ratio)
+    budget = whole_number("--budget", asked.budget)
+    with shown_if_slow(on_stderr(), "fit") as progress:
+        found = api.fit(
+            models[0],
+            memory_limit=limit,
+            device=asked.device,
+            preset=asked.preset,
+            dtype=asked.dtype,
+            dim=dim,
+            keyword=asked.keyword,
+            latency_ratio=latency_ratio,
+            budget=budget,
+            run=asked.measured,
+            progress=progress,
+            **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
+        )
     for line in _table(found):
         print(line)  # noqa: T201
     return NOTHING_FITS if found.eager is None and found.magis is None else 0
@@ -176,19 +180,27 @@ def _estimate(asked: argparse.Namespace) -> int:
     look_here()
     from magis import api
 
-    found = api.estimate(
-        asked.model, device=asked.device, preset=asked.preset, dtype=asked.dtype, memory_limit=asked.memory_limit
-    )
+    with shown_if_slow(on_stderr(), "estimate") as progress:
+        progress("capturing the step")
+        found = api.estimate(
+            asked.model, device=asked.device, preset=asked.preset, dtype=asked.dtype, memory_limit=asked.memory_limit
+        )
     print(found)  # noqa: T201
     if not found.fits() and not asked.no_remedies:
-        for remedy in found.remedies:
+        with shown_if_slow(on_stderr(), "estimate") as progress:
+            progress("trying what would make it fit")
+            remedies = found.remedies
+        for remedy in remedies:
             verdict = "fits" if remedy.fits else "does not fit"
             print(  # noqa: T201
                 f"{remedy.name}: {format_bytes(remedy.needed_bytes)}, {verdict}, "
                 f"{remedy.latency_ratio:.2f} times the time ({remedy.how})"
             )
     if asked.largest_batch:
-        print(f"largest batch that fits: {found.largest_batch() or 'none'}")  # noqa: T201
+        with shown_if_slow(on_stderr(), "estimate") as progress:
+            progress("looking for the largest batch that fits")
+            largest = found.largest_batch()
+        print(f"largest batch that fits: {largest or 'none'}")  # noqa: T201
     return 0 if found.fits() else DOES_NOT_FIT
 
 
@@ -237,16 +249,17 @@ def _profile(asked: argparse.Namespace) -> int:
     if "" in dtypes:
         raise UsageError(f"--dtype: empty item in {asked.dtype!r}")
     path = asked.out or api.profile_file(Path("baselines") / api.PROFILES, device, dtypes[0] or "")
-    found = api.record_profile(
-        path,
-        models,
-        device=device,
-        preset=asked.preset or ("small" if device == "cpu" else "paper"),
-        dtypes=dtypes,
-        parts=not asked.no_parts,
-        seconds=seconds,
-        progress=tell,
-    )
+    with shown_if_slow(on_stderr(), "profile") as progress:
+        found = api.record_profile(
+            path,
+            models,
+            device=device,
+            preset=asked.preset or ("small" if device == "cpu" else "paper"),
+            dtypes=dtypes,
+            parts=not asked.no_parts,
+            seconds=seconds,
+            progress=progress,
+        )
     print(_summary(path, found))  # noqa: T201
     return 0 if found.in_time else UNFINISHED
 

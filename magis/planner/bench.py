@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,8 +110,11 @@ class Bench:
             self._pool = None
 
     def forget(self) -> None:
-        """Let go of all subjects, and of their tensors."""
-        self._subjects.clear()
+        """Let go of all subjects, of their tensors, and of what planning them has left in the allocator."""
+        if self._subjects:
+            self._subjects.clear()
+            gc.collect()
+            _trim()
 
     def remember(self, case: Case, key: str) -> None:
         """Note under which key the result of a case is kept."""
@@ -126,6 +131,13 @@ class Bench:
         if (device, dtype) not in self._pricings:
             self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
         return self._pricings[device, dtype]
+
+
+def _trim() -> None:
+    """Hand the free pages of the C library's heap back to the system; other libraries than glibc do so themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def check_profile(case: Case, *, cache: Bench | None = None) -> None:

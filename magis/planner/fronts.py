@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from magis.errors import UsageError
-from magis.planner.bench import Bench, default_device
+from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import plan_of_level
 from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
@@ -39,8 +39,10 @@ def pareto(
     processes: int = 1,
     resume: Path | None = None,
     cache: Bench | None = None,
+    make: Make | None = None,
 ) -> ParetoFront:
-    """Peak memory against latency of a training step, simulated: a registered model or "package.module:factory".
+    """Peak memory against latency of a training step, simulated: a registered model or "package.module:factory"; where
+    the name is not what builds the model, ``make`` does, from the seed.
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
     the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
@@ -63,7 +65,7 @@ def pareto(
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
     case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
-    return front_of(case, bench.subject(case), points)
+    return front_of(case, bench.subject(case, make), points)
 
 
 def front_of(case: Case, subject: Subject, points: int = POINTS) -> ParetoFront:

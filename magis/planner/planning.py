@@ -15,7 +15,9 @@ from magis.planner.fission_plan import described, divided, listed, worth_dividin
 from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
 from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
+from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
+from magis.progress import Progress
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
 from magis.simulate.peak_breakdown import changes
 
@@ -47,22 +49,26 @@ def plan(
     seed: int,
     stored: Mapping[str, int] | None,
     search: str = "magis",
+    tell: Progress | None = None,
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
 
     ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
 
-    Where the subject keeps plans, one that was kept stands for the search.
+    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is.
     """
     started = time.perf_counter()
     behind = subject.behind_ns
     goal = Objective(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
-    scratch = PlanScratch(subject, stored)
+    best_so_far = None if tell is None else BestSoFar(tell, subject, goal)
+    scratch = PlanScratch(subject, stored, best_so_far)
+    stage: Progress = (lambda _text: None) if best_so_far is None else best_so_far.stage
     if search == "paper":
+        stage("searching as the paper")
         by = partial(_by_paper, scratch, goal, budget, seconds)
     else:
         budget = DEFAULT_BUDGET if budget is None else budget
-        by = partial(_searched, scratch, goal, budget, seconds, seed)
+        by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
     if subject.kept is None:
         best = by()
     else:
@@ -158,7 +164,9 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
         return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")
 
 
-def _searched(scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int) -> Plan:
+def _searched(
+    scratch: PlanScratch, goal: Objective, budget: int, seconds: float | None, seed: int, stage: Progress
+) -> Plan:
     """The best plan of all searches, without seconds."""
     started = time.perf_counter()
     subject = scratch.subject
@@ -171,14 +179,17 @@ def _searched(scratch: PlanScratch, goal: Objective, budget: int, seconds: float
 
     has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
     share = WHOLE if has_front else 1.0
+    stage("searching")
     best = plan_whole(scratch, goal, budget=budget, seed=seed, left=left)
     if has_front:
+        stage("searching among plans for all limits")
         best = (
             replace(best, stopped_by_seconds=True)
             if over()
             else best_on_front(scratch, goal, best, partial(over, FRONT))
         )
     if worth_dividing(subject, goal, best):
+        stage("searching with parts of the step as loops")
         best = (
             replace(best, stopped_by_seconds=True)
             if over()

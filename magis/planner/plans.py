@@ -14,7 +14,7 @@ from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory
 from magis.rewrite.realize import realize
-from magis.search.budgeted_evaluator import Objective, Over, never
+from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
@@ -58,6 +58,8 @@ class PlanScratch:
 
     subject: Subject
     stored: Mapping[str, int] | None
+    watch: Watch | None = None
+    """Told every plan of the whole step that a search judges."""
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
         """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
@@ -104,7 +106,7 @@ def attempts(
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Objective) -> Plan:
-        result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over)
+        result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over, watch=scratch.watch)
         events = expand(compiled.problem, result.order, result.flags)
         recomputed, swapped = events.repeats(compiled.problem.nbytes)
         return scratch.plan(

@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform
 import stat
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
-from magis.atomic_files import write_bytes_atomically
+from magis.atomic_files import remove_if_abandoned, write_bytes_atomically
 from magis.errors import MagisError
 from magis.units import MIB
 
@@ -44,8 +43,6 @@ def code_digest(*further: str) -> str:
 
 
 HEADER = "magis kept 1"
-ABANDONED_S = 3600
-"""Age at which a temporary file is nobody's any more: its writer was killed."""
 UNSOUND = (MagisError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, MemoryError)
 """What reading a text may raise that was not written by its writer."""
 
@@ -148,16 +145,14 @@ class Kept:
 
     def _prune(self) -> None:
         """Remove what is over the bounds, and what killed writers left."""
-        now = time.time()
         entries = sorted(self._entries(), reverse=True)
         taken = 0
-        for number, (used, size, path) in enumerate(entries):
+        for number, (_used, size, path) in enumerate(entries):
             if path.suffix == ".tmp":
-                over = now - used > ABANDONED_S
-            else:
-                taken += size
-                over = number > 0 and (taken > self._bounds.total_bytes or number >= self._bounds.entries)
-            if over:
+                remove_if_abandoned(path)
+                continue
+            taken += size
+            if number > 0 and (taken > self._bounds.total_bytes or number >= self._bounds.entries):
                 path.unlink(missing_ok=True)
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:

@@ -24,6 +24,7 @@ from magis.search.budgeted_evaluator import (
     Objective,
     Over,
     SearchOver,
+    Watch,
     check_request,
     never,
 )
@@ -205,15 +206,16 @@ def search(
     seed: int = 0,
     brief: bool = False,
     over: Over = never,
+    watch: Watch | None = None,
 ) -> SearchResult:
     """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
     good enough to tell promising problems from others. However little time ``seconds`` and ``over`` leave, the step
-    as it stands is judged. UsageError unless exactly one limit is given.
+    as it stands is judged. ``watch`` is told every plan that is. UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
-    judge = BudgetedEvaluator(problem, goal, budget, seconds, over=over)
+    judge = BudgetedEvaluator(problem, goal, budget, seconds, over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()

@@ -15,9 +15,9 @@ from magis.errors import MagisError, UsageError, nearest
 from magis.models.registry import all_names
 from pytest_magis.gate import Gate, all_strategies
 from pytest_magis.live.gated_tests import claimed
-from pytest_magis.option_values import READERS, budget, choice, items, latency_ratios_of, memory_ratios_of
+from pytest_magis.option_values import READERS, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.options import Settings
-from pytest_magis.run_plan import Model, PlannedCase, plan_cases
+from pytest_magis.run_plan import Model, PlannedCase, plan_cases, plan_fronts
 
 PRESET = "small"
 """A test's network has one size; its baselines are kept under the first."""
@@ -34,7 +34,8 @@ class AskedOptions:
     strategies: tuple[str, ...] | None = None
     device: str | None = None
     dtype: str | None = None
-    budget: int | None = None
+    budget: str | None = None
+    """As `--magis-budget` takes it: "default" is another one than none, where the option names a third."""
     seconds: float | None = None
     seed: int | None = None
     memory_tolerance: float | None = None
@@ -48,10 +49,10 @@ class AskedOptions:
         grid, tolerances = replace(settings.grid, preset=PRESET), settings.tolerances
         if self.memory_ratios is not None or self.latency_ratios is not None:
             grid = replace(grid, memory_ratios=self.memory_ratios or (), latency_ratios=self.latency_ratios or ())
-        given = {
-            name: getattr(self, name) for name in ("memory_limit_of", "device", "dtype", "budget", "seconds", "seed")
-        }
+        given = {name: getattr(self, name) for name in ("memory_limit_of", "device", "dtype", "seconds", "seed")}
         grid = replace(grid, **{name: value for name, value in given.items() if value is not None})
+        if self.budget is not None:
+            grid = replace(grid, budget=READERS["budget"]("budget", self.budget))
         if self.memory_tolerance is not None:
             tolerances = replace(tolerances, memory=self.memory_tolerance)
         if self.latency_tolerance is not None:
@@ -76,8 +77,10 @@ def read_asked(shown: str, given: Mapping[str, Any]) -> AskedOptions:
 
 
 def cases(config: pytest.Config, name: str, settings: Settings) -> tuple[PlannedCase, ...]:
-    """The cases of a network, by settings that are a test's own. Raises UsageError."""
-    return plan_cases(settings, (Model(name, name),), all_strategies(config), shown="strategies")
+    """The cases of a network and, where fronts are asked for, its front, by settings that are a test's own. Raises
+    UsageError."""
+    models = (Model(name, name),)
+    return *plan_cases(settings, models, all_strategies(config), shown="strategies"), *plan_fronts(settings, models)
 
 
 def _texts(value: Any) -> list[str]:
@@ -106,6 +109,11 @@ def _truth(shown: str, value: Any) -> bool:
     return value
 
 
+def _budget(shown: str, value: Any) -> str:
+    READERS["budget"](shown, str(value))
+    return str(value)
+
+
 def _as_option(name: str) -> Callable[[str, Any], Any]:
     return lambda shown, value: READERS[name](shown, str(value))
 
@@ -118,7 +126,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "strategies": lambda shown, value: items(shown, _texts(value)),
     "device": _word,
     "dtype": lambda shown, value: choice(shown, "dtype", str(value).removeprefix("torch."), DTYPES),
-    "budget": lambda shown, value: budget(shown, str(value)),
+    "budget": _budget,
     "required": _truth,
     "seconds": _as_option("seconds"),
     "seed": _as_option("seed"),

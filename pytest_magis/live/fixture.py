@@ -13,11 +13,11 @@ from magis.errors import UsageError
 from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
 from pytest_magis.harness import forget, recipe
-from pytest_magis.judged_case import Live, judged, lines_of, verdict_on
+from pytest_magis.judged_case import Live, judged, lines_of, searched_front, verdict_on
 from pytest_magis.live.asked_options import awake, cases_here, check_name, claim, read_asked, red, refused_in_one_line
 from pytest_magis.live.gated_tests import claimed, name_of, node_id
 from pytest_magis.option_values import share
-from pytest_magis.run_plan import PROPERTY, Outcome, PlannedCase
+from pytest_magis.run_plan import FRONT, Outcome, PlannedCase, add, forget_outcomes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -33,7 +33,7 @@ class MagisFixture:
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
         self._names: list[str] = []
-        item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != PROPERTY]  # of an earlier run
+        forget_outcomes(item.user_properties)  # of an earlier run
 
     def check(
         self,
@@ -67,9 +67,13 @@ class MagisFixture:
         live = Live(make, settings.tolerances, node_id(item))
         try:
             for each in planned:
+                if each.label == FRONT:
+                    with refused_in_one_line():
+                        add(searched_front(item.config, gate, each, live), item.user_properties)
+                    continue
                 with suppress(pytest.skip.Exception):  # of a pattern, what is not for this network
                     for outcome in judged(item.config, gate, each, live):
-                        item.user_properties.append((PROPERTY, outcome.to_text()))
+                        add(outcome, item.user_properties)
                         outcomes.append(outcome)
         finally:
             forget(item.config)  # tensors of the test's own are kept no longer than it does
@@ -93,6 +97,11 @@ class MagisFixture:
 def _function(module: Any, batch: Any, loss: Any) -> Callable[[], object]:
     from torch import nn
 
+    for what, given in (("module", module), ("loss", loss)):
+        if isinstance(given, type):
+            raise UsageError(
+                f"magis.check: the {what} is the class {given.__name__}", hint=f"call it: {given.__name__}()"
+            )
     if isinstance(module, nn.Module):
         if batch is None:
             raise UsageError("magis.check: a module needs a batch", hint="pass (inputs, targets), or its keywords")
@@ -126,7 +135,7 @@ class PeakGate:
             planned = PlannedCase(test, label, result.case)
             verdict = verdict_on(gate, planned, result, tolerances)
         outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
-        item.user_properties.append((PROPERTY, outcome.to_text()))
+        add(outcome, item.user_properties)
         if not verdict.passed:
             raise red("\n".join((f"{outcome.name}:", *lines_of(outcome, gate, item.config))))
 

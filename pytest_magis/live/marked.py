@@ -11,7 +11,7 @@ import pytest
 
 from magis.errors import MagisError, UsageError
 from pytest_magis.harness import forget, recipe
-from pytest_magis.judged_case import Live, judged, lines_of
+from pytest_magis.judged_case import Live, judged, lines_of, searched_front
 from pytest_magis.live.asked_options import (
     AskedOptions,
     awake,
@@ -24,7 +24,7 @@ from pytest_magis.live.asked_options import (
 )
 from pytest_magis.live.gated_tests import MARK, PARAM, label_of, name_of, node_id
 from pytest_magis.options import anywhere
-from pytest_magis.run_plan import leave
+from pytest_magis.run_plan import FRONT, leave
 
 if TYPE_CHECKING:
     from magis.api import Workload
@@ -71,6 +71,10 @@ def run(item: pytest.Function) -> None:
         settings = asked.over(gate.settings)
         planned = next(each for each in cases_here(item.config, name, settings) if each.label == label)
     live = Live(_maker(item, name, asked), settings.tolerances, node_id(item))
+    if label == FRONT:
+        with refused_in_one_line():
+            leave(searched_front(item.config, gate, planned, live), item.user_properties)
+        return
     for outcome in judged(item.config, gate, planned, live):
         leave(outcome, item.user_properties)
     if not outcome.verdict.passed:

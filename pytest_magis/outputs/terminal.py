@@ -1,14 +1,17 @@
-"""What a run shows in the terminal: progress of long cases, the table of cases, the comparison of strategies."""
+"""What a run shows: the table of cases, the comparison of strategies, what a slow case is at."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
+from magis.progress import Progress, ProgressPlace, shown_if_slow
 from magis.results import CaseResult
 from magis.units import aligned, format_bytes
 from pytest_magis.findings import NEW, PERMISSIONS, accept_all
@@ -54,14 +57,15 @@ def _rate(result: CaseResult) -> str:
 HEADER = ("model", "strategy", "limit", "original", "optimized", "ratio", "latency ratio", "numbers", "verdict")
 LEFT = (0, 1, 2, 7, 8)
 """Columns of text; the others hold numbers and are aligned to the right."""
-WIDEST = 24
+SHORTEST = 24
+"""Characters that are left of every name."""
 
 
 def summary(
-    outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int = 80
+    outcomes: Sequence[Outcome], given: Sequence[tuple[str, str]], lines: Sequence[str], width: int | None = 80
 ) -> Iterator[str]:
-    """The table in ``width`` columns, what it leaves unsaid about cases that passed, how to accept the rest, and what
-    was written."""
+    """The table in ``width`` columns (None: as many as it takes), what it leaves unsaid about cases that passed, how to
+    accept the rest, and what was written."""
     if outcomes:
         yield from table(outcomes, width)
         yield from comparison(outcomes)
@@ -98,19 +102,25 @@ def _priced(outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from dict.fromkeys(f"note: {each.note}" for each in known if each.note)
 
 
-def table(outcomes: Sequence[Outcome], width: int = 80) -> Iterator[str]:
-    """Header and one line per outcome, columns aligned; names are cut where the lines are wider than ``width``."""
+def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
+    """Header and one line per outcome, columns aligned. Names of models and strategies are cut where a row would take
+    more lines of a terminal of ``width`` columns than it does with short ones; never where there is no ``width``."""
     rows = [HEADER, *(cells(outcome) for outcome in outcomes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    widest = max(WIDEST, width - sum(widths[1:]) - 2 * len(widths[1:]))
-    yield from aligned([(_cut_inside(row[0], widest), *row[1:]) for row in rows], LEFT)
+    if width is not None:
+        model, strategy, *others = (max(len(row[column]) for row in rows) for column in range(len(HEADER)))
+        rest = sum(others) + 2 * (len(HEADER) - 1)
+        lines = -(-(rest + min(model, SHORTEST) + min(strategy, SHORTEST)) // width)
+        room = lines * width - rest
+        model = max(min(model, SHORTEST), min(model, room - strategy))
+        strategy = min(strategy, room - model)
+        rows = [(_cut(row[0], model), _cut(row[1], strategy), *row[2:]) for row in rows]
+    yield from aligned(rows, LEFT)
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
     """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
-    strategy = _cut(case.shown)
-    model = outcome.model
+    model, strategy = outcome.model, case.shown
     if result is None:
         return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
     original, optimized = (step.needed_bytes(case.memory_limit_of) for step in (result.original, result.optimized))
@@ -148,53 +158,60 @@ def _latency(outcome: Outcome) -> str:
 
 
 def _numbers(numbers: str) -> str:
-    return "differs" if numbers.startswith("differs") else _cut(numbers, 16)
+    """Without figures, which the csv has."""
+    return numbers.partition(":")[0]
 
 
-def _cut_inside(name: str, width: int) -> str:
-    """A model's name; of a long one, such as a test's or a factory's, mostly the end, which tells it from others."""
+def _cut(name: str, width: int) -> str:
+    """Of a long name, such as a test's or a factory's, mostly the end, which tells it from others."""
     head = (width - 3) // 4
     return name if len(name) <= width else f"{name[:head]}...{name[head + 3 - width :]}"
 
 
-def _cut(text: str, width: int = WIDEST) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+# What a slow case is at: on a terminal in one line that leaves no trace, in a log in a line now and then.
 
-
-# A line that shows what a long case is doing, on a terminal only, and leaves no trace.
-
-ERASE = "\r\x1b[2K"
-SECONDS_BETWEEN_UPDATES = 0.1
+_PLACE: pytest.StashKey[ProgressPlace] = pytest.StashKey()
 
 
 @contextmanager
-def progress_line(config: pytest.Config, name: str) -> Iterator[Callable[[str], None] | None]:
-    """A function that shows one line of text, None where no terminal would show it. The line is erased at the end."""
-    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or not reporter.isatty or config.getoption("verbose") < 0:
+def progress_line(config: pytest.Config, name: str) -> Iterator[Progress | None]:
+    """A function that takes what a case is at, which is shown on the standard error where that takes long; None with
+    `-q`. Workers of pytest-xdist, which share that, write lines of a log."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    silent = reporter is None and not hasattr(config, "workerinput")
+    if silent or config.getoption("verbose", default=0) < 0:
         yield None
         return
+    if _PLACE not in config.stash:
+        config.stash[_PLACE] = _place(config, reporter)
+    with shown_if_slow(config.stash[_PLACE], name) as tell:
+        yield tell
+
+
+def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
+    """The standard error itself, which pytest's capture hides from what runs meanwhile."""
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
-    last_shown: float | None = None
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        stream, terminal = sys.stderr, sys.stderr.isatty()
+        try:
+            copy = os.dup(stream.fileno())
+        except (OSError, ValueError):  # no file: in a run within a test, say
+            return ProgressPlace(partial(print, end="", file=stream, flush=True))
+        config.add_cleanup(partial(os.close, copy))
+        try:
+            together = terminal or os.path.sameopenfile(copy, sys.stdout.fileno())
+        except (OSError, ValueError):
+            together = False
 
     def write(text: str) -> None:
-        with capture.global_and_fixture_disabled() if capture else nullcontext():
-            reporter.write(text, flush=True)
+        with suppress(OSError):  # nobody listens any more
+            os.write(copy, text.encode(errors="replace"))
 
-    def show(text: str) -> None:
-        nonlocal last_shown
-        now = time.monotonic()
-        if last_shown is None:
-            reporter.ensure_newline()
-        elif now - last_shown < SECONDS_BETWEEN_UPDATES:
-            return
-        last_shown = now
-        # one column less than the terminal has: a full line would wrap, and could not be erased
-        line = " ".join(f"{name}: {text}".split())[: config.get_terminal_writer().fullwidth - 1]
-        write(ERASE + line)
-
-    try:
-        yield show
-    finally:
-        if last_shown is not None:
-            write(ERASE)
+    if reporter is None:  # how far the other process has written its line, nobody tells a worker
+        return ProgressPlace(write, column=lambda: 1)
+    writer = config.get_terminal_writer()
+    # without capture what tests print would stand in the line, and go with it
+    rewritten = terminal and reporter.isatty and config.getoption("capture") != "no"
+    return ProgressPlace(
+        write, writer.fullwidth if rewritten else None, lambda: writer.width_of_current_line if together else 0
+    )

@@ -56,6 +56,7 @@ def test_a_memory_limit_is_kept_exactly_predicted_and_changes_no_number(bench: B
     assert result.ratio.low <= result.ratio.ratio <= result.ratio.high
     assert told[0] == "capturing"
     assert "timing" in told
+    assert [text for text in told if text.startswith("searching, best so far 0.")]
     assert result.search.recomputed_ops > 0 or ratio == 0.8
     assert result.search.swapped_bytes == 0  # a host copy frees nothing on the CPU
 

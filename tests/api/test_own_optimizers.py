@@ -16,7 +16,7 @@ from magis.errors import CaptureError, MagisError, UsageError
 from magis.models import from_function
 from magis.results import Case, CaseResult
 
-ALONE = "gate forward and backward alone, with the optimizer 'gradients'"
+ALONE = "gate forward and backward alone, with the optimizer 'gradients', or the loop as it runs, by magis.peak"
 DENSE = "SparseAdam does not support dense gradients, please consider Adam instead"
 IN_PLACE = "write it in place (copy_)"
 OTHERS = "make it of the parameters of the module that is returned"

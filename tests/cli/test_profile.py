@@ -14,7 +14,11 @@ from magis.cost.profile_store import Profile, load, save
 from magis.runtime.measure import device_identity
 
 
-def test_profile_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_measures_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("magis.progress.SILENCE_S", 0.0)
+    monkeypatch.setattr("magis.progress.LOGGED_S", 0.0)
     path = tmp_path / "deep" / "cpu.json"
     arguments = ["profile", "--device", "cpu", "--models", "mlp", "--no-parts", "--out", str(path)]
     assert main([*arguments, "--seconds", "0.000001"]) == UNFINISHED
@@ -23,7 +27,7 @@ def test_profile_measures_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     out = capsys.readouterr()
     count = len(load(path).entries)
     assert out.out == f"{path}: {count} operators; {count} asked for, all measured\n"
-    assert "mlp: batch 1, 0 operators known" in out.err
+    assert "magis: profile: mlp: batch 1, 0 operators known (" in out.err
     assert load(path).dtypes >= {"float32"}
 
 

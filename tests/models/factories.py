@@ -53,6 +53,18 @@ def no_loss() -> tuple[object, ...]:
     return nn.Linear(4, 2), torch.randn(3, 4), (), "mse"
 
 
+def class_of_module() -> tuple[object, ...]:
+    return nn.Linear, torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss()
+
+
+def class_of_loss() -> tuple[object, ...]:
+    return nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss
+
+
+def class_of_optimizer() -> tuple[object, ...]:
+    return nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2, 2), nn.MSELoss(), torch.optim.RMSprop
+
+
 def fails() -> None:
     raise ValueError("two\nlines")
 

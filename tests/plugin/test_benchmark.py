@@ -110,3 +110,16 @@ def test_a_case_that_ran_again_is_one_row():
     for _ in range(2):
         rows.put(outcome)
     assert [row.fullname for row in session.benchmarks] == ["magis::bert[eager]"]
+
+
+def test_no_empty_storage_is_left(accepted, workers):
+    assert accepted(*RUN, workers=workers).ret == 0
+    assert not (accepted.root / ".benchmarks").exists()
+    assert accepted(*RUN, "--benchmark-autosave", workers=workers).ret == 0
+    assert len(list(accepted.root.glob(".benchmarks/*/*.json"))) == 1
+
+
+def test_a_storage_that_was_there_stays(accepted):
+    (accepted.root / ".benchmarks").mkdir()
+    accepted(*RUN)
+    assert (accepted.root / ".benchmarks").is_dir()

@@ -120,7 +120,7 @@ def test_marks_of_classes_own_parameters_and_names(gate):
         ("(memory_ratios='')", "@pytest.mark.magis: memory_ratios: empty item in ''"),
         ("(latency_ratios=0.9)", "@pytest.mark.magis: latency_ratios: '0.9' is not a number that is at least 1"),
         ("(strategies='fast')", "strategies: unknown strategy 'fast'; choose from all, eager, magis, magis+amp"),
-        ("(budget=0)", "@pytest.mark.magis: budget: '0' is not a whole number that is at least 1"),
+        ("(budget=0)", "@pytest.mark.magis: budget: '0' is not a whole number that is at least 1; or name one: quick"),
         ("(dtype='int8')", "@pytest.mark.magis: dtype: unknown dtype 'int8'"),
         ("(name='../x')", "@pytest.mark.magis: name: '../x' cannot be a name"),
         ("(name='bert')", "@pytest.mark.magis: name: magis has a model called 'bert' already"),

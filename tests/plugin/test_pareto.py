@@ -39,6 +39,69 @@ def test_a_front_is_chosen_by_its_name(fronts):
     assert [path.name for path in sorted((fronts.root / "out").iterdir())] == ["bert.json", "bert.svg"]
 
 
+MARKED = """
+import pytest
+
+@pytest.mark.magis(memory_ratios=[0.8], strategies=["magis"])
+@pytest.mark.parametrize("width", [64, "a/b:c"])
+def test_net(width): ...
+
+def test_blocks(magis):
+    magis.check(lambda: None, strategies=["eager"], name="block")
+    magis.check(lambda: None, strategies=["eager"], name="other", budget=9)
+"""
+
+
+def test_fronts_of_users_tests(gate, workers):
+    """A case more of a marked test; with the others, where the fixture gates."""
+    (gate.root / "test_memory.py").write_text(MARKED)
+    gate("--magis-update=new").assert_outcomes(passed=3)
+    assert not (gate.root / "out").exists()
+    result = gate("--magis-pareto=out", "--magis-report=report.html", workers=workers)
+    result.assert_outcomes(passed=5)
+    names = ("block", "other", "test_memory.test_net-64", "test_memory.test_net-a%2Fb%3Ac")
+    assert sorted(path.name for path in (gate.root / "out").iterdir()) == sorted(
+        f"{name}.{kind}" for name in names for kind in ("json", "svg")
+    )
+    said = [line for line in result.outlines if line.startswith("front: ")]
+    assert [line.partition(".svg")[2] for line in said] == [f" (2 plans, {n} judged)" for n in (7, 9, 7, 7)]
+    page = (gate.root / "report.html").read_text()
+    assert page.count("data:image/svg+xml") == 4
+    gate("-k", "pareto", "--magis-pareto=alone", workers=workers).assert_outcomes(passed=2)
+    assert len(list((gate.root / "alone").glob("*.svg"))) == 2
+
+
+def test_a_mark_takes_the_budgets_of_the_option(gate):
+    """By name, too; the default is one of them, whatever the option says."""
+    budgets = {"quick": 3_000, "default": 7, "thorough": 300_000, "70": 70, "None": 300_000}  # 7: of the made-up core
+    (gate.root / "test_memory.py").write_text(
+        "import pytest\n"
+        + "".join(f"@pytest.mark.magis(budget={name!r})\ndef test_{name}(): ...\n" for name in budgets).replace(
+            "budget='None'", "budget=None"
+        )
+    )
+    gate("--magis-budget=thorough", "--magis-pareto=out", "-k", "pareto").assert_outcomes(passed=5, deselected=15)
+    for name, number in budgets.items():
+        assert json.loads((gate.root / f"out/test_memory.test_{name}.json").read_text())["states"] == number
+
+
+def test_a_front_of_a_test_that_cannot_be_written_is_red_in_one_line(gate):
+    (gate.root / "test_memory.py").write_text(MARKED)
+    (gate.root / "out" / "block.svg").mkdir(parents=True)
+    result = gate("--magis-pareto=out", "--magis-update=new", "-k", "blocks")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["cannot write *block.svg: it is a directory"])
+    assert "Traceback" not in result.stdout.str()
+
+
+def test_files_have_names_that_every_system_takes(gate):
+    name = "conftest:net"
+    result = gate(f"--magis-models={name}", "--magis-pareto=out", "--magis-trace=out", "--magis-update=new")
+    assert result.ret == 0, result.stdout.str()
+    assert {"conftest%3Anet.json", "conftest%3Anet.svg"} <= {path.name for path in (gate.root / "out").iterdir()}
+    assert not [path for path in gate.files() if set(path) & set('<>:"|?*\\')]
+
+
 def test_a_front_that_cannot_be_searched_is_red_in_one_line(fronts):
     (fronts.root / "fake.json").write_text(json.dumps({"vit[pareto]": {"raise": "the model branches on its data"}}))
     result = fronts.run_fronts("--magis-models=vit", "--magis-pareto=out", "magis::vit[pareto]")
@@ -96,6 +159,17 @@ def test_a_real_front_is_written_and_said(gate):
     result = gate("--magis-models=own_nets:sound", "--magis-device=cpu", "--magis-pareto=out", "-k", "pareto")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["front: *.svg (* plans, * judged)"])
-    (path,) = (gate.root / "out").glob("*.json")
+    path = gate.root / "out" / "own_nets%3Asound.json"
     read = json.loads(path.read_text())
     assert read["lower_bound_bytes"] <= read["points"][0]["peak_bytes"] < read["original"]["peak_bytes"]
+
+
+def test_a_real_front_of_a_marked_test(gate):
+    gate.use_real_core()
+    (gate.root / "test_memory.py").write_text(
+        "import own_nets, pytest\n@pytest.mark.magis(device='sim:h200')\ndef test_net(): return own_nets.sound()\n"
+    )
+    gate("--magis-pareto=out", "-k", "pareto").assert_outcomes(passed=1, deselected=3)
+    read = json.loads((gate.root / "out" / "test_memory.test_net.json").read_text())
+    assert (read["model"], read["device"]) == ("test_memory.test_net", "sim:h200")
+    assert read["points"][0]["peak_bytes"] < read["original"]["peak_bytes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -81,30 +82,80 @@ def on_terminal(gate, *args: str) -> str:
     return shown.decode()
 
 
-def test_a_terminal_shows_progress_and_nothing_stays(gate):
-    gate.fake(any_case={"says": ["searching\nstates", "never shown: too soon"]})
-    shown = on_terminal(gate, "--magis-models=bert")
-    assert "\r\x1b[2Kbert[eager]: searching states" in shown
-    assert "never shown" not in shown
-    # each line that was shown is erased before anything else is written
-    assert shown.count("searching states\r\x1b[2K") == 3
-    assert "FAIL new" in shown
+AT_ONCE = """
+import magis.progress
+magis.progress.SILENCE_S = magis.progress.REWRITTEN_S = magis.progress.LOGGED_S = 0.0
+"""
 
 
-def test_a_quiet_run_shows_no_progress(gate):
-    gate.fake(any_case={"says": []})
-    assert "\x1b[2K" not in on_terminal(gate, "--magis-models=bert", "-q")
+@pytest.fixture
+def slow(gate):
+    """Cases that say what they are at, in runs that have no patience."""
+    gate.extend_conftest(AT_ONCE)
+    gate.fake(any_case={"says": ["searching\nplans"]})
+    return gate
 
 
-def test_a_pipe_gets_no_progress(gate):
-    """The made-up core would fail if it were asked to show any: `progress` is None."""
-    gate.fake(any_case={"says": []})
-    gate.extend_conftest(
-        "old = pytest_magis_run_case\n"
-        "@pytest.hookimpl(tryfirst=True)\n"
-        "def pytest_magis_run_case(case, config, planning_workspaces, expected_graph, progress, timelines):\n"
-        "    if progress is not None: raise UsageError('progress')\n"
-        "    return old(case, config, planning_workspaces, expected_graph, progress, timelines)\n"
-    )
-    result = gate.in_subprocess("--magis-models=bert", "--magis-update=new")
+def screen(shown: str) -> list[str]:
+    """The lines of a terminal that got these bytes."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[\d*[A-Za-z]|\r|\n|[^\x1b\r\n]+", shown):
+        if part == "\n":  # which terminals get with a carriage return before it
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part.startswith("\x1b["):
+            number = int(part[2:-1] or 1)
+            row, column = (row - number, column) if part[-1] == "A" else (row, column + number * (part[-1] == "C"))
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return lines
+
+
+def test_a_terminal_shows_progress_and_nothing_stays(slow):
+    shown = on_terminal(slow, "--magis-models=bert")
+    assert "bert[eager]: searching plans (0 s)" in shown
+    assert "magis FFF" in " ".join(screen(shown))
+    assert not [line for line in screen(shown) if "searching" in line]
+
+
+def test_a_quiet_run_shows_no_progress(slow):
+    slow.fake(any_case={"says": []})  # the made-up core would fail: there is nobody to tell
+    assert "capturing" not in on_terminal(slow, "--magis-models=bert", "-q")
+
+
+def test_a_log_has_lines_of_progress(slow, workers):
+    """Beside what pytest writes, which is as ever."""
+    result = slow.in_subprocess("--magis-models=bert", "--magis-update=new", *(("-n", str(workers)) if workers else ()))
     result.assert_outcomes(passed=3)
+    said = [line for line in result.errlines if line.startswith("magis: ")]
+    assert {"magis: bert[eager]: searching plans (0 s)", "magis: bert[magis-mem0.6]: capturing (0 s)"} <= set(said)
+    assert not [line for line in result.outlines if "searching" in line]
+
+
+def test_a_quick_run_says_nothing(gate):
+    gate.fake(any_case={"says": ["searching"]})
+    gate.extend_conftest("import magis.progress\nmagis.progress.SILENCE_S = 1e6\n")
+    assert gate.in_subprocess("--magis-models=bert", "--magis-update=new").errlines == []
+
+
+LONG = "conftest:" + "long_name_" * 8
+
+
+@pytest.mark.parametrize(("columns", "whole"), [("80", False), ("120", False), ("200", True), (None, True)])
+def test_names_are_cut_only_where_there_is_no_room(gate, monkeypatch, columns, whole):
+    """In a log there is; a row that takes two lines of a terminal has them to the end."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    for name, fits in ((LONG, whole), (LONG[:40], columns != "120" or whole)):
+        result = gate("--magis-models", name, "--magis-latency-ratios=1.1")
+        rows = [line for line in lines_after(result, "model ") if "FAIL" in line and not line.startswith("FAILED")]
+        assert len(rows) == 2
+        assert all((name in row) is fits for row in rows), rows
+        if columns is not None:
+            assert {-(-len(row) // int(columns)) for row in rows} <= {1 if int(columns) > 110 else 2}

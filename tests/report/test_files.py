@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -90,3 +93,52 @@ def test_an_interrupt_keeps_the_old_text(tmp_path, monkeypatch):
 def test_checking_leaves_no_trace(tmp_path):
     check_writable(tmp_path / "file.txt")
     assert names(tmp_path) == []
+
+
+WRITER = """
+import os, sys, time
+from pathlib import Path
+from magis.report import write_text_atomically
+
+def waits(_descriptor):
+    print("half", flush=True)
+    sys.stdin.readline()
+
+os.fsync = waits
+write_text_atomically(Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+@pytest.fixture
+def half_written(tmp_path):
+    """Processes that have written half of what they write to the file, and wait for a line."""
+    with ExitStack() as stack:
+
+        def start(text):
+            command = [sys.executable, "-c", WRITER, tmp_path / "file.txt", text]
+            process = stack.enter_context(Popen(command, stdin=PIPE, stdout=PIPE, text=True))
+            stack.callback(process.kill)
+            assert process.stdout.readline() == "half\n"
+            return process
+
+        yield start
+
+
+@pytest.mark.parametrize("look", [check_writable, lambda path: write_text_atomically(path, "mine")])
+def test_what_a_killed_writer_left_goes_with_the_next_run(tmp_path, half_written, look):
+    """And nothing that a live one writes, nor what looks alike."""
+    others = {".file.txt.tmp", ".file.txt.123.tmp", ".other.txt.0123abcd.tmp", ".file.txt.json.0123abcd.tmp"}
+    for name in others:
+        (tmp_path / name).write_text("")
+    dead, alive = half_written("dead"), half_written("alive")
+    assert len(names(tmp_path)) == len(others) + 2
+    dead.kill()
+    dead.wait()
+    assert len(names(tmp_path)) == len(others) + 2
+    look(tmp_path / "file.txt")
+    left = set(names(tmp_path)) - others - {"file.txt"}
+    assert len(left) == 1
+    assert (tmp_path / left.pop()).read_text() == "alive"
+    alive.communicate("go on\n", timeout=60)
+    assert (tmp_path / "file.txt").read_text() == "alive"
+    assert set(names(tmp_path)) == others | {"file.txt"}

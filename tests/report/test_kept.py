@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from magis.errors import MagisError
-from magis.report.text_store import ABANDONED_S, Bounds, Kept
+from magis.report.text_store import Bounds, Kept
 
 TEXT = "figures\n" + "".join(f"line {number}\n" for number in range(2000))
 
@@ -136,15 +137,14 @@ def test_bytes_are_bounded_and_the_newest_stays(tmp_path: Path) -> None:
     assert [path.stem for path in tmp_path.iterdir()] == ["plan-4"]
 
 
-def test_what_killed_writers_left_is_removed_after_a_while(tmp_path: Path) -> None:
-    kept = Kept(tmp_path)
-    old, new = tmp_path / ".plan-1.txt.aa.tmp", tmp_path / ".plan-1.txt.bb.tmp"
-    for path in (old, new):
-        path.write_text("half")
-    os.utime(old, (time.time() - 2 * ABANDONED_S,) * 2)
-    kept.save("plan-1", TEXT)
-    assert not old.exists()
-    assert new.exists()
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    dead, alive = tmp_path / ".plan-1.txt.0000000a.tmp", tmp_path / ".plan-1.txt.0000000b.tmp"
+    dead.write_text("half")
+    with alive.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)  # as its writer does
+        Kept(tmp_path).save("plan-2", TEXT)
+        assert not dead.exists()
+        assert alive.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:

@@ -1,0 +1,62 @@
+"""What a search tells meanwhile: the best plan so far, and that the planner is being compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core import event
+
+from magis.planner.subject import Subject
+from magis.progress import Progress
+from magis.search.budgeted_evaluator import Objective
+
+COMPILING = "compiling the planner, once in an installation"
+
+
+class BestSoFar:
+    """Is told the peak (bytes) and the latency (ns) of plans, and tells the best of them as shares of eager's."""
+
+    def __init__(self, tell: Progress, subject: Subject, goal: Objective) -> None:
+        self._tell, self._goal = tell, goal
+        self._eager_bytes = max(1, subject.original.peak_bytes)
+        self._eager_ns = max(1, subject.original_ns)
+        self._key: tuple[int, int] | None = None
+        self._stage, self._best = "", ""
+
+    def stage(self, text: str) -> None:
+        """What begins now."""
+        self._stage = text
+        self._say()
+
+    def __call__(self, peak: int, latency_ns: int) -> None:
+        key = self._goal.key(peak, latency_ns)
+        if self._key is None or key < self._key:
+            self._key = key
+            memory, time = peak / self._eager_bytes, latency_ns / self._eager_ns
+            self._best = f", best so far {memory:.3f} of eager's memory in {time:.3f} of its time"
+            self._say()
+
+    def _say(self) -> None:
+        self._tell(f"{self._stage}{self._best}")
+
+
+@contextmanager
+def compiling_told(tell: Progress) -> Iterator[Progress]:
+    """Passes on what it is told, and tells in between when numba compiles: that takes half a minute once."""
+    last = ["capturing"]
+
+    def passed_on(text: str) -> None:
+        last[0] = text
+        tell(text)
+
+    class Compiling(event.Listener):
+        def on_start(self, _event: Any) -> None:
+            tell(COMPILING)
+
+        def on_end(self, _event: Any) -> None:
+            tell(last[0])
+
+    with event.install_listener("numba:compile", Compiling()):
+        yield passed_on

@@ -1,0 +1,120 @@
+"""What takes more than two seconds says what it is at: on a terminal in one line, which is rewritten and in the end
+gone, in a log in a line now and then. What is quicker says nothing."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from typing import TypeAlias
+
+__all__ = ["ERASE", "Progress", "ProgressPlace", "on_stderr", "shown_if_slow"]
+
+Progress: TypeAlias = Callable[[str], None]
+"""Is told what is going on, in a few words."""
+SILENCE_S = 2.0
+REWRITTEN_S, LOGGED_S = 0.5, 10.0
+"""Between two lines of a terminal, and of a log."""
+ERASE = "\r\x1b[2K"
+
+
+@dataclass(eq=False)
+class ProgressPlace:
+    """Where a process shows progress. Lines of a log keep their distance, whatever they are about."""
+
+    write: Callable[[str], None]
+    columns: int | None = None
+    """Of a terminal; None: a log."""
+    column: Callable[[], int] = lambda: 0
+    """How much others have written into the line that is not ended yet; they will go on in it."""
+    last_s: float = -math.inf
+
+    @property
+    def between_s(self) -> float:
+        return LOGGED_S if self.columns is None else REWRITTEN_S
+
+
+def on_stderr() -> ProgressPlace:
+    """The place of a command."""
+
+    def write(text: str) -> None:
+        with suppress(OSError):  # nobody listens any more
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    return ProgressPlace(write, shutil.get_terminal_size().columns if sys.stderr.isatty() else None)
+
+
+@contextmanager
+def shown_if_slow(place: ProgressPlace, name: str) -> Iterator[Progress]:
+    """Takes what is going on with ``name``, and shows it there once it has been silent for a while.
+
+    A thread of its own does so, since what takes long says nothing meanwhile; it sleeps nearly all the time.
+    """
+    work = _SlowWork(place, name)
+    try:
+        yield work.tell
+    finally:
+        work.end()
+
+
+class _SlowWork:
+    def __init__(self, place: ProgressPlace, name: str) -> None:
+        self._place, self._name, self._text = place, name, ""
+        self._started = time.monotonic()
+        self._due = self._started + SILENCE_S
+        if place.columns is None:
+            self._due = max(self._due, place.last_s + place.between_s)
+        self._column: int | None = None
+        """Where the cursor stood when the line was shown first; None: it was not shown."""
+        self._lock, self._over = Lock(), Event()
+        self._thread: Thread | None = None
+
+    def tell(self, text: str) -> None:
+        with self._lock:
+            self._text = " ".join(text.split())
+            self._show()
+        if self._thread is None:
+            self._thread = Thread(target=self._watch, name="magis progress", daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(max(0.1, self._due - time.monotonic())):
+            with self._lock:
+                if not self._over.is_set():
+                    self._show()
+
+    def end(self) -> None:
+        with self._lock:
+            self._over.set()
+            if self._column is not None and self._place.columns is not None:
+                up = f"\x1b[A\x1b[{self._column}C" if self._column else ""
+                self._place.write(f"{ERASE}{up}")
+        if self._thread is not None:
+            self._thread.join(1.0)  # one that hangs in a blocked pipe is left behind
+
+    def _show(self) -> None:
+        now, place = time.monotonic(), self._place
+        if now < self._due:
+            return
+        place.last_s, self._due = now, now + place.between_s
+        line = f"{self._name}: {self._text} ({now - self._started:.0f} s)"
+        first = self._column is None
+        if first:
+            self._column = place.column() % (place.columns or sys.maxsize)
+        start = "\n" if first and self._column else ""
+        if place.columns is None:
+            place.write(f"{start}magis: {line}\n")
+        else:  # one column less than there are: a full line would wrap, and could not be erased
+            place.write(f"{start}{ERASE}{_within(self._name, line, place.columns - 1)}")
+
+
+def _within(name: str, line: str, columns: int) -> str:
+    """The line, with a name that is too long for it cut at its beginning: what goes on is news, the name is not."""
+    over = len(line) - columns
+    return line if over <= 0 else f"...{line[min(over + 3, len(name)) :]}"[:columns]

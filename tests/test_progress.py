@@ -1,0 +1,79 @@
+"""What slow work says meanwhile: on a terminal, and in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+
+from magis import progress
+from magis.progress import ERASE, ProgressPlace, shown_if_slow
+
+AT_ONCE, NEVER = 0.0, 1e6
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Sets the seconds of silence, and those between two lines."""
+
+    def set_to(silence_s: float, between_s: float) -> None:
+        monkeypatch.setattr(progress, "SILENCE_S", silence_s)
+        monkeypatch.setattr(progress, "REWRITTEN_S", between_s)
+        monkeypatch.setattr(progress, "LOGGED_S", between_s)
+
+    return set_to
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_what_is_quick_says_nothing(patience: Callable[[float, float], None], columns: int | None) -> None:
+    patience(NEVER, AT_ONCE)
+    written: list[str] = []
+    with shown_if_slow(ProgressPlace(written.append, columns), "net") as tell:
+        tell("searching")
+    assert written == []
+
+
+def test_a_terminal_has_one_line_which_goes(patience: Callable[[float, float], None]) -> None:
+    """Under the line in which others will go on; the cursor is back there in the end."""
+    patience(AT_ONCE, NEVER)
+    written: list[str] = []
+    place = ProgressPlace(written.append, 40, lambda: 5)
+    with shown_if_slow(place, "net") as tell:
+        tell("searching\nplans")
+        tell("too soon")
+    assert written == [f"\n{ERASE}net: searching plans (0 s)", f"{ERASE}\x1b[A\x1b[5C"]
+
+
+def test_of_a_long_name_the_beginning_is_cut(patience: Callable[[float, float], None]) -> None:
+    patience(AT_ONCE, NEVER)
+    written: list[str] = []
+    with shown_if_slow(ProgressPlace(written.append, 40), "package.tests.test_memory.test_net[eager]") as tell:
+        tell("capturing")
+    assert written == [f"{ERASE}...ory.test_net[eager]: capturing (0 s)", ERASE]
+
+
+def test_a_log_has_lines_of_its_own_and_not_many(patience: Callable[[float, float], None]) -> None:
+    patience(AT_ONCE, NEVER)
+    written: list[str] = []
+    place = ProgressPlace(written.append, column=lambda: 5)
+    for name in ("net", "other"):
+        with shown_if_slow(place, name) as tell:
+            tell("searching")
+    assert written == ["\nmagis: net: searching (0 s)\n"]
+
+
+def test_who_says_nothing_for_long_is_spoken_for(patience: Callable[[float, float], None]) -> None:
+    patience(0.01, 0.01)
+    written: list[str] = []
+    twice = Event()
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 2:
+            twice.set()
+
+    with shown_if_slow(ProgressPlace(write), "net") as tell:
+        tell("searching")
+        assert twice.wait(60)
+    assert all(text.startswith("magis: net: searching (") for text in written)
