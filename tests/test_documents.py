@@ -109,7 +109,7 @@ ROOMS = ("magis", "pytest_magis", "benchmarks", "tests", "tools", "docs", ".ci")
 WRITTEN_BY_RUNS = re.compile(r"[<*{]|\bGPU\b|^docs/results-|^benchmarks/results/progress_")
 """Patterns, and files that only some runs write."""
 LIBRARY = {"net.py", "test_memory.py", "test_blocks.py", "conftest.py", "results.csv", "plan.txt"}
-LIBRARY |= {"train.py", "test_train.py"}
+LIBRARY |= {"train.py", "test_train.py", "test_own_loss.py"}
 """Files of examples, of the user, and of other projects."""
 
 

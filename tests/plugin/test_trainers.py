@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+import magis
+from magis.current_gate import BLOCK_GATE
 from magis.frontends.compile.dynamo_backend import magis as backend
 from tests.compile.nets import fresh_dynamo
 
@@ -94,6 +96,49 @@ def test_it():
     )
     with fresh_dynamo():
         gate("test_planned.py").assert_outcomes(passed=1)
+
+
+def test_a_plan_in_lightning_trains_in_less_memory_with_the_same_losses(gate, page):
+    pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning: lightning is not installed")
+    if "magis" not in torch.compiler.list_backends():
+        torch._dynamo.register_backend(backend, name="magis")
+    gate.monkeypatch.syspath_prepend(gate.root)
+    from train_lightning import Classifier
+
+    class Losses(pl.Callback):
+        def __init__(self):
+            self.found = []
+
+        def on_train_batch_end(self, _trainer, _module, outputs, *_):
+            self.found.append(float(outputs["loss"]))
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        module = Classifier()
+        module.net = torch.nn.Sequential(
+            *(part for _ in range(5) for part in (torch.nn.Linear(32, 32), torch.nn.GELU()))
+        )
+        rows = torch.utils.data.TensorDataset(torch.randn(512, 32), torch.randint(0, 32, (512,)))
+        callback, losses = magis.LightningCallback(steps=(2,)), Losses()
+        trainer = pl.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[callback, losses],
+        )  # fmt: skip
+        token = BLOCK_GATE.set(None)
+        try:
+            trainer.fit(compiled(module), torch.utils.data.DataLoader(rows, batch_size=128))
+        finally:
+            BLOCK_GATE.reset(token)
+        return losses.found, callback.peaks[2]
+
+    def plan(module):
+        return torch.compile(module, backend="magis", options={"memory_ratio": 0.7})
+
+    with fresh_dynamo():
+        (eager, needed), (planned, fewer) = trained(lambda module: module), trained(plan)
+    assert eager == planned
+    assert len(eager) == 3
+    assert fewer.tensor_bytes < 0.8 * needed.tensor_bytes
 
 
 def test_accelerates_message_is_the_one_of_the_page(page, tmp_path):
