@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
     from magis.frontends.optimize import OptimizedStep, optimize
+    from magis.frontends.trainers import LightningCallback, MagisCallback
     from magis.report import read_results
 
 __version__ = "0.1.0"
@@ -24,6 +25,8 @@ __all__ = [
     "BaselineError",
     "Bench",
     "CaptureError",
+    "LightningCallback",
+    "MagisCallback",
     "MagisError",
     "OptimizedStep",
     "OptimizerSpec",
@@ -47,6 +50,8 @@ _EXPORTS = {
     "BaselineError": "magis.errors",
     "Bench": "magis.api",
     "CaptureError": "magis.errors",
+    "LightningCallback": "magis.frontends.trainers",
+    "MagisCallback": "magis.frontends.trainers",
     "MagisError": "magis.errors",
     "OptimizedStep": "magis.frontends.optimize",
     "OptimizerSpec": "magis.api",

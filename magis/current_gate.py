@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 __all__ = ["BLOCK_GATE"]
 
-BLOCK_GATE: ContextVar[Callable[[Any, str, float], None] | None] = ContextVar("magis gate", default=None)
-"""Called with a peak, the block's name and its tolerance; None outside of a test."""
+BLOCK_GATE: ContextVar[Callable[[Mapping[str, Any], float], None] | None] = ContextVar("magis gate", default=None)
+"""Called with peaks by the names of their blocks, and their tolerance; None outside of a test."""

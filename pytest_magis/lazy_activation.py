@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -156,10 +156,10 @@ class _BlocksOf:
         self._item = item
         self._gate: Any = None
 
-    def __call__(self, peak: Any, name: str, tolerance: float) -> None:
+    def __call__(self, peaks: Mapping[str, Any], tolerance: float) -> None:
         __tracebackhide__ = True
         if self._gate is None:
             from pytest_magis.live.fixture import PeakGate
 
             self._gate = PeakGate(self._item)
-        self._gate(peak, name, tolerance)
+        self._gate(peaks, tolerance)

@@ -59,6 +59,7 @@ EXECUTED = {
     "docs/paper.md": "tests/test_documents.py",
     "docs/peak.md": "tests/plugin/test_peak.py",
     "docs/report.md": "tests/plugin/test_pages.py",
+    "docs/trainers.md": "tests/plugin/test_trainers.py",
 }
 """Documents with Python examples -> the test that runs them."""
 MADE_OF_CODE = {"docs/api.md"}
@@ -109,6 +110,7 @@ ROOMS = ("magis", "pytest_magis", "benchmarks", "tests", "tools", "docs", ".ci")
 WRITTEN_BY_RUNS = re.compile(r"[<*{]|\bGPU\b|^docs/results-|^benchmarks/results/progress_")
 """Patterns, and files that only some runs write."""
 LIBRARY = {"net.py", "test_memory.py", "test_blocks.py", "conftest.py", "results.csv", "plan.txt"}
+LIBRARY |= {"train.py", "test_train.py", "test_own_loss.py"}
 """Files of examples, of the user, and of other projects."""
 
 

@@ -26,9 +26,9 @@ $ python -c "import magis; help(magis.optimize)"
 
 Written by `tools/reference.py` from the code; a test keeps it true. The gate's options are in
 [options](options.md), how-tos in [gate-my-model](gate-my-model.md), [optimize](optimize.md), [compile](compile.md),
-[checkpoint-policy](checkpoint-policy.md), [fit](fit.md), [report](report.md), [ci](ci.md), [against](against.md),
-[profiles](profiles.md) and [extending](extending.md). Sizes are bytes, times milliseconds unless a name says otherwise;
-every ratio is optimized / original.
+[checkpoint-policy](checkpoint-policy.md), [trainers](trainers.md), [fit](fit.md), [report](report.md), [ci](ci.md),
+[against](against.md), [profiles](profiles.md) and [extending](extending.md). Sizes are bytes, times milliseconds unless
+a name says otherwise; every ratio is optimized / original.
 """
 
 

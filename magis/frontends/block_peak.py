@@ -74,12 +74,14 @@ class BlockPeak:
             torch.cuda.synchronize()
             allocated = torch.cuda.max_memory_allocated() - self._start
             reserved = torch.cuda.max_memory_reserved() - self._start
+        profiled = _profiler_enabled()  # by now another one may have ended ours, as planning does
         self._stack.close()
         if error is not None:
             self._why = f"its block raised {type(error).__name__}"
             return
-        if self._log is not None:
+        if self._log is not None and profiled:
             allocated = replay(allocations(self._log)).peak_bytes
+        self._log = None  # the events of a whole step
         ledger = self._ledger
         self._figures = _Figures(ledger.peak(), ledger.peak_bytes, ledger.alive_bytes, allocated, reserved)
 
@@ -95,7 +97,8 @@ class BlockPeak:
 
     @property
     def allocated_bytes(self) -> int | None:
-        """Peak of what the device's allocator gave out, scratch of operators included; None within a profiler."""
+        """Peak of what the device's allocator gave out, scratch of operators included; None where a profiler
+        runs besides, as one does while a step is planned."""
         return self._found.allocated_bytes
 
     @property
@@ -119,7 +122,7 @@ class BlockPeak:
         if gate is None:
             self._found  # noqa: B018 (raises where there is nothing to compare)
             raise UsageError("magis.peak: gate() works in a pytest test only", hint="elsewhere, read tensor_bytes")
-        gate(self, name, tolerance)
+        gate({name: self}, tolerance)
 
     def result(self, name: str, seed: int = 0) -> CaseResult:
         """The figures as a row of the gate: a case of strategy "peak" of the test or program ``name``."""

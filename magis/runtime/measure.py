@@ -37,7 +37,11 @@ from magis.units import GIB
 
 _MEMORY_TABLE = Path("/proc/meminfo")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_NOISE = (b"USDT:", b"Memory block of unknown size was allocated before the profiling started")
+_NOISE = (
+    b"USDT:",
+    b"Memory block of unknown size was allocated before the profiling started",
+    b"disableProfiler called but no active profiling session found",
+)
 
 
 @dataclass(frozen=True, slots=True)

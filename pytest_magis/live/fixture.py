@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ import pytest
 from magis.errors import UsageError
 from magis.results import CaseResult
 from magis.strategies.strategy_names import BLOCK
+from pytest_magis.findings import Tolerances
+from pytest_magis.gate import Gate
 from pytest_magis.harness import forget, recipe
 from pytest_magis.judged_case import Live, judged, lines_of, searched_front, verdict_on
 from pytest_magis.live.asked_options import awake, cases_here, check_name, claim, read_asked, red, refused_in_one_line
@@ -77,10 +79,7 @@ class MagisFixture:
                         outcomes.append(outcome)
         finally:
             forget(item.config)  # tensors of the test's own are kept no longer than it does
-        failed = [outcome for outcome in outcomes if not outcome.verdict.passed]
-        if failed:
-            lines = [line for outcome in failed for line in (f"{outcome.name}:", *lines_of(outcome, gate, item.config))]
-            raise red("\n".join(lines))
+        _fail_if_red(outcomes, gate, item.config)
         return {outcome.label: outcome.result for outcome in outcomes if outcome.result is not None}
 
     def _named(self, given: str | None) -> str:
@@ -119,25 +118,27 @@ class PeakGate:
         self._item = item
         self._labels: set[str] = set()
 
-    def __call__(self, peak: BlockPeak, name: str, tolerance: float) -> None:
-        """Fail the test if the block is red, or cannot be compared."""
+    def __call__(self, peaks: Mapping[str, BlockPeak], tolerance: float) -> None:
+        """Fail the test if one of the blocks is red, or cannot be compared."""
         __tracebackhide__ = True
-        item = self._item
-        gate = awake(item.config)
+        gate = awake(self._item.config)
         with refused_in_one_line():
-            test, label = name_of(item), self._label(name)
-            other = claimed(item, test)
-            if other is not None:
-                raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
             allowed = share(f"{PEAK}: tolerance", str(tolerance))
             tolerances = replace(gate.settings.tolerances, memory=max(allowed, gate.settings.tolerances.memory))
-            result = peak.result(test)
-            planned = PlannedCase(test, label, result.case)
-            verdict = verdict_on(gate, planned, result, tolerances)
+            outcomes = [self._judged(peak, name, gate, tolerances) for name, peak in peaks.items()]
+        _fail_if_red(outcomes, gate, self._item.config)
+
+    def _judged(self, peak: BlockPeak, name: str, gate: Gate, tolerances: Tolerances) -> Outcome:
+        item = self._item
+        test, label = name_of(item), self._label(name)
+        other = claimed(item, test)
+        if other is not None:
+            raise UsageError(f"{PEAK}: the baselines of {other} are called {test!r} too")
+        result = peak.result(test)
+        verdict = verdict_on(gate, PlannedCase(test, label, result.case), result, tolerances)
         outcome = Outcome(test, label, result.case, verdict, result, where=node_id(item))
         add(outcome, item.user_properties)
-        if not verdict.passed:
-            raise red("\n".join((f"{outcome.name}:", *lines_of(outcome, gate, item.config))))
+        return outcome
 
     def _label(self, name: str) -> str:
         label = f"{BLOCK}-{check_name(f'{PEAK}: name', name)}" if name else BLOCK
@@ -145,3 +146,10 @@ class PeakGate:
             raise UsageError(f"{PEAK}: this test has gated a block called {name!r} already", hint="give each its name")
         self._labels.add(label)
         return label
+
+
+def _fail_if_red(outcomes: Iterable[Outcome], gate: Gate, config: pytest.Config) -> None:
+    __tracebackhide__ = True
+    failed = [outcome for outcome in outcomes if not outcome.verdict.passed]
+    if failed:
+        raise red("\n".join(line for each in failed for line in (f"{each.name}:", *lines_of(each, gate, config))))

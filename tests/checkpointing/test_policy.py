@@ -140,8 +140,45 @@ def test_limits_out_of_reach_and_bad_arguments_are_one_line() -> None:
     ):
         with pytest.raises(UsageError, match=cause):
             checkpoint_policy(module, batch, F.mse_loss, **settings)
-    with pytest.raises(UsageError, match="no lists or sequences of layers"):
-        blocks_of(nn.Linear(2, 2))
+    for none in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.GELU())):
+        with pytest.raises(UsageError, match=r"no lists or sequences of layers with parts.*; group its layers"):
+            blocks_of(none)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_model_that_is_a_sequence_itself(grouped: bool) -> None:
+    torch.manual_seed(0)
+    layers = [Block(32) for _ in range(4)]
+    module = (
+        nn.Sequential(nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])) if grouped else nn.Sequential(*layers)
+    )
+    twin = copy.deepcopy(module)
+    batch = torch.randn(512, 32), torch.randn(512, 32)
+    assert blocks_of(module) == tuple("01" if grouped else "0123")
+    policy = checkpoint_policy(module, batch, F.mse_loss, memory_ratio=0.8)
+    policy.apply(module)
+    assert all(torch.equal(a, b) for a, b in zip(step(module, batch), step(twin, batch), strict=True))
+    assert peak(module, batch) <= policy.planned_bytes <= 0.8 * policy.original_bytes
+
+
+def test_a_decoder_of_transformers_needs_its_cache_off() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = transformers.LlamaConfig(**sizes, vocab_size=200, bos_token_id=0, eos_token_id=1)
+    module = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 200, (4, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    with pytest.raises(UsageError, match=r"keep keys and values .*; set model\.config\.use_cache = False") as caught:
+        checkpoint_policy(module, batch, memory_ratio=0.8)
+    assert "\n" not in str(caught.value)
+    module.config.use_cache = False
+    twin = copy.deepcopy(module)
+    policy = checkpoint_policy(module, batch, memory_ratio=0.8)
+    assert policy.planned_bytes <= 0.8 * policy.original_bytes
+    policy.apply(module)
+    for each in (module, twin):
+        each(**batch).loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), twin.parameters(), strict=True))
 
 
 def test_a_batch_norm_before_an_in_place_activation_is_recomputed() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
-from magis.errors import UsageError
+from magis.errors import CaptureError, UsageError
 from magis.frontends.checkpointing.policy import CheckpointedRegion, RegionPolicies, wrapped
 from magis.frontends.planned import limits_of
 from magis.graph import Op
@@ -100,11 +100,14 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
     """Paths of the layers: children with parts of their own, of the outermost lists and sequences; UsageError: none."""
     found: list[str] = []
     for path, part in module.named_modules():
-        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(path.startswith(f"{p}.") for p in found):
+        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not any(f"{path}.".startswith(f"{p}.") for p in found):
             children = [(f"{path}.{name}" if path else name, child) for name, child in part.named_children()]
             found += [name for name, child in children if any(True for _ in child.children())]
     if not found:
-        raise UsageError("the module has no lists or sequences of layers", hint="name its layers: blocks=[...]")
+        raise UsageError(
+            "the module has no lists or sequences of layers with parts of their own",
+            hint='group its layers, nn.Sequential(nn.Sequential(...), ...), or name some: blocks=["0", "2"]',
+        )
     return tuple(found)
 
 
@@ -204,7 +207,10 @@ class _PolicySearch:
         inside = {path: self._inside(f"{prefix}{path}") for path in blocks}
         inside = {path: ops for path, ops in inside.items() if self._may_repeat(ops)}
         seen: dict[str, list[str]] = {path: [] for path in inside}
-        self._captured([CheckpointedRegion(path) for path in inside], seen)
+        try:
+            self._captured([CheckpointedRegion(path) for path in inside], seen)
+        except CaptureError as error:
+            raise self._cannot_repeat(error) from None
         found: list[_Item] = []
         for path, ops in inside.items():
             if seen[path].count(CALLED) == 1:
@@ -214,6 +220,15 @@ class _PolicySearch:
                 "none of the blocks runs once per step and can be recomputed", hint="name others: blocks=[...]"
             )
         return found
+
+    def _cannot_repeat(self, error: CaptureError) -> UsageError:
+        """Of a step that runs as it is, but not with its blocks run again."""
+        if getattr(getattr(self._module, "config", None), "use_cache", False):
+            return UsageError(
+                "the blocks keep keys and values for later calls, and cannot be recomputed",
+                hint="set model.config.use_cache = False, which changes nothing in training",
+            )
+        return UsageError(f"the blocks cannot be recomputed: {error}", hint="name others: blocks=[...]")
 
     def _inside(self, path: str) -> list[Op]:
         ops = self._plain.graph.ops

@@ -1,0 +1,238 @@
+"""Callbacks that measure real training steps of the user's own script: of Hugging Face's `Trainer`, and of Lightning.
+
+A step is all that a trainer does up to one update of the weights: with gradient accumulation, several forwards and
+backwards. It is measured as `magis.peak` measures a block; ahead of the measured steps and behind them nothing runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+from magis.current_gate import BLOCK_GATE
+from magis.errors import UsageError
+from magis.frontends.block_peak import BlockPeak
+
+__all__ = ["LightningCallback", "MagisCallback"]
+
+
+@dataclass(frozen=True)
+class _Library:
+    """Where the class is that callbacks of a library have, and the extra of this package that installs it."""
+
+    modules: tuple[str, ...]
+    base: str
+    extra: str
+
+
+class StepPeaks:
+    """Measures chosen steps of a training: what the callbacks of both libraries do, called by their hooks. An object is
+    one of the library's own class as well, which is looked for when it is made."""
+
+    _library: ClassVar[_Library]
+
+    def __init__(self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2)) -> None:
+        asked: tuple[object, object] = steps, tolerance  # whatever a script wrote
+        numbers = tuple(asked[0]) if isinstance(asked[0], Iterable) else ()
+        if not numbers or any(type(step) is not int or step < 1 for step in numbers):
+            raise UsageError(f"{self._shown}: steps={steps!r}", hint="number the steps from 1 on: steps=(1, 2)")
+        if not isinstance(asked[1], (int, float)) or not asked[1] >= 0:
+            raise UsageError(f"{self._shown}: tolerance={tolerance!r}", hint="give a share such as 0.01")
+        _join(self, self._library)
+        self.name = name
+        self.tolerance = tolerance
+        self.steps = tuple(sorted(set(numbers)))
+        self.peaks: dict[int, BlockPeak] = {}
+        """Of the latest training, by the number of the step."""
+        self._begun = 0
+        self._running: tuple[BlockPeak, ExitStack] | None = None
+
+    @property
+    def _shown(self) -> str:
+        return f"magis.{type(self).__name__}"
+
+    def _training_begins(self, callbacks: Iterable[object]) -> None:
+        """Raise UsageError where another one measures the same steps: two windows cannot overlap."""
+        self._step_fails(None)
+        self.peaks = {}
+        self._begun = 0
+        if any(isinstance(each, StepPeaks) and each is not self for each in callbacks):
+            raise UsageError(f"{self._shown}: the trainer has two", hint="name all steps in one: steps=(1, 2, 10)")
+
+    def _step_begins(self, device: str, guarded: Iterable[tuple[object, str]] = ()) -> None:
+        """Begin to measure, if this is a step to measure. An error in one of the ``guarded`` methods ends that."""
+        self._step_fails(None)
+        self._begun += 1
+        if self._begun not in self.steps:
+            return
+        with ExitStack() as stack:
+            peak = stack.enter_context(BlockPeak(device))
+            for owner, method in guarded:
+                stack.callback(_guard(owner, method, self._step_fails))
+            atexit.register(self._step_fails, None)  # standard output is held back meanwhile, and must come through
+            stack.callback(atexit.unregister, self._step_fails)
+            self._running = peak, stack.pop_all()
+
+    def _step_ends(self) -> None:
+        """The weights have been updated."""
+        if self._running is not None:
+            peak, stack = self._running
+            self._running = None
+            stack.close()
+            self.peaks[self._begun] = peak
+            _tell(f"{self._shown}: step {self._begun}: {peak}")
+
+    def _step_fails(self, error: BaseException | None) -> None:
+        """The step that is measured, if there is one, ends without an update."""
+        if self._running is not None:
+            _, stack = self._running
+            self._running = None
+            stack.close()
+            why = f": {type(error).__name__}" if error is not None else ""
+            _tell(f"{self._shown}: step {self._begun} ended ahead of its update{why}; it was not measured")
+
+    def _training_ends(self) -> None:
+        """In a pytest test compare with the baselines."""
+        __tracebackhide__ = True
+        self._step_fails(None)
+        gate = BLOCK_GATE.get()
+        if gate is not None:
+            label = f"{self.name}." if self.name else ""
+            gate({f"{label}step{number}": peak for number, peak in self.peaks.items()}, self.tolerance)
+        missing = [str(step) for step in self.steps if step not in self.peaks]
+        if missing:
+            count = f"{self._begun} step{'' if self._begun == 1 else 's'}"
+            said = f"{self._shown}: training ended after {count}: no peak of step {', '.join(missing)}"
+            if gate is not None:
+                raise UsageError(said, hint="train for more steps, or name others: steps=(1,)")
+            _tell(said)
+
+
+class MagisCallback(StepPeaks):
+    """Measures steps of `transformers.Trainer`: ``Trainer(..., callbacks=[magis.MagisCallback("gpt2")])``.
+
+    The peak of every step in ``steps``, counted from 1, is printed when it ends and kept in ``peaks``, by number. In
+    a pytest test it is compared with its stored baseline when training ends, as `BlockPeak.gate` does. The first step
+    makes gradients and the optimizer's state; the later ones find them. ``name`` tells several trainings of a test
+    apart, ``tolerance`` is the share by which bytes may grow. Raises UsageError without transformers.
+    """
+
+    _library = _Library(("transformers",), "TrainerCallback", "hf")
+
+    def on_train_begin(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+        trainer = _running_trainer()
+        self._training_begins(trainer.callback_handler.callbacks if trainer is not None else ())
+
+    def on_step_begin(self, args: Any, state: Any, _control: Any, **given: Any) -> None:
+        if state.is_world_process_zero:
+            guarded = [(given["optimizer"], "step"), (given["lr_scheduler"], "step")]
+            trainer = _running_trainer()
+            if trainer is not None:  # it tells callbacks nothing of errors
+                guarded += [(trainer, "training_step"), (trainer.callback_handler, "call_event")]
+                guarded += [(trainer.accelerator, "clip_grad_norm_")]
+            self._step_begins(args.device.type, guarded)
+
+    def on_step_end(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+        self._step_ends()
+
+    def on_train_end(self, _args: Any, state: Any, _control: Any, **_given: Any) -> None:
+        __tracebackhide__ = True
+        if state.is_world_process_zero:
+            self._training_ends()
+
+
+class LightningCallback(StepPeaks):
+    """Measures steps of Lightning's `Trainer`: ``Trainer(..., callbacks=[magis.LightningCallback("gpt2")])``.
+
+    As `MagisCallback`, which see, for the packages `lightning` and `pytorch_lightning`.
+    """
+
+    _library = _Library(("lightning.pytorch", "pytorch_lightning"), "Callback", "lightning")
+    _updates: int | None = None
+    """Of the weights, when the step began; it may accumulate the gradients of several batches."""
+
+    def on_fit_start(self, trainer: Any, _module: Any) -> None:
+        self._updates = None
+        self._training_begins(trainer.callbacks)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, _batch: Any, _number: int) -> None:
+        if trainer.is_global_zero and trainer.global_step != self._updates:
+            self._updates = trainer.global_step
+            self._step_begins(module.device.type)
+
+    def on_train_batch_end(self, trainer: Any, _module: Any, _outputs: Any, _batch: Any, _number: int) -> None:
+        if trainer.global_step != self._updates:
+            self._step_ends()
+
+    def on_exception(self, _trainer: Any, _module: Any, error: BaseException) -> None:
+        self._step_fails(error)
+
+    def on_fit_end(self, trainer: Any, _module: Any) -> None:
+        __tracebackhide__ = True
+        if trainer.is_global_zero:
+            self._training_ends()
+
+
+def _join(callback: Any, library: _Library) -> None:
+    """Make the object one of the library's class: of the first module that is loaded, else that is installed."""
+    found = [each for each in library.modules if sys.modules.get(each) is not None]
+    found += [each for each in library.modules if find_spec(each.partition(".")[0]) is not None]
+    if not found:
+        name = library.modules[0].partition(".")[0]
+        raise UsageError(
+            f"magis.{type(callback).__name__} needs {name}, which is not installed",
+            hint=f"pip install 'pytest-magis[{library.extra}]'",
+        )
+    base = getattr(import_module(found[0]), library.base)
+    if not isinstance(callback, base):
+        callback.__class__ = _subclass(callback.__class__, base)
+
+
+@cache
+def _subclass(cls: type, base: type) -> type:
+    return type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _running_trainer() -> Any:
+    """The `transformers.Trainer` whose loop calls: callbacks are not handed it. None where none does."""
+    from transformers import Trainer
+
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, Trainer):
+            return found
+        frame = frame.f_back
+    return None
+
+
+def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> Callable[[], None]:
+    """From now on the object's method tells of its errors; call what is returned to end that."""
+    original = getattr(owner, method)
+    own = method in vars(owner)
+
+    @wraps(original)
+    def guarded(*args: Any, **given: Any) -> Any:
+        try:
+            return original(*args, **given)
+        except BaseException as error:
+            told(error)
+            raise
+
+    setattr(owner, method, guarded)
+    return partial(setattr, owner, method, original) if own else partial(delattr, owner, method)
+
+
+def _tell(text: str) -> None:
+    """Print, with the progress bars of both libraries below it."""
+    from tqdm import tqdm
+
+    tqdm.write(text)

@@ -1,0 +1,220 @@
+"""Callbacks of Hugging Face's Trainer and of Lightning: bytes of real steps, errors, and what stays on: nothing."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+
+import magis
+from magis.current_gate import BLOCK_GATE
+from magis.frontends.trainers import StepPeaks
+
+pytestmark = pytest.mark.filterwarnings("default")  # theirs, of deprecations between them and torch
+WEIGHTS = 4 * (16 * 64 + 64 + 64 * 4 + 4)
+STATE = 2 * WEIGHTS + 4 * 4
+"""Of Adam: two moments of each weight, and four counts of steps."""
+
+
+class Net(nn.Module):
+    """Returns its loss, in a dictionary as models of transformers; an error where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+        self.calls = 0
+        self.fails_at: int | None = None
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ValueError("theirs")
+        return {"loss": nn.functional.cross_entropy(self.net(inputs), labels)}
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sixty-four of them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": torch.full((16,), float(index)), "labels": torch.tensor(index % 4)}
+
+
+@contextmanager
+def outside_of_a_test() -> Iterator[None]:
+    """Nothing is gated: tests/plugin/test_trainers.py does that."""
+    token = BLOCK_GATE.set(None)
+    try:
+        yield
+    finally:
+        BLOCK_GATE.reset(token)
+
+
+def hugging_face(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, **asked: Any) -> StepPeaks:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+    pytest.importorskip("accelerate", reason="needs the extra hf: accelerate is not installed")
+    callback = magis.MagisCallback(**asked)
+    assert isinstance(callback, transformers.TrainerCallback)
+    arguments = transformers.TrainingArguments(
+        max_steps=max_steps, num_train_epochs=0, gradient_accumulation_steps=accumulated, report_to="none",
+        per_device_train_batch_size=4, save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(net, arguments, train_dataset=Rows(), callbacks=[callback, *others])
+    try:
+        with outside_of_a_test():
+            trainer.train()
+    finally:
+        assert "training_step" not in vars(trainer)
+    return callback
+
+
+def lightning(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, **asked: Any) -> StepPeaks:
+    pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning: lightning is not installed")
+
+    class Trained(pl.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: dict[str, Tensor], _number: int) -> Tensor:
+            return self.net(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    callback = magis.LightningCallback(**asked)
+    assert isinstance(callback, pl.Callback)
+    trainer = pl.Trainer(
+        max_steps=max_steps, accumulate_grad_batches=accumulated, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[callback, *others],
+    )  # fmt: skip
+    with outside_of_a_test():
+        trainer.fit(Trained(), torch.utils.data.DataLoader(Rows(), batch_size=4))
+    return callback
+
+
+Train = Callable[..., StepPeaks]
+
+
+@pytest.fixture(params=[hugging_face, lightning], ids=["hf", "lightning"])
+def train(request: pytest.FixtureRequest, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Trains with one of the libraries; afterwards no mode, no hook, nothing at exit is left, whatever happened."""
+    monkeypatch.chdir(tmp_path)
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", lambda function, *_: registered.append(function))
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    before = len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)
+    yield request.param
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert (len(hooks._global_forward_hooks), len(hooks._global_forward_pre_hooks)) == before
+    assert gc.isenabled()
+    assert not [each for each in registered if getattr(each, "__func__", None) is StepPeaks._step_fails]
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_the_first_step_makes_the_state_and_a_later_one_does_not(train: Train, accumulated: int) -> None:
+    torch.manual_seed(0)
+    peaks = train(Net(), accumulated=accumulated, steps=(1, 3)).peaks
+    assert list(peaks) == [1, 3]
+    first, later = peaks.values()
+    assert STATE <= first.kept_bytes - later.kept_bytes < STATE + WEIGHTS // 8
+    assert first.tensor_bytes >= STATE + WEIGHTS
+    assert WEIGHTS <= later.tensor_bytes < first.tensor_bytes
+    for peak in peaks.values():
+        assert peak.allocated_bytes is not None
+        assert 0 <= peak.allocated_bytes - peak.tensor_bytes < 512
+        assert any("net" in row.module for row in peak.at_peak.held)
+
+
+def test_weights_are_those_of_a_training_without_it(train: Train) -> None:
+    trained = []
+    for steps in ((1, 2), (100,)):
+        torch.manual_seed(0)
+        net = Net()
+        train(net, steps=steps)
+        trained.append([parameter.detach().clone() for parameter in net.parameters()])
+    assert all(map(torch.equal, *trained))
+
+
+def test_an_error_in_a_measured_step_goes_on_as_it_was(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    net.fails_at = 2
+    with pytest.raises(ValueError, match=r"^theirs$") as caught:
+        train(net)
+    assert caught.value.__context__ is None
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("magis.")]
+    assert [line.partition(": ")[2][:7] for line in said] == ["step 1:", "step 2 "]
+    assert said[1].endswith("step 2 ended ahead of its update: ValueError; it was not measured")
+
+
+def test_a_training_of_fewer_steps_says_so(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
+    assert list(train(Net(), max_steps=1).peaks) == [1]
+    assert "training ended after 1 step: no peak of step 2\n" in capfd.readouterr().out
+    assert list(train(Net(), max_steps=0).peaks) == []
+    assert "training ended after 0 steps: no peak of step 1, 2\n" in capfd.readouterr().out
+
+
+def test_two_of_them_are_refused(train: Train) -> None:
+    kind, library = ("MagisCallback", "transformers") if train is hugging_face else ("LightningCallback", "lightning")
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    with pytest.raises(magis.UsageError, match="the trainer has two; name all steps in one"):
+        train(Net(), getattr(magis, kind)(steps=(3,)))
+
+
+def test_an_error_of_another_callback_ends_the_step() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_pre_optimizer_step(self, *_: Any, **_given: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hugging_face(Net(), Stops())
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "asked", "said"),
+    [
+        (magis.MagisCallback, {"steps": (0,)}, "MagisCallback: steps=(0,); number the steps from 1 on"),
+        (magis.MagisCallback, {"steps": 2}, "MagisCallback: steps=2; number"),
+        (magis.LightningCallback, {"steps": ()}, "LightningCallback: steps=(); number"),
+        (magis.LightningCallback, {"tolerance": -1}, "tolerance=-1; give a share such as 0.01"),
+    ],
+)
+def test_bad_arguments_are_one_line(make: Callable[..., object], asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(magis.UsageError) as caught:
+        make(**asked)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "extra"),
+    [
+        (magis.MagisCallback, ("transformers",), "hf"),
+        (magis.LightningCallback, ("lightning.pytorch", "lightning", "pytorch_lightning"), "lightning"),
+    ],
+)
+def test_without_its_library_it_says_what_to_install(
+    make: Callable[..., object], modules: tuple[str, ...], extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(magis.UsageError, match=rf"which is not installed; pip install 'pytest-magis\[{extra}\]'"):
+        make()
+
+
+def test_naming_it_loads_neither_library(fresh_python: Callable[[str], str]) -> None:
+    program = "import sys, magis; magis.MagisCallback; print({'transformers', 'lightning'} & set(sys.modules))"
+    assert fresh_python(program) == "set()\n"
