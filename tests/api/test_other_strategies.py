@@ -14,7 +14,7 @@ from magis.errors import UsageError
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.strategies.distributed_names import distributed_strategy
-from tests.ranks import strategies as on_ranks
+from tests.ranks import own_strategies as on_ranks
 
 BLOCKS = "tests.api.nets:few_blocks"
 
