@@ -80,7 +80,7 @@ def test_compiled_code_is_estimated_where_it_cannot_run() -> None:
 def test_compiled_code_is_measured_where_it_runs(bench: Bench) -> None:
     result = run_case(case("compile"), cache=bench)
     assert result.optimized.is_measured
-    assert result.numbers.startswith("another compiler: loss within ")
+    assert result.numbers.startswith("another compiler, other random numbers: loss within ")  # of its dropout
 
 
 @pytest.mark.parametrize("name", ["amp+amp-float16", "no-such", "checkpoint+selective-checkpoint"])
