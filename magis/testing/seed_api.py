@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -18,6 +16,7 @@ from magis.graph import dump
 from magis.plain_records import to_plain
 from magis.planner.bench import Bench, check_device, default_device
 from magis.planner.workload_source import Source, running_seconds
+from magis.progress import on_stderr, shown_if_slow
 from magis.report import append_rows, row_from_result, write_text_atomically
 from magis.results import Case, CaseResult
 from magis.testing.nn import SeedGraph, SeedOutput
@@ -76,7 +75,8 @@ def run_optimization(
     ``mem_limit_ratio`` is a share (0..1] of the un-optimized peak, ``lat_limit_ratio`` (>= 1) a multiple of the
     un-optimized latency; exactly one of them is given. ``time_budget`` caps the search in seconds, and running both
     steps as well, but never below a minute (10 minutes without it): what takes longer is simulated, and the note says
-    so. ``search`` "paper" plans with the method as it was published. What goes on is said on standard error.
+    so. ``search`` "paper" plans with the method as it was published. What takes over two seconds says so on
+    standard error.
     ``save_graph``
     writes ``data/<name>.graph`` (text form, operators in schedule order) and ``data/<name>.json`` (the result).
     ``dump_file`` gets a row of results.csv, after a header if the file is empty. Default device: "cuda" where
@@ -86,8 +86,9 @@ def run_optimization(
     case = replace(case, search=search)
     seconds = running_seconds(time_budget)
     source = Source(name, graph.make, dtype, case.device, case.seed, reuse=graph.inplace, running_seconds=seconds)
-    run = CaseRun(case, Bench().keep((name, graph.graph.name), source), partial(_say, name))
-    result = run.result(None, None)
+    with shown_if_slow(on_stderr(), name) as progress:
+        run = CaseRun(case, Bench().keep((name, graph.graph.name), source), progress)
+        result = run.result(None, None)
     if save_graph and run.graph is not None:
         DATA.mkdir(exist_ok=True)
         write_text_atomically(DATA / f"{name}.graph", dump(run.graph))
@@ -96,10 +97,6 @@ def run_optimization(
         append_rows(dump_file, [row_from_result(result)])
         dump_file.flush()
     return result
-
-
-def _say(name: str, text: str) -> None:
-    print(f"magis: {name}: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _case(

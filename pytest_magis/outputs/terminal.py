@@ -212,6 +212,12 @@ def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
     writer = config.get_terminal_writer()
     # without capture what tests print would stand in the line, and go with it
     rewritten = terminal and reporter.isatty and config.getoption("capture") != "no"
-    return ProgressPlace(
-        write, writer.fullwidth if rewritten else None, lambda: writer.width_of_current_line if together else 0
-    )
+
+    def column() -> int:
+        if not together or rewritten:
+            return writer.width_of_current_line if together else 0
+        reporter.ensure_newline()  # pytest begins the test's line again when it has its result
+        reporter.flush()
+        return 0
+
+    return ProgressPlace(write, writer.fullwidth if rewritten else None, column)

@@ -107,7 +107,7 @@ def shelf(subject: Subject, tmp_path: Path) -> Shelf:
     plans, scratch = KeptPlans(kept), PlanScratch(subject, None)
     goal = Objective(memory_limit=int(0.7 * subject.original.peak_bytes))
     key = plans.key(subject, goal, "magis", 300, 0, None)
-    found = planning._searched(scratch, goal, 300, None, 0)
+    found = planning._searched(scratch, goal, 300, None, 0, lambda _stage: None)
     plans.save(key, found, scratch, goal)
     text: list[str] = []
     kept.load(key, text.append)
