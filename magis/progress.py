@@ -42,12 +42,16 @@ class ProgressPlace:
 def on_stderr() -> ProgressPlace:
     """The place of a command."""
 
-    def write(text: str) -> None:
-        with suppress(OSError):  # nobody listens any more
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    stream = sys.stderr
 
-    return ProgressPlace(write, shutil.get_terminal_size().columns if sys.stderr.isatty() else None)
+    def write(text: str) -> None:
+        if stream is not None:
+            with suppress(OSError, ValueError):  # nobody listens any more
+                stream.write(text)
+                stream.flush()
+
+    is_terminal = stream is not None and stream.isatty()  # None: closed when the process began
+    return ProgressPlace(write, shutil.get_terminal_size().columns if is_terminal else None)
 
 
 @contextmanager

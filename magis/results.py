@@ -316,7 +316,9 @@ class CaseResult:
 
     @property
     def memory_ratio(self) -> float:
-        return self.memory.peak_bytes / self.original_memory.peak_bytes
+        """The optimized step's share of the original's bytes: of those that a limit counts, the peak or reserved ones."""
+        what = self.case.memory_limit_of
+        return self.optimized.needed_bytes(what) / self.original.needed_bytes(what)
 
     @property
     def latency_ratio(self) -> float:

@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 
 from magis import progress
-from magis.progress import ERASE, ProgressPlace, shown_if_slow
+from magis.progress import ERASE, ProgressPlace, on_stderr, shown_if_slow
 
 AT_ONCE, NEVER = 0.0, 1e6
 
@@ -77,3 +77,12 @@ def test_who_says_nothing_for_long_is_spoken_for(patience: Callable[[float, floa
         tell("searching")
         assert twice.wait(60)
     assert all(text.startswith("magis: net: searching (") for text in written)
+
+
+def test_a_command_without_a_standard_error_says_nothing(
+    patience: Callable[[float, float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience(AT_ONCE, NEVER)
+    monkeypatch.setattr("sys.stderr", None)
+    with shown_if_slow(on_stderr(), "net") as tell:
+        tell("searching")

@@ -57,7 +57,9 @@ _OWN: Mapping[str, Column] = {
     "figures": lambda r: "predicted" if r.is_predicted else "measured",
     "samples per second": lambda r: r.samples_per_s,
     "samples per second spread": lambda r: r.samples_per_s_spread,
-    "memory ratio reached (opt/ori)": lambda r: _ratio(r.memory.peak_bytes, r.original_memory.peak_bytes),
+    "memory ratio reached (opt/ori)": lambda r: _ratio(
+        r.optimized.needed_bytes(r.case.memory_limit_of), r.original.needed_bytes(r.case.memory_limit_of)
+    ),
     "latency ratio reached (opt/ori)": lambda r: r.ratio.ratio if r.ratio else _latency_ratio(r.optimized, r.original),
     "latency ratio low (opt/ori)": lambda r: r.ratio.low if r.ratio else None,
     "latency ratio high (opt/ori)": lambda r: r.ratio.high if r.ratio else None,

@@ -74,7 +74,7 @@ def check_limit_of(what: str, strategy: str, device: str) -> None:
     if device == "cpu":
         raise UsageError(
             "a memory limit of reserved bytes needs a GPU: a CPU has no caching allocator",
-            hint="name a device such as sim:h100, or limit the peak",
+            hint="name a device such as sim:h100, or limit the peak (memory_limit_of='peak')",
         )
 
 

@@ -211,7 +211,7 @@ def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
         return ProgressPlace(write, column=lambda: 1)
     writer = config.get_terminal_writer()
     # without capture what tests print would stand in the line, and go with it
-    rewritten = terminal and reporter.isatty and config.getoption("capture") != "no"
+    rewritten = terminal and reporter.isatty and config.getoption("capture", default="no") != "no"
 
     def column() -> int:
         if not together or rewritten:

@@ -88,11 +88,22 @@ def test_a_limit_of_reserved_bytes_is_a_case_of_its_own(gate, node_ids):
     eager, row = gate.rows()
     assert (eager["memory limit of"], row["memory limit of"]) == ("", "reserved")
     assert int(row["memory limit bytes"]) == int(0.8 * int(row["ori reserved bytes (predicted)"]))
+    reached = int(row["opt reserved bytes (predicted)"]) / int(row["ori reserved bytes (predicted)"])
+    assert float(row["memory ratio reached (opt/ori)"]) == pytest.approx(reached)
     (gate.root / "pytest.ini").write_text("[pytest]\nmagis_memory_limit_of = reserved\n")
     assert node_ids(gate(*SIM, "--collect-only", "-q"))[1] == f"magis::bert[{LABEL}]"
     assert (
         node_ids(gate(*SIM, "--magis-memory-limit-of=peak", "--collect-only", "-q"))[1] == "magis::bert[magis-mem0.8]"
     )
+
+
+def test_curves_of_tensors_have_no_line_for_it(gate):
+    gate.fake(any_case=HELD | {"held": {"layers.0": 9000, "": 1000}})
+    for arguments, lines in ((SIM, True), (RESERVED, False)):
+        gate(*arguments, "--magis-report=report.html")
+        page = (gate.root / "report.html").read_text()
+        assert 'class="curve"' in page
+        assert ('class="limit"' in page) is lines
 
 
 def test_more_than_the_limit_is_red_and_nothing_accepts_it(gate):

@@ -123,6 +123,13 @@ def test_a_terminal_shows_progress_and_nothing_stays(slow):
     assert not [line for line in screen(shown) if "searching" in line]
 
 
+def test_a_terminal_without_capture_shows_it_too(slow):
+    shown = on_terminal(slow, "--magis-models=bert", "-p", "no:capture")
+    assert "bert[eager]: searching plans (0 s)" in shown
+    assert "3 failed" in shown
+    assert "Traceback" not in shown
+
+
 def test_a_quiet_run_shows_no_progress(slow):
     slow.fake(any_case={"says": []})  # the made-up core would fail: there is nobody to tell
     assert "capturing" not in on_terminal(slow, "--magis-models=bert", "-q")

@@ -10,7 +10,7 @@ from pathlib import Path
 from magis import __version__
 from magis.report import write_text_atomically
 from magis.results import CaseResult, ModuleBytes, Peak
-from magis.strategies.strategy_names import PLANS
+from magis.strategies.strategy_names import PLANS, RESERVED
 from magis.units import format_bytes
 from pytest_magis.baseline_files import baseline_path
 from pytest_magis.baselines import CaseBaseline, stored_case
@@ -35,7 +35,8 @@ def curves_of(outcome: Outcome) -> Curves | None:
     steps = {"original": result.timelines.original}
     if not outcome.case.has_one_step:
         steps["optimized"] = result.timelines.optimized
-    return Curves(steps, result.memory_limit_bytes)
+    # the curves are bytes of tensors: a limit of reserved ones would lie above them
+    return Curves(steps, None if outcome.case.memory_limit_of == RESERVED else result.memory_limit_bytes)
 
 
 def case_section(number: int, outcome: Outcome, run: Run, commits: Sequence[Commit]) -> str:
