@@ -316,7 +316,7 @@ class CaseResult:
 
     @property
     def memory_ratio(self) -> float:
-        """The optimized step's share of the original's bytes: of those that a limit counts, the peak or reserved ones."""
+        """The optimized step's share of the original's bytes, of the peak or of reserved ones as limits count."""
         what = self.case.memory_limit_of
         return self.optimized.needed_bytes(what) / self.original.needed_bytes(what)
 
