@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -190,6 +194,39 @@ def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"No matching distribution found for net-width==3\.0"):
         environment_of(["net-width==3.0"], lambda _text: None, tmp_path)
     assert [path.suffix for path in (tmp_path / "environments").iterdir()] in ([], [".lock"])
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from magis.versions import child_process
+
+CHILD = '''
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    Path("started").touch()
+    time.sleep(100)
+except KeyboardInterrupt:
+    Path("cleaned").touch()
+'''
+child_process.PATIENCE = 1
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    child_process.run_captured([sys.executable, "-c", CHILD])
+except KeyboardInterrupt:
+    sys.exit(0 if Path("cleaned").exists() else 3)
+"""
+
+
+def test_a_command_cleans_up_where_the_interrupt_was_sent_to_its_caller_alone(tmp_path, repository):
+    variables = os.environ | {"PYTHONPATH": str(repository)}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=tmp_path, env=variables) as process:
+        while process.poll() is None and not (tmp_path / "started").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(
