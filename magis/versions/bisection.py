@@ -10,7 +10,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
 from magis.errors import UsageError
@@ -145,8 +144,8 @@ def needs(run: GateRun, cases: Sequence[str]) -> Needs:
     found: dict[str, int] = {}
     by_run: dict[str, str] = {}  # the run's own names of cases
     rows = frame.astype(object).where(frame.notna(), "").to_dict("records")
-    names = run.read_cases() if run.cases.is_file() else {}  # in the order of the rows; older versions leave none
-    for row, own in zip_longest(rows, names, fillvalue=""):
+    names = [*run.read_cases()] if run.cases.is_file() else [""] * len(rows)  # older versions leave none
+    for row, own in zip(rows, names, strict=True):
         name = case_name({str(column): str(cell) for column, cell in row.items()})
         nbytes = row[RESERVED if row.get("memory limit of") == "reserved" else "opt tensor bytes"]
         if nbytes != "":
