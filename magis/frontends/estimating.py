@@ -113,9 +113,10 @@ class Estimate:
     def remedies(self) -> tuple[Remedy, ...]:
         """What would make it need less: checkpointed blocks, a plan for the limit, adapters in place of full training.
 
-        Those that do not apply are left out: no repeated blocks, no PEFT installed, an optimizer that runs by itself.
+        Those that do not apply are left out (no repeated blocks, no PEFT installed, an optimizer that runs by itself),
+        and those that need as much as the step does.
         """
-        return tuple(self._remedies())
+        return tuple(remedy for remedy in self._remedies() if remedy.needed_bytes < self.needed_bytes)
 
     def _remedies(self) -> Iterator[Remedy]:
         case, make = self.result.case, self._make

@@ -86,7 +86,7 @@ def within_reserved(
     subject: Subject, limit: int, seconds: float | None, search: Callable[[int, float | None], Plan]
 ) -> Plan:
     """The fastest plan found for which a GPU's caching allocator reserves at most ``limit`` bytes; without any, the one
-    for which it reserves least, infeasible.
+    for which it reserves least (the fastest of several), infeasible.
 
     Searches (of a peak, within seconds) know peaks alone. So each plan's allocator is simulated. Where it reserves too
     much, the next search gets a limit that is lower by that; once a plan fits, one halfway to the last that did not,
@@ -111,7 +111,7 @@ def within_reserved(
         stopped = left is not None and left <= 0
         if stopped:
             break
-    nbytes, best = min(tried, key=lambda each: (each[0] > limit, each[1].latency_ns if each[0] <= limit else each[0]))
+    nbytes, best = min(tried, key=lambda each: (max(each[0], limit), each[1].latency_ns))
     return replace(
         best,
         feasible=nbytes <= limit,

@@ -21,8 +21,10 @@ from magis.versions.gate_run import GateRun, check_there, run_gate
 from magis.versions.revisions import checkout, commits_between, repository, title
 
 Say = Callable[[str], None]
+RESERVED = "opt reserved bytes (predicted)"
 Needs = Mapping[str, int]
-"""Bytes of tensors at the peak, by case: of the optimized step, where there is one."""
+"""Bytes by case, of the optimized step where there is one: predicted reserved bytes where these have the limit, else
+bytes of tensors at the peak."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,9 @@ def bisect(
     """The first version after `first`, up to `last`, at which one of the cases needs more memory than at `first`.
 
     Both are revisions of the repository that `start` lies in, or releases ("torch==2.12.0") of one package. `arguments`
-    are pytest's; `cases` are names as the table of a run has them ("bert[eager]"), all cases without any. `tolerance`
-    is the share by which a case may grow. Raises UsageError in one line for what cannot be compared.
+    are pytest's; `cases` are names as a run or its results have them ("bert[magis-mem0.8]", "bert[magis mem 0.8]"), all
+    cases without any. `tolerance` is the share by which a case may grow. Raises UsageError in one line for what cannot
+    be compared.
     """
     if is_requirement(first) != is_requirement(last):
         raise UsageError(f"{first} and {last} are a revision and a release", hint="give two of one kind")
@@ -139,12 +142,17 @@ def needs(run: GateRun, cases: Sequence[str]) -> Needs:
     run.check_gated()
     frame = read_results(run.csv)
     found: dict[str, int] = {}
-    for row in frame.astype(object).where(frame.notna(), "").to_dict("records"):
-        nbytes = row["opt tensor bytes"]
+    by_run: dict[str, str] = {}  # the run's own names of cases
+    rows = frame.astype(object).where(frame.notna(), "").to_dict("records")
+    names = [*run.read_cases()] if run.cases.is_file() else [""] * len(rows)  # older versions leave none
+    for row, own in zip(rows, names, strict=True):
+        name = case_name({str(column): str(cell) for column, cell in row.items()})
+        nbytes = row[RESERVED if row.get("memory limit of") == "reserved" else "opt tensor bytes"]
         if nbytes != "":
-            found[case_name({str(column): str(cell) for column, cell in row.items()})] = int(nbytes)
-    check_there(cases, found)
-    return {case: found[case] for case in cases} if cases else found
+            found[name], by_run[own] = int(nbytes), name
+    wanted = [by_run.get(case, case) for case in cases]
+    check_there(wanted, found)
+    return {case: found[case] for case in wanted} if cases else found
 
 
 def growths(before: Needs, after: Needs, tolerance: float) -> Iterator[CaseGrowth]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 PATIENCE = 5
-"""Seconds that a command may take to end after Ctrl-C, which a terminal sends to it as well."""
+"""Seconds that a command may take to end after Ctrl-C, which a terminal sends to it as well, and after each signal that
+follows."""
 
 
 def run_captured(
@@ -15,7 +18,8 @@ def run_captured(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; its exit code, and what it printed.
 
-    An interrupt is raised once the command has ended, too: it may clean up, and nothing goes on behind the caller.
+    An interrupt is raised once the command has ended, too: it may clean up, and nothing goes on behind the caller. One
+    that was sent to this process alone is passed on.
     """
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -24,7 +28,7 @@ def run_captured(
         try:
             out, err = process.communicate()
         except BaseException:
-            for end in (process.terminate, process.kill):
+            for end in (partial(process.send_signal, signal.SIGINT), process.terminate, process.kill):
                 try:
                     process.wait(PATIENCE)
                 except subprocess.TimeoutExpired:

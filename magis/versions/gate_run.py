@@ -81,6 +81,16 @@ class GatedCase:
         """Whether its figures are not those of its baseline, and may take their place."""
         return bool(self.needs) and not self.is_new
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether its baseline has measurements of other machines, or with another torch, alone: only tensor bytes were
+        compared. Those of simulated devices hold everywhere."""
+        result = json.loads(self.outcome)["result"] if self.stored_with else None
+        if result is None or "torch" not in result["identity"]:
+            return False
+        here = ", ".join(f"{name}={value}" for name, value in sorted(result["identity"].items()))
+        return here not in self.stored_with
+
 
 @dataclass(frozen=True)
 class GateRun:

@@ -5,6 +5,9 @@ that is as stored there, and is not here, was moved by the environment alone, si
 differs there already was moved by the code, perhaps by both: it stays as it is, since an entry is one measurement, and
 cannot be updated by a share. A difference is what the gate reports as one, tolerances included. What is stored is what
 was judged, nothing is measured again for it; and no file is written before all is known.
+
+Peaks and latencies are compared with a measurement of the same device and torch. Where the baseline has one with the
+releases of before, but none with what is installed, a case that is as stored there has its measurement here added.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ NAME_THEM = "name them: magis rebase transformers==5.22.0 -- test_memory.py"
 
 @dataclass(frozen=True)
 class RebasedCase:
-    """A case that differs from its baseline, or is red for another reason."""
+    """A case that differs from its baseline, could not be compared with all of it, or is red for another reason."""
 
     name: str
     is_updated: bool
     """Whether its baseline is now what was measured here."""
     is_red: bool
-    """Whether the gate is red for it still."""
+    """Whether the gate is red for it still, or compares its tensor bytes alone."""
     text: str
 
     def __str__(self) -> str:
@@ -84,7 +87,7 @@ def rebase(
         if all(case.is_new for case in here.values()):
             hint = "store them where they hold: pytest --magis-update=new, with the releases of before"
             raise UsageError(f"no baseline is stored of {', '.join(list(here)[:8])}", hint=hint)
-        moved = [case for case in here.values() if case.has_moved]
+        moved = [case for case in here.values() if case.has_moved or _is_uncompared(case)]
         if not moved:
             return Rebased("", len(here), tuple(_judged(here.values(), {}, "")))
         wanted = requirements or stored_with(moved)
@@ -100,10 +103,19 @@ def rebase(
 
 def _judged(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases: str) -> Iterator[RebasedCase]:
     """What is to be told of each case, and done."""
+    torch = Version(version("torch")).public
+    unmeasured = f"peaks not compared: the baseline has no measurement of this device with torch {torch}"
     for case in here:
         before = there.get(case.name)
         if case.is_new:
             yield RebasedCase(case.name, False, not case.passed, "no baseline is stored")
+        elif _is_uncompared(case):
+            if before is not None and not before.differs and not before.is_foreign:
+                yield RebasedCase(case.name, True, False, f"measured with torch {torch}")
+            else:
+                why = "there is no such case" if before is None else before.differs or "neither"
+                text = f"{unmeasured}; with {releases} {why}; accept with --magis-update=new"
+                yield RebasedCase(case.name, False, True, text)
         elif not case.has_moved:
             if not case.passed:
                 yield RebasedCase(case.name, False, True, f"red for another reason: {case.differs}")
@@ -118,6 +130,11 @@ def _judged(here: Iterable[GatedCase], there: Mapping[str, GatedCase], releases:
             yield RebasedCase(case.name, False, not case.passed, text)
         else:
             yield RebasedCase(case.name, True, False, case.differs)
+
+
+def _is_uncompared(case: GatedCase) -> bool:
+    """Whether only its tensor bytes could be compared, and are as stored."""
+    return case.is_foreign and case.passed and not case.differs
 
 
 def stored_with(cases: Iterable[GatedCase]) -> list[str]:

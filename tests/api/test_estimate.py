@@ -39,7 +39,12 @@ def few_blocks() -> tuple[object, ...]:
     return blocks(2)
 
 
-NAME = f"{__name__}:blocks"
+def long_blocks() -> tuple[object, ...]:
+    net, _, loss, optimizer = blocks()
+    return net, (torch.randn(16384, 16), torch.randn(16384, 16)), loss, optimizer
+
+
+NAME, LONG = f"{__name__}:blocks", f"{__name__}:long_blocks"
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +74,29 @@ def test_a_module_and_a_function_are_estimated_alike(step: magis.api.Estimate) -
     assert as_function.missing_bytes(as_function.needed_bytes - 1) == 1
 
 
-def test_remedies_are_cases_of_the_gate(step: magis.api.Estimate) -> None:
+def test_remedies_are_cases_of_the_gate() -> None:
+    step = magis.estimate(LONG, device=DEVICE, memory_limit=2 * 1024 * 1024)
     found = {remedy.name: remedy for remedy in step.remedies}
     assert {"checkpoint", "magis"} <= set(found)
-    checkpointed = magis.run_case(Case(NAME, "checkpoint", DEVICE, "paper"))
+    checkpointed = magis.run_case(Case(LONG, "checkpoint", DEVICE, "paper"))
     assert found["checkpoint"].needed_bytes == checkpointed.optimized.reserved_bytes
     ratio = float(found["magis"].how.rpartition("=")[2])
-    asked = Case(NAME, "magis", DEVICE, "paper", memory_ratio=ratio, memory_limit_of="reserved", budget=3000)
+    asked = Case(LONG, "magis", DEVICE, "paper", memory_ratio=ratio, memory_limit_of="reserved", budget=3000)
     planned = magis.run_case(asked)
     assert found["magis"].needed_bytes == planned.optimized.reserved_bytes
     for remedy in found.values():
         assert remedy.fits == (remedy.needed_bytes <= step.limit_bytes)
         assert remedy.latency_ratio > 0
+
+
+def test_what_needs_as_much_is_no_remedy() -> None:
+    """A step below the 2 MiB that the allocator takes first reserves as much under any plan."""
+    net = nn.Sequential(Block(), Block())
+    found = magis.estimate(
+        net, "sgd", (torch.randn(8, 16), torch.randn(8, 16)), nn.functional.mse_loss, device=DEVICE, memory_limit=2**20
+    )
+    assert found.needed_bytes == 2 * 2**20
+    assert found.remedies == ()
 
 
 def test_why_one_step_needs_more_than_another(step: magis.api.Estimate) -> None:

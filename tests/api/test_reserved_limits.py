@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from magis.cases.run_case import CaseRun
 from magis.errors import UsageError
 from magis.planner.bench import Bench
+from magis.planner.planning import plan, within_reserved
 from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
 from tests.oracles import plainly_reserved
@@ -75,6 +76,17 @@ def test_a_peak_within_the_limit_is_not_enough() -> None:
     assert by_peak.search.feasible
     assert by_peak.memory.peak_bytes <= limit < (by_peak.optimized.reserved_bytes or 0)
     assert found.search.states > by_peak.search.states
+
+
+def test_of_plans_that_miss_the_limit_alike_the_fastest_is_taken() -> None:
+    subject = bench().subject(CASE)
+    fast = plan(subject, memory_limit=2**40, latency_limit_ns=None, budget=10, seconds=None, seed=0, stored=None)
+    limit = (subject.reserved_by(fast.graph) or 0) - 2**20
+    slow = replace(fast, latency_ns=3 * fast.latency_ns)
+    plans = iter((slow, fast, *[slow] * 9))
+    found = within_reserved(subject, limit, None, lambda _target, _left: next(plans))
+    assert found.latency_ns == fast.latency_ns
+    assert not found.feasible
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -132,6 +136,31 @@ def test_bad_input_is_one_line(history, monkeypatch, capsys, arguments, said):
     assert capsys.readouterr().err == f"ERROR: {said}\n"
 
 
+def test_cases_have_the_names_of_a_run_and_of_its_results(history, capsys):
+    for name in ("test_memory.test_net[magis-mem0.8]", "test_memory.test_net[magis mem 0.8]"):
+        assert main(["bisect", "c5", "main", "--case", name, *ARGS]) == 0
+        first, second = capsys.readouterr().out.splitlines()
+        assert "commit 6" in first
+        assert second.startswith("  test_memory.test_net[magis mem 0.8]: ")
+
+
+def test_under_a_limit_on_reserved_bytes_these_are_compared(gate, capsys):
+    gate.pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
+    git(gate.root, "init", "--quiet", "--initial-branch=main")
+    text = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8], memory_limit_of='reserved', device='sim:rtx3090')\n"
+    (gate.root / "test_memory.py").write_text(f"{text}def test_net(): ...\n")
+    for number, reserved in enumerate((1.0, 1.0, 1.2), 1):
+        gate.fake(any_case={"ori_reserved": 1.0, "opt_reserved": reserved})
+        git(gate.root, "add", ".")
+        git(gate.root, "commit", "--quiet", "--allow-empty", f"--message=commit {number}")
+        git(gate.root, "tag", f"c{number}")
+    assert main(["bisect", "c1", "c3", *ARGS]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "commit 3" in first
+    assert second.startswith("  test_memory.test_net[magis reserved 0.8]: ")
+    assert second.endswith(", +20.0%")
+
+
 def test_a_case_that_is_not_there_is_named(history, capsys):
     assert main(["bisect", "c1", "c3", "--case", "other[eager]", *ARGS]) == 4
     assert "there is no case other[eager]; the run has test_memory.test_net[eager]" in capsys.readouterr().err
@@ -165,6 +194,39 @@ def test_a_release_that_pip_does_not_find_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"No matching distribution found for net-width==3\.0"):
         environment_of(["net-width==3.0"], lambda _text: None, tmp_path)
     assert [path.suffix for path in (tmp_path / "environments").iterdir()] in ([], [".lock"])
+
+
+INTERRUPTED = """
+import signal, sys
+from pathlib import Path
+from magis.versions import child_process
+
+CHILD = '''
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    Path("started").touch()
+    time.sleep(100)
+except KeyboardInterrupt:
+    Path("cleaned").touch()
+'''
+child_process.PATIENCE = 1
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    child_process.run_captured([sys.executable, "-c", CHILD])
+except KeyboardInterrupt:
+    sys.exit(0 if Path("cleaned").exists() else 3)
+"""
+
+
+def test_a_command_cleans_up_where_the_interrupt_was_sent_to_its_caller_alone(tmp_path, repository):
+    variables = os.environ | {"PYTHONPATH": str(repository)}
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=tmp_path, env=variables) as process:
+        while process.poll() is None and not (tmp_path / "started").exists():
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 
 import pytest
@@ -184,13 +185,58 @@ def test_the_release_of_torch_is_the_one_that_the_baselines_name(upgraded, shelf
     wheel_of(shelf, "1.0", 64, package="torch")
     path = upgraded.root / "baselines" / "cpu" / "bert.json"
     path.write_text(path.read_text().replace("torch=2.13.0", "torch=1.0+cpu"))
-    assert main(["rebase", "--", BERT]) == 0
+    assert main(["rebase", "--", BERT]) == 1
     out, _ = capsys.readouterr()
-    assert out.endswith("\n3 cases, compared with torch==1.0: 1 updated, 0 still red\n")
+    assert out.endswith("\n3 cases, compared with torch==1.0: 1 updated, 2 still red\n")
     simulated = ("--magis-device=sim:rtx3090", BERT)
     store(upgraded, *simulated)
     assert main(["rebase", "--", *simulated]) == 4
     assert "the baselines do not say with which releases they were stored; name them: " in capsys.readouterr().err
+
+
+AS_TORCH = """
+from importlib.metadata import version
+made_result = make_result
+
+def make_result(case, figure):
+    result = made_result(case, figure)
+    return replace(result, identity=result.identity | {"torch": version("torch")})
+"""
+
+
+def test_another_torch_is_another_device_and_is_measured_where_the_code_moved_nothing(upgraded, shelf, capsys):
+    wheel_of(shelf, "1.0", 64, package="torch")
+    upgraded.extend_conftest(AS_TORCH)
+    path = upgraded.root / "baselines" / "cpu" / "bert.json"
+    path.write_text(path.read_text().replace("torch=2.13.0", "torch=1.0"))
+    stored = upgraded.baseline()
+    (configuration,) = stored["configurations"].values()
+    ((_, measured),) = configuration["cases"]["magis-mem0.6"]["measured"].items()
+    measured["optimized_peak_bytes"] = 999  # as if the code had since needed more
+    path.write_text(json.dumps(stored))
+    before = entries(upgraded)
+    assert main(["rebase", "--", BERT]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "updated bert[eager]: measured with torch 2.13.0" in lines
+    (left,) = (line for line in lines if line.startswith("left"))
+    said = "peaks not compared: the baseline has no measurement of this device with torch 2.13.0; with torch==1.0 "
+    assert left.startswith(f"left {BY_CODE}: {said}optimized peak bytes: ")
+    assert left.endswith("; accept with --magis-update=new")
+    assert lines[-1] == "3 cases, compared with torch==1.0: 2 updated, 1 still red"
+    assert changed(before, entries(upgraded)) == {"eager", "magis-mem0.8"}
+    old, new = entries(upgraded)["eager"]["measured"].items()
+    assert sorted(("torch=1.0" in key for key, _ in (old, new))) == [False, True]
+    assert old[1] == new[1]
+
+
+def test_a_machine_of_which_nothing_is_stored_is_told(upgraded, capsys):
+    upgraded.fake(any_case={"identity": "avx2"})
+    before = files(upgraded)
+    assert main(["rebase", "net-width==1.0", "--", BERT, "--magis-strategies=eager"]) == 1
+    said, _ = capsys.readouterr().out.splitlines()
+    assert said.startswith("left bert[eager]: peaks not compared: the baseline has no measurement of this device with ")
+    assert said.endswith("; with net-width==1.0 neither; accept with --magis-update=new")
+    assert files(upgraded) == before
 
 
 # On the real core: a layer whose width is that of the package, one whose width is the project's, and one that has both
