@@ -13,6 +13,7 @@ import pytest
 
 from magis.progress import Progress, ProgressPlace, shown_if_slow
 from magis.results import CaseResult
+from magis.strategies.strategy_names import BLOCK
 from magis.units import aligned, format_bytes
 from pytest_magis.findings import NEW, PERMISSIONS, accept_all
 from pytest_magis.run_plan import Outcome
@@ -120,7 +121,7 @@ def table(outcomes: Sequence[Outcome], width: int | None = 80) -> Iterator[str]:
 def cells(outcome: Outcome) -> tuple[str, ...]:
     """A row of the table, a text for every column of the header."""
     result, case = outcome.result, outcome.case
-    model, strategy = outcome.model, case.shown
+    model, strategy = outcome.model, outcome.label if case.strategy == BLOCK else case.shown
     if result is None:
         return (model, strategy, _limit(outcome), "", "", "", "", "", outcome.verdict.label)
     original, optimized = (step.needed_bytes(case.memory_limit_of) for step in (result.original, result.optimized))
@@ -214,10 +215,8 @@ def _place(config: pytest.Config, reporter: Any) -> ProgressPlace:
     rewritten = terminal and reporter.isatty and config.getoption("capture", default="no") != "no"
 
     def column() -> int:
-        if not together or rewritten:
-            return writer.width_of_current_line if together else 0
-        reporter.ensure_newline()  # pytest begins the test's line again when it has its result
-        reporter.flush()
-        return 0
+        if together and not rewritten:
+            reporter.currentfspath = None  # so pytest begins the test's line again when it has its result
+        return writer.width_of_current_line if together else 0
 
     return ProgressPlace(write, writer.fullwidth if rewritten else None, column)
