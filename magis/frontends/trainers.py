@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.frontends.block_peak import BlockPeak
+from magis.units import is_number
 
 __all__ = ["LightningCallback", "MagisCallback"]
 
@@ -40,12 +42,16 @@ class StepPeaks:
     _library: ClassVar[_Library]
 
     def __init__(self, name: str = "", tolerance: float = 0.0, *, steps: Sequence[int] = (1, 2)) -> None:
-        asked: tuple[object, object] = steps, tolerance  # whatever a script wrote
+        asked: tuple[object, object] = steps, name  # whatever a script wrote
         numbers = tuple(asked[0]) if isinstance(asked[0], Iterable) else ()
         if not numbers or any(type(step) is not int or step < 1 for step in numbers):
             raise UsageError(f"{self._shown}: steps={steps!r}", hint="number the steps from 1 on: steps=(1, 2)")
-        if not isinstance(asked[1], (int, float)) or not asked[1] >= 0:
+        if not is_number(tolerance) or tolerance < 0:
             raise UsageError(f"{self._shown}: tolerance={tolerance!r}", hint="give a share such as 0.01")
+        # the gate's rule, which would be heard of when training has ended
+        if not isinstance(asked[1], str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", f"{name}.step{max(numbers)}"):
+            hint = "use letters, digits, '_', '-' and '.', 90 at most"
+            raise UsageError(f"{self._shown}: name={name!r}", hint=hint)
         _join(self, self._library)
         self.name = name
         self.tolerance = tolerance
@@ -90,14 +96,14 @@ class StepPeaks:
             self.peaks[self._begun] = peak
             _tell(f"{self._shown}: step {self._begun}: {peak}")
 
-    def _step_fails(self, error: BaseException | None) -> None:
-        """The step that is measured, if there is one, ends without an update."""
+    def _step_fails(self, error: BaseException | None, why: str = "ended ahead of its update") -> None:
+        """The step that is measured, if there is one, ends without an update, or has more in it than a step has."""
         if self._running is not None:
             _, stack = self._running
             self._running = None
             stack.close()
-            why = f": {type(error).__name__}" if error is not None else ""
-            _tell(f"{self._shown}: step {self._begun} ended ahead of its update{why}; it was not measured")
+            cause = f": {type(error).__name__}" if error is not None else ""
+            _tell(f"{self._shown}: step {self._begun} {why}{cause}; it was not measured")
 
     def _training_ends(self) -> None:
         """In a pytest test compare with the baselines."""
@@ -143,6 +149,9 @@ class MagisCallback(StepPeaks):
     def on_step_end(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
         self._step_ends()
 
+    def on_epoch_end(self, _args: Any, _state: Any, _control: Any, **_given: Any) -> None:
+        self._step_fails(None)  # the epoch was stopped, or its data ended, inside a step; evaluation may follow
+
     def on_train_end(self, _args: Any, state: Any, _control: Any, **_given: Any) -> None:
         __tracebackhide__ = True
         if state.is_world_process_zero:
@@ -172,6 +181,12 @@ class LightningCallback(StepPeaks):
         if trainer.global_step != self._updates:
             self._step_ends()
 
+    def on_validation_start(self, _trainer: Any, _module: Any) -> None:
+        self._step_fails(None, "has a validation in it")
+
+    def on_train_epoch_end(self, _trainer: Any, _module: Any) -> None:
+        self._step_fails(None)  # a batch that ends the epoch has no end of its own
+
     def on_exception(self, _trainer: Any, _module: Any, error: BaseException) -> None:
         self._step_fails(error)
 
@@ -193,12 +208,26 @@ def _join(callback: Any, library: _Library) -> None:
         )
     base = getattr(import_module(found[0]), library.base)
     if not isinstance(callback, base):
-        callback.__class__ = _subclass(callback.__class__, base)
+        callback.__class__ = _subclass(callback.__class__, base, library)
 
 
 @cache
-def _subclass(cls: type, base: type) -> type:
-    return type(cls.__name__, (cls, base), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+def _subclass(cls: type, base: type, library: _Library) -> type:
+    def reduced(callback: Any) -> tuple[object, ...]:
+        """As ``cls``, whose name this one has too; without peaks, which cannot be copied."""
+        # Lightning's trainer adds methods of the module that it trains
+        state = {name: value for name, value in vars(callback).items() if name not in ("log", "log_dict")}
+        return _remade, (cls, library), {**state, "peaks": {}, "_running": None}
+
+    own = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduced}
+    return type(cls.__name__, (cls, base), own)
+
+
+def _remade(cls: type[StepPeaks], library: _Library) -> StepPeaks:
+    """A callback that is unpickled; its attributes follow."""
+    callback = cls.__new__(cls)
+    _join(callback, library)
+    return callback
 
 
 def _running_trainer() -> Any:
@@ -216,6 +245,8 @@ def _running_trainer() -> Any:
 
 def _guard(owner: Any, method: str, told: Callable[[BaseException], object]) -> Callable[[], None]:
     """From now on the object's method tells of its errors; call what is returned to end that."""
+    if not hasattr(owner, "__dict__"):  # with __slots__ it cannot be told
+        return lambda: None
     original = getattr(owner, method)
     own = method in vars(owner)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import pickle  # noqa: TID251 (spawned processes of both trainers do)
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +33,17 @@ class Net(nn.Module):
         self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
         self.calls = 0
         self.fails_at: int | None = None
+        self.epoch_ends_at: int | None = None
+        """The batch, in the first one."""
+        self.modes_of_evaluation: set[int] = set()
+        """How many dispatch modes were on in each."""
 
     def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         self.calls += 1
         if self.calls == self.fails_at:
             raise ValueError("theirs")
+        if not self.training:
+            self.modes_of_evaluation.add(torch._C._len_torch_dispatch_stack())
         return {"loss": nn.functional.cross_entropy(self.net(inputs), labels)}
 
 
@@ -60,16 +67,27 @@ def outside_of_a_test() -> Iterator[None]:
         BLOCK_GATE.reset(token)
 
 
-def hugging_face(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, **asked: Any) -> StepPeaks:
+def hugging_face(
+    net: Net,
+    *others: Any,
+    accumulated: int = 1,
+    max_steps: int = 4,
+    evaluates: str = "no",
+    optimizers: tuple[Any, Any] = (None, None),
+    **asked: Any,
+) -> StepPeaks:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
     pytest.importorskip("accelerate", reason="needs the extra hf: accelerate is not installed")
     callback = magis.MagisCallback(**asked)
     assert isinstance(callback, transformers.TrainerCallback)
     arguments = transformers.TrainingArguments(
         max_steps=max_steps, num_train_epochs=0, gradient_accumulation_steps=accumulated, report_to="none",
-        per_device_train_batch_size=4, save_strategy="no", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=4, save_strategy="no", use_cpu=True, disable_tqdm=True, eval_strategy=evaluates,
+        prediction_loss_only=True,
     )  # fmt: skip
-    trainer = transformers.Trainer(net, arguments, train_dataset=Rows(), callbacks=[callback, *others])
+    trainer = transformers.Trainer(
+        net, arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback, *others], optimizers=optimizers
+    )
     try:
         with outside_of_a_test():
             trainer.train()
@@ -78,7 +96,9 @@ def hugging_face(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 
     return callback
 
 
-def lightning(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, **asked: Any) -> StepPeaks:
+def lightning(
+    net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, validates_every: int | None = None, **asked: Any
+) -> StepPeaks:
     pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning: lightning is not installed")
 
     class Trained(pl.LightningModule):  # type: ignore[name-defined,misc]
@@ -86,8 +106,14 @@ def lightning(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, 
             super().__init__()
             self.net = net
 
+        def on_train_batch_start(self, _batch: Any, number: int) -> int | None:
+            return -1 if (self.current_epoch, number) == (0, net.epoch_ends_at) else None
+
         def training_step(self, batch: dict[str, Tensor], _number: int) -> Tensor:
             return self.net(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def validation_step(self, batch: dict[str, Tensor], _number: int) -> None:
+            self.net(**batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
@@ -97,10 +123,11 @@ def lightning(net: Net, *others: Any, accumulated: int = 1, max_steps: int = 4, 
     trainer = pl.Trainer(
         max_steps=max_steps, accumulate_grad_batches=accumulated, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[callback, *others],
+        callbacks=[callback, *others], val_check_interval=validates_every,
     )  # fmt: skip
     with outside_of_a_test():
-        trainer.fit(Trained(), torch.utils.data.DataLoader(Rows(), batch_size=4))
+        data = torch.utils.data.DataLoader(Rows(), batch_size=4)
+        trainer.fit(Trained(), data, data if validates_every else None)
     return callback
 
 
@@ -153,9 +180,63 @@ def test_an_error_in_a_measured_step_goes_on_as_it_was(train: Train, capfd: pyte
     with pytest.raises(ValueError, match=r"^theirs$") as caught:
         train(net)
     assert caught.value.__context__ is None
-    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("magis.")]
-    assert [line.partition(": ")[2][:7] for line in said] == ["step 1:", "step 2 "]
-    assert said[1].endswith("step 2 ended ahead of its update: ValueError; it was not measured")
+    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update: ValueError; it was not measured"]
+
+
+def steps_said(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """What it printed of steps, each line; of a measured one no figures."""
+    said = [line.partition(": ")[2] for line in capfd.readouterr().out.splitlines() if line.startswith("magis.")]
+    return [f"{line[:6]}:" if line[6:7] == ":" else line for line in said if line.startswith("step")]
+
+
+def test_a_step_with_a_validation_in_it_is_not_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    callback = lightning(net, accumulated=2, max_steps=3, validates_every=3, steps=(1, 2, 3))
+    assert list(callback.peaks) == [1, 3]  # the other validation comes between steps
+    assert steps_said(capfd) == ["step 1:", "step 2 has a validation in it; it was not measured", "step 3:"]
+    assert net.modes_of_evaluation == {0}
+
+
+def test_an_epoch_that_a_module_ends_ends_the_step(capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    net.epoch_ends_at = 1
+    assert list(lightning(net, steps=(1, 2, 3)).peaks) == [1, 3]
+    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured", "step 3:"]
+
+
+def test_an_epoch_that_a_callback_ends_ends_the_step(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: transformers is not installed")
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
+        def on_substep_end(self, _args: Any, state: Any, control: Any, **_given: Any) -> None:
+            control.should_epoch_stop = state.global_step == 1
+
+    net = Net()
+    assert list(hugging_face(net, Stops(), accumulated=2, evaluates="epoch").peaks) == [1]
+    assert steps_said(capfd) == ["step 1:", "step 2 ended ahead of its update; it was not measured"]
+    assert net.modes_of_evaluation == {0}
+
+
+def test_a_scheduler_with_slots_is_left_alone() -> None:
+    class Constant:
+        __slots__ = ()
+
+        def step(self) -> None: ...
+
+        def get_last_lr(self) -> list[float]:
+            return [0.1]
+
+    net = Net()
+    callback = hugging_face(net, optimizers=(torch.optim.SGD(net.parameters()), Constant()))
+    assert list(callback.peaks) == [1, 2]
+
+
+def test_it_is_pickled_without_its_peaks(train: Train) -> None:
+    callback = train(Net(), name="net", tolerance=0.5, steps=(1, 3))
+    again = pickle.loads(pickle.dumps(callback))
+    assert type(again) is type(callback)
+    assert (again.name, again.tolerance, again.steps, again.peaks) == ("net", 0.5, (1, 3), {})
+    assert list(callback.peaks) == [1, 3]
 
 
 def test_a_training_of_fewer_steps_says_so(train: Train, capfd: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +272,11 @@ def test_an_error_of_another_callback_ends_the_step() -> None:
         (magis.MagisCallback, {"steps": 2}, "MagisCallback: steps=2; number"),
         (magis.LightningCallback, {"steps": ()}, "LightningCallback: steps=(); number"),
         (magis.LightningCallback, {"tolerance": -1}, "tolerance=-1; give a share such as 0.01"),
+        (magis.MagisCallback, {"tolerance": float("inf")}, "tolerance=inf; give"),
+        (magis.MagisCallback, {"tolerance": True}, "tolerance=True; give"),
+        (magis.MagisCallback, {"name": "a b/c"}, "name='a b/c'; use letters, digits, '_', '-' and '.', 90 at most"),
+        (magis.MagisCallback, {"name": 3}, "name=3; use letters"),
+        (magis.LightningCallback, {"name": "n" * 95}, "nnn'; use letters"),
     ],
 )
 def test_bad_arguments_are_one_line(make: Callable[..., object], asked: dict[str, Any], said: str) -> None:
