@@ -317,7 +317,7 @@ OPERATORS: dict[str, OpInfo] = {
     **_rows("squeeze_copy", split="views.squeeze"),
     **_rows("select_copy", split="views.select"),
     **_rows("slice_copy", split="views.window"),
-    **_rows("unsafe_split unsafe_split_with_sizes", split="views.window", dim=2),
+    **_view("unsafe_split unsafe_split_with_sizes", "views.window", dim=2),
 }  # fmt: skip
 """Operator name -> what is known of it."""
 

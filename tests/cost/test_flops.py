@@ -158,9 +158,12 @@ def test_lookups_are_charged_for_the_rows_they_touch() -> None:
 def test_nothing_is_charged_for_views_and_bare_allocations() -> None:
     image = torch.rand(4, 8)
     recording = record(
-        lambda: (image.t(), image.view(32), image[1:], image.expand(2, 4, 8), image.split(2), image.unbind())
-    )
-    assert len(recording.calls) == 6
+        lambda: (
+            image.t(), image.view(32), image[1:], image.expand(2, 4, 8), image.split(2), image.unbind(),
+            image.unsafe_chunk(2), image.unsafe_split_with_sizes((1, 3)),
+        )
+    )  # fmt: skip
+    assert len(recording.calls) == 8
     for op in recording.calls:
         assert work(op, recording.values) == OperatorWork("view", name_of(op.target), "float32")
     done = done_by(lambda: torch.empty(4, 8), "empty")
