@@ -56,7 +56,7 @@ lint: $(READY)  ## check style only
 types: $(READY)  ## check types only
 	$(BIN)/mypy
 
-soak: $(READY)  ## run the tests that take an hour or two, with thousands of fresh examples
+soak: $(READY)  ## run the tests that take several hours, with thousands of fresh examples
 	$(BIN)/pytest -n $(WORKERS) -m soak --hypothesis-profile=soak $(ARGS)
 
 bench: $(READY)  ## run every benchmark and print its table

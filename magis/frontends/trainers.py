@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
@@ -109,17 +109,29 @@ class StepPeaks:
         """In a pytest test compare with the baselines."""
         __tracebackhide__ = True
         self._step_fails(None)
+        missing = [step for step in self.steps if step not in self.peaks]
+        count = f"{self._begun} step{'' if self._begun == 1 else 's'}"
+        said = f"{self._shown}: training ended after {count}: no peak of step {', '.join(map(str, missing))}"
         gate = BLOCK_GATE.get()
         if gate is not None:
+            hint = "train for more steps" + (", or name others: steps=(1,)" if self.peaks else "")
             label = f"{self.name}." if self.name else ""
-            gate({f"{label}step{number}": peak for number, peak in self.peaks.items()}, self.tolerance)
-        missing = [str(step) for step in self.steps if step not in self.peaks]
-        if missing:
-            count = f"{self._begun} step{'' if self._begun == 1 else 's'}"
-            said = f"{self._shown}: training ended after {count}: no peak of step {', '.join(missing)}"
-            if gate is not None:
-                raise UsageError(said, hint="train for more steps, or name others: steps=(1,)")
+            # first, so that a training that is red for it stores nothing
+            blocks = {**dict.fromkeys(missing, _NoPeak(said, hint)), **self.peaks}
+            gate({f"{label}step{number}": peak for number, peak in blocks.items()}, self.tolerance)
+        elif missing:
             _tell(said)
+
+
+@dataclass(frozen=True)
+class _NoPeak:
+    """Of a step that the training did not reach, in the place of its peak."""
+
+    said: str
+    hint: str
+
+    def result(self, _test: str) -> NoReturn:
+        raise UsageError(self.said, hint=self.hint)
 
 
 class MagisCallback(StepPeaks):
