@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["BLOCK_GATE"]
+__all__ = ["BLOCK_GATE", "NAME"]
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+"""What can name baselines."""
 
 BLOCK_GATE: ContextVar[Callable[[Mapping[str, Any], float], None] | None] = ContextVar("magis gate", default=None)
 """Called with peaks by the names of their blocks, and their tolerance; None outside of a test."""

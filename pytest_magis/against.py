@@ -27,7 +27,7 @@ from magis.versions import (
     run_gate,
     told,
 )
-from pytest_magis.baselines import stored_case
+from pytest_magis.baselines import identity_key, stored_case
 from pytest_magis.flags import BY_NAME
 from pytest_magis.gate import Gate
 from pytest_magis.lazy_activation import GATE
@@ -115,12 +115,15 @@ def gated_cases(gate: Gate) -> Iterator[GatedCase]:
         texts = [finding.text for finding in verdict.findings]
         is_whole = result is not None and not result.search.stopped_by_seconds
         stored = stored_case(gate.baseline(planned), planned.label, planned.case) if is_whole else None
+        known = tuple(stored.measured) if stored else ()
+        here = identity_key(result) if result is not None and "torch" in result.identity else ""
         yield GatedCase(
             outcome.name,
             passed=verdict.passed,
             differs=outcome.error or "; ".join(texts) or ("" if is_whole else verdict.label),
             needs=verdict.needed if is_whole else (),
-            stored_with=tuple(stored.measured) if stored else (),
+            stored_with=known,
+            is_foreign=bool(known and here) and here not in known,
             path=str(gate.path(outcome.model, outcome.case)),
             outcome=outcome.to_text(),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, NoReturn
 
-from magis.current_gate import BLOCK_GATE
+from magis.current_gate import BLOCK_GATE, NAME
 from magis.errors import UsageError
 from magis.frontends.block_peak import BlockPeak
 from magis.units import is_number
@@ -49,7 +48,7 @@ class StepPeaks:
         if not is_number(tolerance) or tolerance < 0:
             raise UsageError(f"{self._shown}: tolerance={tolerance!r}", hint="give a share such as 0.01")
         # the gate's rule, which would be heard of when training has ended
-        if not isinstance(asked[1], str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", f"{name}.step{max(numbers)}"):
+        if not isinstance(asked[1], str) or not NAME.fullmatch(f"{name}.step{max(numbers)}"):
             hint = "use letters, digits, '_', '-' and '.', 90 at most"
             raise UsageError(f"{self._shown}: name={name!r}", hint=hint)
         _join(self, self._library)

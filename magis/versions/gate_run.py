@@ -66,6 +66,9 @@ class GatedCase:
     """Kinds of updates that would store the result; empty where there is nothing to store, or none may be."""
     stored_with: tuple[str, ...]
     """Identities of the devices that the baseline has measurements of."""
+    is_foreign: bool
+    """Whether these are all of other machines, or with another torch: only tensor bytes were compared. On simulated
+    devices they hold everywhere."""
     path: str
     """The file of its baseline."""
     outcome: str
@@ -80,16 +83,6 @@ class GatedCase:
     def has_moved(self) -> bool:
         """Whether its figures are not those of its baseline, and may take their place."""
         return bool(self.needs) and not self.is_new
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether its baseline has measurements of other machines, or with another torch, alone: only tensor bytes were
-        compared. Those of simulated devices hold everywhere."""
-        result = json.loads(self.outcome)["result"] if self.stored_with else None
-        if result is None or "torch" not in result["identity"]:
-            return False
-        here = ", ".join(f"{name}={value}" for name, value in sorted(result["identity"].items()))
-        return here not in self.stored_with
 
 
 @dataclass(frozen=True)

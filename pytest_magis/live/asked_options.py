@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from magis.current_gate import NAME
 from magis.dtypes import DTYPES
 from magis.errors import MagisError, UsageError, nearest
 from magis.models.registry import all_names
@@ -96,7 +96,7 @@ def _word(shown: str, value: Any) -> str:
 
 def check_name(shown: str, value: Any) -> str:
     """A word that can name baselines. Raises UsageError."""
-    if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", value):
+    if not isinstance(value, str) or not NAME.fullmatch(value):
         raise UsageError(f"{shown}: {value!r} cannot be a name", hint="use letters, digits, '_', '-' and '.' only")
     if value in (*all_names(), "all", "seed"):
         raise UsageError(f"{shown}: magis has a model called {value!r} already", hint="choose another name")
