@@ -233,8 +233,8 @@ class SearchStats:
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
     changes: tuple[ModuleBytes, ...] = ()
-    """What the plan recomputes, swaps and runs in parts, by module: calls of the graph (of one part within a loop), and
-    the bytes that they make or move."""
+    """What the plan recomputes and swaps, in all parts of loops, and runs in parts (calls of one part), by module:
+    calls, and the bytes that they make or move."""
 
 
 @dataclass(frozen=True)

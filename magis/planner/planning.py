@@ -19,7 +19,6 @@ from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
-from magis.simulate.peak_breakdown import changes
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
@@ -144,7 +143,6 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
         graph = found.realized()
         if found.loops:
             verify_fission(graph)
-        done = changes(graph)
         loops = [described(op) for op in graph.ops if op.body is not None]
         return scratch.plan(
             graph,
@@ -153,8 +151,6 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
             states=found.states,
             stopped_by_seconds=found.stopped,
             feasible=aim.met(found.figures.peak, found.figures.latency_ns),
-            recomputed_ops=sum(row.count for row in done if row.kind == "recomputed"),
-            swapped_bytes=sum(row.nbytes for row in done if row.kind == "swapped"),
             fission=listed(loops) if loops else "",
         )
 

@@ -18,6 +18,7 @@ from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
+from magis.simulate.peak_breakdown import repeats
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
@@ -37,6 +38,7 @@ class Plan:
     stopped_by_seconds: bool = False
     feasible: bool = True
     recomputed_ops: int = 0
+    """In all parts of loops, as the bytes that are swapped."""
     swapped_bytes: int = 0
     fission: str = ""
     """What runs in parts, in words; empty: nothing does."""
@@ -79,7 +81,9 @@ class PlanScratch:
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         planned = Memory(profile.tensor_bytes, profile.peak_bytes)
-        return Plan(graph, planned, latency_ns, {key: table[key] for key in keys if table.get(key, 0) > 0}, **figures)
+        workspaces = {key: table[key] for key in keys if table.get(key, 0) > 0}
+        recomputed, swapped = repeats(graph)
+        return Plan(graph, planned, latency_ns, workspaces, recomputed_ops=recomputed, swapped_bytes=swapped, **figures)
 
 
 def searched(graph: Graph) -> tuple[Graph, Graph]:
@@ -108,7 +112,6 @@ def attempts(
     def attempt(aim: Objective) -> Plan:
         result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over, watch=scratch.watch)
         events = expand(compiled.problem, result.order, result.flags)
-        recomputed, swapped = events.repeats(compiled.problem.nbytes)
         return scratch.plan(
             realize(compiled, events),
             around,
@@ -116,8 +119,6 @@ def attempts(
             states=result.states,
             stopped_by_seconds=result.stopped_by_seconds,
             feasible=result.feasible,
-            recomputed_ops=recomputed,
-            swapped_bytes=swapped,
         )
 
     return attempt

@@ -178,13 +178,3 @@ def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
     """The graph of a planned level, everything inside included."""
     compiled = realized(level, solution)
     return realize(compiled, expand(compiled.problem, solution.plan.order, solution.plan.flags))
-
-
-def repeats(solution: LoopNestPlan) -> tuple[int, int]:
-    """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
-    events = expand(solution.problem, solution.plan.order, solution.plan.flags)
-    recomputed, swapped = events.repeats(solution.problem.nbytes)
-    if solution.inner is None:
-        return recomputed, swapped
-    within = repeats(solution.inner)
-    return recomputed + within[0], swapped + within[1]

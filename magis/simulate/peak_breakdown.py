@@ -185,12 +185,20 @@ def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
 
 
 def changes(graph: Graph) -> tuple[ModuleBytes, ...]:
-    """What a plan recomputes, swaps and runs in parts, by module."""
-    return table(_changes(graph, owners(graph, len(graph.ops))))
+    """What a plan recomputes and swaps, in all parts of its loops, and what one part of a loop holds, by module."""
+    return table(_changes(graph))
 
 
-def _changes(graph: Graph, known: Mapping[int, Owner]) -> Iterator[Owned]:
-    """One for every call; the bytes that it makes, or moves to the host."""
+def repeats(graph: Graph) -> tuple[int, int]:
+    """Calls that a plan runs again, and bytes that it moves to the host, in all parts of its loops."""
+    found = list(_changes(graph))
+    recomputed = sum(owner.kind == "recomputed" for owner, _ in found)
+    return recomputed, sum(nbytes for owner, nbytes in found if owner.kind == "swapped")
+
+
+def _changes(graph: Graph, times: int = 1) -> Iterator[Owned]:
+    """One for every call, with the bytes that it makes or moves to the host; what runs again or moves, that often."""
+    known = owners(graph, len(graph.ops))
     before: Counter[int] = Counter()
     for op in graph.ops:
         if op.body is not None:
@@ -198,16 +206,16 @@ def _changes(graph: Graph, known: Mapping[int, Owner]) -> Iterator[Owned]:
             for each in inner.ops:
                 if not each.target.startswith("magis.") and not is_pure_view(inner, each):
                     yield Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each)
-            yield from _changes(inner, owners(inner, len(inner.ops)))
+            yield from _changes(inner, times * op.body.parts)
         elif op.target == "magis.store":
             (value,) = op.inputs()
             storage = graph.storages[graph.values[value].storage]
             owner = known.get(storage.id, Owner("", ""))
-            yield Owner("swapped", owner.module, owner.line), storage.nbytes
+            yield from [(Owner("swapped", owner.module, owner.line), storage.nbytes)] * times
         elif op.origin is not None and not is_pure_view(graph, op):
             before[op.origin] += 1
             if before[op.origin] > 1:
-                yield Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op)
+                yield from [(Owner("recomputed", op.module, op.line), _fresh_bytes(graph, op))] * times
 
 
 def _fresh_bytes(graph: Graph, op: Op) -> int:

@@ -287,8 +287,3 @@ class Events:
 
     def __len__(self) -> int:
         return len(self.kind)
-
-    def repeats(self, nbytes: Int64s) -> tuple[int, int]:
-        """Nodes that run again, and bytes that are swapped; ``nbytes`` of each storage."""
-        swapped = self.arg[self.kind == STORE]
-        return int(np.count_nonzero(self.kind == REDO)), int(nbytes[swapped].sum())

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from magis.fission.loss_suffix import pieces
 from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
-from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.runtime.swap_streams import HostMemory, Stored
+from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
 from magis.search.fission_pareto import DivisibleStep, numbers_of_parts, sketch
-from magis.search.loop_nest import LoopNest, realize_level, repeats
+from magis.search.loop_nest import LoopNest, LoopNestPlan, realize_level, solution, with_body
+from magis.simulate.evaluator import evaluate
+from magis.simulate.peak_breakdown import repeats
+from magis.simulate.problem import KEEP, RECOMPUTE, SWAP
 from magis.simulate.simulator import replay
+from tests.api.nets import blocks
+from tests.nets import as_built
+from tests.oracles import graph_step
 from tests.search.subjects import BUDGET, Step, front_of, step
 
 
@@ -42,7 +54,7 @@ def realized(given: Step, found: Divided) -> Graph:
     assert found.solution.latency_ns >= fastest_ns(found.level)
     parts = [op.body.parts for op in graph.ops if op.body is not None]
     assert parts == [cut.parts for cut in found.cuts] == [found.level.parts]
-    assert repeats(found.solution)[1] == 0
+    assert repeats(graph)[1] == 0
     return graph
 
 
@@ -166,3 +178,81 @@ def test_planned_again_for_another_limit() -> None:
 )
 def test_numbers_of_parts_divide_every_size(most: int, tried: list[int]) -> None:
     assert numbers_of_parts(most) == tried
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func is torch.ops.aten.empty_strided.default)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass
+class CountingHost(HostMemory):
+    """Counts copies, and the bytes that go to the host."""
+
+    stores: int = 0
+    loads: int = 0
+    nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def store(self, tensor: Tensor) -> Stored:
+        self.stores, self.nbytes = self.stores + 1, self.nbytes + tensor.untyped_storage().nbytes()
+        return super().store(tensor)
+
+    def load(self, stored: Stored) -> Tensor:
+        self.loads += 1
+        return super().load(stored)
+
+
+@pytest.mark.parametrize("flag", [KEEP, SWAP, RECOMPUTE])
+def test_figures_count_what_every_part_of_a_loop_moves_and_runs_again(
+    flag: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with what the runtime copies and calls: a body is run as often as it has parts."""
+    point = next(point for point in front_of(step("blocks")).points if point.level.parts > 2)
+    looped = linked(point.level)
+    assert looped.inner is not None
+    kept, found = (
+        realize_level(looped, planned(looped, planned(looped.inner, None, each), each)) for each in (KEEP, flag)
+    )
+    ran = []
+    for graph in (kept, found):
+        verify(graph)
+        host, calls = CountingHost(), Calls()
+        monkeypatch.setattr("magis.runtime.steps.make_host", lambda *_, host=host: host)
+        bound = graph_step(graph, as_built(blocks()))
+        bound.prepare()
+        with calls:
+            bound.run()
+        ran.append((calls.count, host.stores, host.loads, host.nbytes))
+    recomputed, swapped = repeats(found)
+    assert repeats(kept) == (0, 0) == ran[0][2:]
+    assert ran[1][0] - ran[0][0] == recomputed
+    assert ran[1][1] == ran[1][2]
+    assert ran[1][3] == swapped
+    inside = [op.body.graph for op in found.ops if op.body is not None]
+    assert (recomputed > 0, swapped > 0) == (flag == RECOMPUTE, flag == SWAP)
+    assert flag == KEEP or any(any(repeats(body)) for body in inside)
+
+
+def linked(level: LoopNest) -> LoopNest:
+    """The same, on a device with a quick link."""
+    problem = replace(level.compiled.problem, xfer_ns_per_byte=1e-6)
+    inner = None if level.inner is None else linked(level.inner)
+    return replace(level, compiled=replace(level.compiled, problem=problem), inner=inner)
+
+
+def planned(level: LoopNest, inner: LoopNestPlan | None, flag: int) -> LoopNestPlan:
+    """A plan with one decision for all tensors."""
+    problem = level.compiled.problem if inner is None else with_body(level, inner)
+    order, flags = np.arange(problem.n_nodes, dtype=np.int32), np.full(problem.n_storages, flag, dtype=np.int8)
+    cost = evaluate(problem, order, flags)
+    return solution(level, problem, JudgedPlan(order, flags, cost.peak, cost.latency_ns), inner)

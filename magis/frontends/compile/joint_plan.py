@@ -133,7 +133,6 @@ def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Obje
     verify(graph)
     costs = scratch.costs(graph)
     profile = replay(graph, costs.workspace, rounding=costs.rounding)
-    recomputed, _ = events.repeats(problem.nbytes)
     return Plan(
         graph=graph,
         planned=Memory(profile.tensor_bytes, profile.peak_bytes),
@@ -142,8 +141,6 @@ def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Obje
         seconds=0.0,
         stopped_by_seconds=found.stopped_by_seconds,
         feasible=found.feasible,
-        recomputed_ops=recomputed,
-        swapped_bytes=0,
         workspaces={},
     )
 
