@@ -232,6 +232,9 @@ class SearchStats:
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
+    latency_bound_ms: float | None = None
+    """No plan of the step, cut into parts like this one, has a lower simulated latency within the memory limit (within
+    this plan's peak, where there is only a latency limit); on simulated devices, where the limit is met."""
     changes: tuple[ModuleBytes, ...] = ()
     """What the plan recomputes and swaps, in all parts of loops, and runs in parts (calls of one part), by module:
     calls, and the bytes that they make or move."""
@@ -319,6 +322,12 @@ class CaseResult:
         """The optimized step's share of the original's bytes, of the peak or of reserved ones as limits count."""
         what = self.case.memory_limit_of
         return self.optimized.needed_bytes(what) / self.original.needed_bytes(what)
+
+    @property
+    def latency_ratio_bound(self) -> float | None:
+        """The latency ratio that no plan like this one gets below (see SearchStats)."""
+        bound = self.search.latency_bound_ms
+        return bound / self.original.simulated_ms if bound is not None and self.original.simulated_ms > 0 else None
 
     @property
     def latency_ratio(self) -> float:

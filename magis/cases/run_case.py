@@ -194,6 +194,7 @@ class CaseRun:
             feasible=found.feasible,
             recomputed_ops=found.recomputed_ops,
             swapped_bytes=found.swapped_bytes,
+            latency_bound_ms=None if found.latency_bound_ns is None else found.latency_bound_ns / 1e6,
             fission=found.fission,
             unsplit=found.unsplit,
             changes=changes(found.graph),

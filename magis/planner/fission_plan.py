@@ -9,10 +9,11 @@ from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op
-from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
+from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, searched
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, joined, place_front
+from magis.search.latency_bound import Nest
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
@@ -242,7 +243,8 @@ def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan,
     """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
     graph = realize_level(level, solution)
     fission = next((described(op) for op in graph.ops if op.body is not None), "")
-    return scratch.plan(graph, around, solution.latency_ns, fission=fission)
+    searched = Searched(Nest.of(level), solution.peak)
+    return scratch.plan(graph, around, solution.latency_ns, fission=fission, searched=searched)
 
 
 def described(loop: Op) -> str:

@@ -46,7 +46,8 @@ MOST = 1 << 62
 """Of any figure: bytes and nanoseconds are 64 bits."""
 MOVES = ("magis.store", "magis.wait", "magis.load")
 LINES = "lines"
-FIGURES = tuple(field.name for field in fields(Plan) if field.name not in ("graph", "seconds", "stopped_by_seconds"))
+_NOT_KEPT = ("graph", "seconds", "stopped_by_seconds", "searched")
+FIGURES = tuple(field.name for field in fields(Plan) if field.name not in _NOT_KEPT)
 
 
 class KeptPlans:
@@ -160,6 +161,7 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     planned, workspaces = given["planned"], given["workspaces"]
     whole = [given[name] for name in ("latency_ns", "states", "recomputed_ops", "swapped_bytes")]
     whole += [planned["tensor_bytes"], planned["peak_bytes"], *workspaces.values()]
+    whole += [bound for bound in (given["latency_bound_ns"],) if bound is not None]
     if any(type(number) is not int or not 0 <= number < MOST for number in whole):
         raise MagisError("a figure is no whole number that can be one")
     if type(given["feasible"]) is not bool or any(type(given[name]) is not str for name in ("fission", "unsplit")):
@@ -196,6 +198,8 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
     least, most = _least_ns(plan.graph, costs), _most_ns(plan.graph, costs)
     if not least <= plan.latency_ns <= most:
         raise MagisError(f"its latency is {least:,} ns or more, up to {most:,}, not {plan.latency_ns:,}")
+    if plan.latency_bound_ns is not None and plan.latency_bound_ns > plan.latency_ns:
+        raise MagisError("it is faster than its bound")
     if plan.feasible != goal.met(plan.peak, plan.latency_ns):
         raise MagisError("it keeps its limit, or not, otherwise than it says")
 

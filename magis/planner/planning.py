@@ -11,14 +11,16 @@ from magis.errors import UsageError, VerifyError
 from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
+from magis.paper.nested_loops import LoopFrame
 from magis.planner.fission_plan import described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
+from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, bounded, searched
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
+from magis.search.latency_bound import Nest
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
@@ -68,17 +70,24 @@ def plan(
     else:
         budget = DEFAULT_BUDGET if budget is None else budget
         by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
+
+    def search_for() -> Plan:
+        found = by()
+        return bounded(found, memory_limit) if subject.simulated_only else replace(found, searched=None)
+
     if subject.kept is None:
-        best = by()
+        best = search_for()
     else:
         plans = KeptPlans(subject.kept)
         key = plans.key(subject, goal, search, budget, seed, stored)
         known = plans.load(key, scratch, goal)
         if known is None:
-            known = by()
+            known = search_for()
             plans.save(key, known, scratch, goal)
         best = known
-    return replace(best, latency_ns=best.latency_ns + behind, seconds=time.perf_counter() - started)
+    bound = None if best.latency_bound_ns is None else best.latency_bound_ns + behind
+    seconds = time.perf_counter() - started
+    return replace(best, latency_ns=best.latency_ns + behind, latency_bound_ns=bound, seconds=seconds)
 
 
 def within_reserved(
@@ -152,12 +161,18 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
             stopped_by_seconds=found.stopped,
             feasible=aim.met(found.figures.peak, found.figures.latency_ns),
             fission=listed(loops) if loops else "",
+            searched=Searched(_nest(found.frame), found.figures.peak),
         )
 
     try:
         return approached(goal, partial(attempt, LEVELS))
     except VerifyError as error:
         return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")
+
+
+def _nest(level: LoopFrame) -> Nest:
+    """What the paper's search has cut, for the bound of its latency."""
+    return Nest(level.compiled.problem, {node: _nest(inner) for node, inner in level.inner}, level.parts)
 
 
 def _searched(

@@ -16,6 +16,7 @@ from magis.results import Memory
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
+from magis.search.latency_bound import Nest, nest_latency_bound
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.peak_breakdown import repeats
@@ -44,11 +45,32 @@ class Plan:
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
     """Why nothing runs in parts although that was tried, in words."""
+    latency_bound_ns: int | None = None
+    """No plan of this step, cut like this, is faster within the memory limit (without one, within this plan's peak);
+    None where that was not asked for, or the limit is not met."""
+    searched: Searched | None = None
 
     @property
     def peak(self) -> int:
         """Bytes, with the workspaces that planning used."""
         return self.planned.peak_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Searched:
+    """What a search worked on, and the peak that it found there, in bytes."""
+
+    step: Nest
+    peak: int
+
+
+def bounded(plan: Plan, memory_limit: int | None) -> Plan:
+    """The plan with the lower bound of its latency."""
+    found, limit = plan.searched, memory_limit
+    if found is None or not plan.feasible:
+        return replace(plan, searched=None)
+    limit = max(found.peak, plan.peak) if limit is None else max(found.peak, limit)
+    return replace(plan, searched=None, latency_bound_ns=nest_latency_bound(found.step, limit))
 
 
 @dataclass(frozen=True)
@@ -119,6 +141,7 @@ def attempts(
             states=result.states,
             stopped_by_seconds=result.stopped_by_seconds,
             feasible=result.feasible,
+            searched=Searched(Nest(compiled.problem), result.peak),
         )
 
     return attempt

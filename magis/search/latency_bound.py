@@ -1,42 +1,56 @@
 """A lower bound of the latency of every plan that keeps a memory limit, whatever its order, copies and recomputations.
 
-A linear program over *moments*: nodes that every legal order runs one after the other. What an ancestor of a moment
-makes and a descendant of it reads is, at this moment, on the device (k), on the host (h), or made again afterwards:
+A linear program over *moments*: nodes of one path, which every legal order runs one after the other. What an ancestor
+of a moment makes and a descendant of it reads is, at this moment, on the device (k), on the host (h), or made again
+afterwards (r), in shares between 0 and 1:
 
-    sum of bytes * k + what the moment itself needs <= limit            at every moment
-    k(t + 1) <= k(t) + x(t) + l(t)                  x, l: made again, loaded between this moment and the next one
-    k(t) + x(t) + l(t) >= 1                         for a reader between the two
-    x(t) <= k(t) + x(t) + l(t)  of every input      what runs again needs its inputs
-    l(t) <= h(t), k(t + 1) + h(t + 1) <= k(t) + h(t) + x(t)         what is loaded was stored
-    copies until or after a moment <= time that there is for them + stalls
-    least sum of x * time + stalls
+    k + h + r >= 1                                  for what is read behind the moment
+    r <= k + h + r of every input, r <= x           what runs again needs its inputs, and is paid once
+    sum of bytes * k + what the moment itself needs <= limit
+    bytes * h, of what was made behind an earlier moment, or is read before a later one,
+              <= link * (all that may run meanwhile + sum of time * x + stall)
+    least sum of time * x + stall
 
-Everything unclear is left out: operators that may run before or after a moment, bytes in between, small tensors, fixed
-costs of copies, which direction of the link is busy. So plans with any number of copies, gaps and recomputations of a
-tensor obey it, and with stalls. What is reported is not the solver's optimum but the value of its dual prices, computed
-here: by weak duality a bound however exact the solver was. That value falls linearly with the limit, so that the bound
-of a loop's body at a few limits is a bound at all of them (``Affine``), and part of the step's program.
+Everything unclear is left out: bytes between two moments, small tensors, fixed costs of copies, that both directions
+may share a link, that something is made again twice. So plans with any number of copies, gaps and recomputations of a
+tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is the solver's own;
+on steps of hundreds of operators these gain next to nothing.
+
+In shares, what is reported is not the solver's optimum but the value of its dual prices, computed here: a bound by weak
+duality, however exact the solver was. That value falls linearly with the limit, so that bounds of a loop's body at a
+few limits hold at all (`Affine`), and are rows of the program of the step around it, where the body's memory varies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from magis.search.loop_nest import LoopNest, with_figures
 from magis.simulate.arrays import NodeStep, make_step
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import Bools, Int32s, Int64s, Problem
 
 NEVER = 1 << 62
 """The bound where no plan keeps the limit."""
-CELLS = 5_000
-"""Tensors times moments at most, about: what a second of the solver is good for."""
-MOMENTS = 24
+MOMENTS = 12
+CELLS = 6_000
+"""Tensors times moments at most, about: what half a second of the solver is good for."""
+FEWEST = 3
+"""Moments, however many tensors there are."""
+BODY_LIMITS = (0.1, 0.4, 1.0)
+"""Limits for a loop's body, as shares of the way from its least memory to all that is left."""
+WHOLE = 3_000
+"""Shares at most, for which it is worth while to look for whole ones,"""
+NODES = 50
+"""with so many nodes of branch and bound, whose bound counts."""
+TOLERANCE = 1e-9
+"""Of the solver, and of sums, relative to a step's time."""
 SMALL = 4_000
-"""Tensors below this share of the limit are taken to be there for nothing."""
 SCALE = 1000.0
 """The limit, and the step's time, as the solver sees them: far from its tolerances."""
 
@@ -64,26 +78,72 @@ class LoopFigures:
 
 
 def latency_lower_bound(problem: Problem, memory_limit: int) -> int:
-    """Nanoseconds that no plan of the problem beats within so many bytes; `NEVER` where there is none."""
-    return _rounded(bound_at(problem, memory_limit))
+    """Nanoseconds that no plan of the problem beats within so many bytes; `NEVER` where there is no such plan."""
+    return nest_latency_bound(Nest(problem), memory_limit)
 
 
-def _rounded(found: Affine | None) -> int:
-    return NEVER if found is None else int(found.ns)
+@dataclass(frozen=True, eq=False)
+class Nest:
+    """A step, or a loop's body, and the loops in it by their nodes; how many ``parts`` it has itself."""
+
+    problem: Problem
+    loops: Mapping[int, Nest] = field(default_factory=dict)
+    parts: int = 1
+
+    @classmethod
+    def of(cls, level: LoopNest, parts: int = 1) -> Nest:
+        loops = {} if level.inner is None else {level.node: cls.of(level.inner, level.parts)}
+        return cls(level.compiled.problem, loops, parts)
 
 
-def bound_at(problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures] | None = None) -> Affine | None:
-    """The bound at a limit, as a function of it; None where no plan keeps it. ``loops`` are nodes that stand for planned
-    bodies; their time in the problem must be that of ``LoopFigures``."""
-    base = int(problem.node_ns.sum() + problem.blk_ns.sum())
+def nest_latency_bound(nest: Nest, memory_limit: int) -> int:
+    """The same of a step with loops whose bodies may be planned anew: with the same cuts into as many parts."""
+    loops = _bodies(nest, memory_limit)
+    found = bound_at(with_loops(nest.problem, loops), memory_limit, loops, whole=True)
+    return NEVER if found is None else math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
+
+
+def with_loops(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
+    """The problem with the least that its loops need."""
+    return with_figures(problem, {node: (loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()})
+
+
+def _bodies(nest: Nest, memory_limit: int) -> dict[int, LoopFigures]:
+    """What is known of the loops of a step within a limit."""
+    around, found = nest.problem, dict[int, LoopFigures]()
+    for node, body in nest.loops.items():
+        beside = around.nbytes[[*around.inputs(node), *around.outputs(node)]].sum()
+        most = memory_limit - around.persistent_bytes - int(beside)
+        loops = _bodies(body, most)
+        problem = with_loops(body.problem, loops)
+        least = lower_bound(problem)
+        limits = (least + int(share * (most - least)) for share in BODY_LIMITS if most > least)
+        cuts = (bound_at(problem, limit, loops) for limit in limits)
+        found[node] = LoopFigures(body.parts, least, _base(problem), tuple(cut for cut in cuts if cut is not None))
+    return found
+
+
+def _base(problem: Problem) -> int:
+    """Nanoseconds of a step that makes nothing again."""
+    return int(problem.node_ns.sum() + problem.blk_ns.sum())
+
+
+def bound_at(
+    problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures] | None = None, *, whole: bool = False
+) -> Affine | None:
+    """The bound at a limit, as a function of it; None where no plan keeps it. ``loops`` are nodes that stand for bodies
+    to be planned, in a problem ``with_loops``. With ``whole`` shares (of small steps alone) it holds at this limit
+    only."""
+    loops = loops or {}
+    base = _base(problem)
     if memory_limit < lower_bound(problem):
         return None
     if not problem.n_nodes:
         return Affine(memory_limit, base, 0.0)
-    chain = _Chain.of(problem, make_step(problem), memory_limit, loops or {})
+    chain = _Chain.of(problem, memory_limit, loops)
     if not len(chain.moments):
         return Affine(memory_limit, base, 0.0)
-    return _Relaxation(chain, memory_limit, base, loops or {}).solve()
+    return _Relaxation(chain, memory_limit, base, loops).solve(whole=whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,18 +161,18 @@ class _Chain:
     """[s] tensors that count."""
 
     @classmethod
-    def of(cls, problem: Problem, step: NodeStep, limit: int, loops: Mapping[int, LoopFigures]) -> _Chain:
+    def of(cls, problem: Problem, limit: int, loops: Mapping[int, LoopFigures]) -> _Chain:
         """Moments that matter under a limit; none where everything may stay."""
         path = _longest_path(problem, loops)
         before, after = _ranks(problem, path)
         large = problem.nbytes * SMALL >= limit
         levels = _levels(problem, path, before, after)
         tensors = int(np.count_nonzero(_reach(problem, after) > before[problem.producer]))
-        count = max(4, min(MOMENTS, CELLS // max(1, tensors)))
-        chosen = _chosen(levels, limit, count)
+        chosen = _chosen(levels, limit, max(FEWEST, min(MOMENTS, CELLS // max(1, tensors))))
+        chosen = np.union1d(chosen, np.flatnonzero(np.isin(path, list(loops))))
         first = np.searchsorted(chosen, before).astype(np.int32)
         last = (np.searchsorted(chosen, after, side="right") - 1).astype(np.int32)
-        return cls(problem, step, path[chosen], first, last, large)
+        return cls(problem, make_step(problem), path[chosen], first, last, large)
 
 
 def _predecessors(problem: Problem, node: int) -> list[int]:
@@ -174,7 +234,7 @@ def _levels(problem: Problem, path: Int32s, before: Int32s, after: Int32s) -> In
 
 
 def _chosen(levels: Int64s, limit: int, count: int) -> Int64s:
-    """Places to look at: of those above the limit the highest in each of so many stretches, and the last one."""
+    """Places to look at: of those above the limit the highest in each of so many stretches."""
     above = np.flatnonzero(levels > limit)
     if not len(above):
         return above
@@ -222,16 +282,19 @@ class _Relaxation:
         moves = step.redoable | step.swappable
         counted = chain.large & (made < count)
         self.made, self.reach, self.horizon = made, reach, reach.copy()
+        following = chain.after.copy()  # of a moment, the one before: what it reads is there, however that came
+        following[chain.moments] -= 1
+        self.behind = _reach(problem, following)
         wanted = counted & moves & (reach >= made)
         self._extend_horizons(wanted, counted)
         self.tensors = np.flatnonzero(wanted)
         self.stays = counted & ~moves
         self.fixed = self.stays & ~wanted
         self.kept: dict[tuple[int, int], int] = {}
-        self.run: dict[tuple[int, int], int] = {}
         self.host: dict[tuple[int, int], int] = {}
-        self.load: dict[tuple[int, int], int] = {}
-        self.stalls = [self.rows.variable(1.0, upper=SCALE) for _ in range(count + 1)]  # the first: before all
+        self.run: dict[tuple[int, int], int] = {}
+        self.redo: dict[int, int] = {}
+        self.stall = self.rows.variable(1.0, upper=SCALE)
         self.extra: dict[int, int] = {}
         self.room: dict[int, int] = {}
 
@@ -246,8 +309,8 @@ class _Relaxation:
                 self.horizon[inputs] = np.maximum(self.horizon[inputs], self.horizon[again].max())
                 wanted[inputs] |= counted[inputs]
 
-    def solve(self) -> Affine | None:
-        from scipy.optimize import linprog
+    def solve(self, *, whole: bool) -> Affine | None:
+        from scipy.optimize import Bounds, LinearConstraint, linprog, milp
         from scipy.sparse import csr_matrix
 
         self._variables()
@@ -262,12 +325,25 @@ class _Relaxation:
         costs, limits = np.array(rows.costs), np.array(rows.limits)
         lower, upper = np.array(rows.lower), np.array(rows.upper)
         found = linprog(costs, matrix, limits, bounds=np.stack([lower, upper], axis=1), method="highs-ds")
-        import os
-        if os.environ.get("LBD"): print(found.status, found.message, found.fun); self.found=found
         if found.status == 2:
             return None
         prices: Floats = np.zeros(shape[0]) if found.ineqlin is None else np.minimum(found.ineqlin.marginals, 0.0)
-        return self._value(prices, costs - matrix.T @ prices, lower, upper)
+        value = self._value(prices, costs - matrix.T @ prices, lower, upper)
+        if not whole or len(costs) > WHOLE or value.ns == self.base:
+            return value
+        shares = np.ones(len(costs))
+        shares[[self.stall, *self.extra.values(), *self.room.values()]] = 0
+        rounded = milp(
+            costs,
+            integrality=shares,
+            bounds=Bounds(lower, upper),
+            constraints=LinearConstraint(matrix, -np.inf, limits),
+            options={"node_limit": NODES},
+        )
+        if rounded.status == 2:
+            return None
+        best = value.ns if rounded.mip_dual_bound is None else self.base + rounded.mip_dual_bound / self.ns
+        return Affine(self.limit, max(value.ns, best), 0.0)
 
     def _value(self, prices: Floats, reduced: Floats, lower: Floats, upper: Floats) -> Affine:
         """The Lagrangian at prices of rows: no solution is below it."""
@@ -282,74 +358,40 @@ class _Relaxation:
     # -- variables and what binds them ----------------------------------------------------------------------------
 
     def _variables(self) -> None:
-        chain, rows, count = self.chain, self.rows, len(self.chain.moments)
-        problem, step = chain.problem, chain.step
+        """Shares kept, on the host, loaded by their next use, and made again, of each tensor at each moment."""
+        rows, last = self.rows, len(self.chain.moments) - 1
+        problem, step = self.chain.problem, self.chain.step
         for tensor in self.tensors.tolist():
-            for at in range(int(self.made[tensor]), min(count - 1, int(self.horizon[tensor])) + 1):
-                stays = self.stays[tensor] and at <= self.reach[tensor]
+            maker, swaps = int(problem.producer[tensor]), bool(step.swappable[tensor])
+            if step.redoable[tensor] and maker not in self.redo:
+                self.redo[maker] = rows.variable(int(problem.redo_ns[maker]) * self.ns)
+            for at in range(int(self.made[tensor]), min(last, int(self.horizon[tensor])) + 1):
+                stays = self.stays[tensor] and at <= self.behind[tensor]
                 self.kept[tensor, at] = rows.variable(lower=1.0 if stays else 0.0)
-                if step.swappable[tensor]:
+                if swaps:
                     self.host[tensor, at] = rows.variable()
-                    self.load[tensor, at] = rows.variable()
-                maker = int(problem.producer[tensor])
                 if step.redoable[tensor] and (maker, at) not in self.run:
-                    self.run[maker, at] = rows.variable(int(problem.redo_ns[maker]) * self.ns)
+                    again = self.run[maker, at] = rows.variable()
+                    rows.at_most([(again, 1.0), (self.redo[maker], -1.0)], 0.0)
 
-    def _ways(self, tensor: int, at: int) -> list[int]:
-        """How a tensor comes to be on the device between a moment and the next."""
+    def _ways(self, tensor: int, at: int) -> list[tuple[int, float]]:
+        """How a tensor comes to be on the device behind a moment."""
         maker = int(self.chain.problem.producer[tensor])
         again = self.run.get((maker, at)) if self.chain.step.redoable[tensor] else None
-        found = (self.kept.get((tensor, at)), self.load.get((tensor, at)), again)
-        return [variable for variable in found if variable is not None]
+        found = (self.kept.get((tensor, at)), self.host.get((tensor, at)), again)
+        return [(variable, -1.0) for variable in found if variable is not None]
 
     def _decisions(self) -> None:
-        rows, problem, chain = self.rows, self.chain.problem, self.chain
-        count = len(chain.moments)
-        needs = self._needs()
-        for tensor in self.tensors.tolist():
-            for at in range(int(self.made[tensor]), count):
-                if (tensor, at) not in self.kept:
-                    break
-                ways = [(each, -1.0) for each in self._ways(tensor, at)]
-                following = self.kept.get((tensor, at + 1))
-                if following is not None:
-                    rows.at_most([(following, 1.0), *ways], 0.0)
-                host = self.host.get((tensor, at))
-                if host is not None:
-                    rows.at_most([(self.load[tensor, at], 1.0), (host, -1.0)], 0.0)
-                    if following is not None:
-                        apart = [way for way in ways if way[0] != self.load[tensor, at]]
-                        later = self.host[tensor, at + 1]
-                        rows.at_most([(following, 1.0), (later, 1.0), (host, -1.0), *apart], 0.0)
-            for at, until in needs.get(tensor, ()):
-                ways = [(self.kept[tensor, at], -1.0)]
-                for each in range(at, until):
-                    if (tensor, each) in self.kept:
-                        ways += [(way, -1.0) for way in self._ways(tensor, each) if way != self.kept[tensor, each]]
-                rows.at_most(ways, -1.0)
-        there = np.zeros(problem.n_storages, dtype=np.bool_)
-        there[self.tensors] = True
+        """What is read later is there then, for readers of the step and for what runs again."""
+        rows, problem = self.rows, self.chain.problem
+        for tensor, at in self.kept:
+            if self.behind[tensor] >= at:
+                rows.at_most(self._ways(tensor, at), -1.0)
+        there = set(self.tensors.tolist())
         for (node, at), variable in self.run.items():
             for tensor in problem.inputs(node).tolist():
-                if there[tensor]:
-                    rows.at_most([(variable, 1.0), *((way, -1.0) for way in self._ways(tensor, at))], 0.0)
-
-    def _needs(self) -> dict[int, list[tuple[int, int]]]:
-        """Of each tensor the stretches of moments in which some reader surely runs: (behind which, up to which)."""
-        chain, problem = self.chain, self.chain.problem
-        place = {node: at for at, node in enumerate(chain.moments.tolist())}
-        shortest: dict[int, dict[int, int]] = {}
-        for node in range(problem.n_nodes):
-            at, until = int(chain.after[node]), int(chain.before[node])
-            if at < 0:
-                continue
-            for tensor in problem.inputs(node).tolist():
-                if node in place:  # it is there at this moment: what lies before it is said by k
-                    continue
-                if (tensor, at) in self.kept:
-                    known = shortest.setdefault(tensor, {})
-                    known[at] = min(known.get(at, until), until)
-        return {tensor: sorted(found.items()) for tensor, found in shortest.items()}
+                if tensor in there:
+                    rows.at_most([(variable, 1.0), *self._ways(tensor, at)], 0.0)
 
     def _loops(self) -> None:
         """The room that a loop's body has, and the time that it takes beyond its least."""
@@ -388,44 +430,59 @@ class _Relaxation:
                 terms.append((variable, int(problem.nbytes[tensor]) * self.byte))
         if node in self.room:
             terms.append((self.room[node], 1.0))
-        for tensor in own:  # what is read now was brought back before
-            if at and self.made[tensor] < at and (tensor, at - 1) in self.kept:
-                self.rows.at_most([(way, -1.0) for way in self._ways(tensor, at - 1)], -1.0)
         self.rows.of_memory.append(len(self.rows.limits))
         self.rows.at_most(terms, (self.limit - fixed) * self.byte)
 
     def _link(self) -> None:
-        """What is on the host was stored before; what is loaded afterwards takes time then."""
+        """What is on the host was stored after it was made, and is loaded before its next reader."""
         chain, problem = self.chain, self.chain.problem
-        if problem.xfer_ns_per_byte <= 0.0 or not self.host:
+        if not self.host:
             return
         count = len(chain.moments)
         times = problem.nbytes * (problem.xfer_ns_per_byte * self.ns)
-        stored: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-        loaded: list[tuple[int, float]] = []
+        made = chain.after[problem.producer]
+        hosted: list[list[tuple[int, int]]] = [[] for _ in range(count)]
         for (tensor, at), variable in self.host.items():
-            stored[at].append((int(chain.after[problem.producer[tensor]]), variable))
-        tensor_of = {variable: float(times[tensor]) for (tensor, _), variable in self.host.items()}
+            hosted[at].append((tensor, variable))
         block_after = self._block_after()
-        for at in range(count):
+        for at, pairs in enumerate(hosted):
+            due = self._deadlines(at)
             for since in range(-1, at):
-                copies = [(variable, tensor_of[variable]) for made, variable in stored[at] if made >= since]
+                copies = [(variable, float(times[tensor])) for tensor, variable in pairs if made[tensor] >= since]
                 if copies:
-                    self._in_time(copies, self._spent(since, at, block_after), since, at)
-        by_moment: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-        for (tensor, at), variable in self.load.items():
-            by_moment[at].append((variable, float(times[tensor])))
-        for at in reversed(range(count)):
-            loaded += by_moment[at]
-            self._in_time(loaded, self._spent(at, count, block_after, within=True), at, count)
+                    self._in_time(copies, self._spent(since, at, block_after))
+            for until in range(at + 1, count + 1):
+                copies = [(variable, float(times[tensor])) for tensor, variable in pairs if due[tensor] <= until]
+                if copies:
+                    self._in_time(copies, self._spent(at, until, block_after, within=True))
 
-    def _in_time(self, copies: list[tuple[int, float]], spent: tuple[int, Bools], since: int, until: int) -> None:
-        """Copies take no longer than the nodes between two moments, what runs again there, and stalls."""
+    def _deadlines(self, at: int) -> Int32s:
+        """[s] the moment before which some reader behind this one surely runs; the latest such of all that can be made
+        of it, where it has no reader of its own."""
+        chain, problem = self.chain, self.chain.problem
+        count = len(chain.moments)
+        inputs, readers = problem.inputs.idx, problem.inputs.places()
+        behind = chain.after[readers] > at
+        behind |= (chain.after[readers] == at) & (readers != chain.moments[at])
+        due = np.full(problem.n_storages, count + 1, dtype=np.int32)
+        np.minimum.at(due, inputs[behind], chain.before[readers[behind]])
+        own = due <= count
+        due[~own] = -1
+        for node in range(problem.n_nodes - 1, -1, -1):
+            outputs = problem.outputs(node)
+            latest = int(due[outputs].max(initial=-1))
+            if latest >= 0 and problem.redo_ok[node]:
+                taken = problem.inputs(node)
+                taken = taken[~own[taken]]
+                due[taken] = np.maximum(due[taken], latest)
+        due[due < 0] = count
+        return due
+
+    def _in_time(self, copies: list[tuple[int, float]], spent: tuple[int, Bools]) -> None:
+        """Copies take no longer than the nodes that may run meanwhile, all that runs again, and stalls."""
         time, ran = spent
-        terms = [*copies, *((self.stalls[at + 1], -1.0) for at in range(since, until))]
-        for (node, at), variable in self.run.items():
-            if since <= at < until:
-                terms.append((variable, -int(self.chain.problem.redo_ns[node]) * self.ns))
+        terms = [*copies, (self.stall, -1.0)]
+        terms += [(total, -int(self.chain.problem.redo_ns[node]) * self.ns) for node, total in self.redo.items()]
         terms += [(extra, -float(self.loops[node].parts)) for node, extra in self.extra.items() if ran[node]]
         self.rows.at_most(terms, time * self.ns)
 
@@ -446,4 +503,3 @@ class _Relaxation:
         readers = chain.step.block_after
         np.maximum.at(found, readers.places(), chain.after[readers.idx])
         return found
-

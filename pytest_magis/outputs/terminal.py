@@ -155,7 +155,9 @@ def _latency(outcome: Outcome) -> str:
         return f"{result.ratio.ratio:.2f} [{result.ratio.low:.2f}, {result.ratio.high:.2f}]"
     if result.optimized.is_measured or not result.priced or not result.original.simulated_ms > 0:
         return "-"
-    return f"~{result.optimized.simulated_ms / result.original.simulated_ms:.3f}"
+    bound = result.latency_ratio_bound
+    least = "" if bound is None else f" (at least {bound:.3f})"
+    return f"~{result.optimized.simulated_ms / result.original.simulated_ms:.3f}{least}"
 
 
 def _numbers(numbers: str) -> str:
