@@ -186,7 +186,7 @@ def main() -> None:
         output=Path,
     )
     parser.add_argument("--preset", default="paper", choices=PRESETS)
-    parser.add_argument("--no-peers", action="store_true", help="without other planners, which need scipy")
+    parser.add_argument("--no-peers", action="store_true", help="without other planners")
     asked = parser.parse_args()
     limits = [*(Limit(latency=each) for each in asked.latency), *(Limit(memory=each) for each in asked.memory)]
     cases = [Case(name, "magis", device, asked.preset) for name in resolve(asked.names) for device in asked.device]

@@ -1,1 +1,1 @@
-"""What others would plan for the same step: comparisons, used by no plan of ours. Needs scipy, which magis does not."""
+"""What others would plan for the same step: comparisons, used by no plan of ours. Solved by scipy."""

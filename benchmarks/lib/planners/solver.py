@@ -1,4 +1,4 @@
-"""Linear and integer programs, solved by HiGHS through scipy, which only comparisons and tests need."""
+"""Linear and integer programs, solved by HiGHS through scipy."""
 
 from __future__ import annotations
 
