@@ -105,7 +105,10 @@ def _plan(outcome: Outcome, result: CaseResult) -> Iterator[str]:
         return
     stats = result.search
     words = f"The plan: {stats.recomputed_ops} calls recomputed, {format_bytes(stats.swapped_bytes)} swapped"
-    yield f"<h3>{text(words)}{text(f', {stats.fission}' if stats.fission else '')}</h3>"
+    bound = result.latency_ratio_bound
+    words += f", {stats.fission}" if stats.fission else ""
+    words += f"; no plan like it takes less than {bound:.3f} times eager's latency" if bound is not None else ""
+    yield f"<h3>{text(words)}</h3>"
     if stats.changes:
         yield _modules(stats.changes, "what", "calls")
 
