@@ -2,15 +2,15 @@
 
     python benchmarks/exact.py [name ...] [--share 0.9 0.6 0.3 0.1] [--seconds 60] [--again 1] [--free] [--output FILE]
 
-Five networks, at several limits each: a limit lies that share of the way from the bytes that no plan avoids to the peak
-without recomputation. Times are those of a simulated RTX 3090, nothing is swapped. *exact*: CP-SAT, each node at most so
-many times again, first runs in our plan's order unless `--free`; "<" where it found no proof in its seconds, and the
-figure is the best plan, ">" where it has a bound alone. *ours*: the search at its usual budget. *bound*:
+Five networks, at several limits each: a limit lies that share of the way from the bytes that no plan avoids to the
+peak without recomputation. Times are those of a simulated RTX 3090, nothing is swapped. *exact*: CP-SAT, each node at
+most so many times again, first runs in our plan's order unless `--free`; "<" where it found no proof in its seconds,
+and the figure is the best plan, ">" where it has a bound alone. *ours*: the search at its usual budget. *bound*:
 magis.search.latency_bound. Figures are latency beyond the step's that recomputes nothing, as a share of it. Exits with
 1 where a plan is below a proven optimum, or a bound above a plan.
 
-`pip install --no-deps ortools==9.15.6755 absl-py immutabledict`: it asks for an older protobuf than constraints.txt has,
-but runs with that one.
+`pip install --no-deps ortools==9.15.6755 absl-py immutabledict`: it asks for an older protobuf than constraints.txt
+has, but runs with that one.
 """
 
 from __future__ import annotations
