@@ -42,16 +42,17 @@ def solve(
     *,
     again: int = 2,
     seconds: float = 60.0,
+    least_ns: int = 0,
     known_ns: int | None = None,
 ) -> Exact:
     """The optimum, or what was known about it after so many seconds; each node runs at most ``again`` times more, first
-    runs come in the ``order``, if one is given. ``known_ns`` is the latency of a plan that is known: no slower ones are
-    looked for."""
+    runs come in the ``order``, if one is given. No plan is faster than ``least_ns``; ``known_ns`` is the latency of a
+    plan that is known: no slower ones are looked for."""
     from ortools.sat.python import cp_model
 
     base = int(problem.node_ns.sum() + problem.blk_ns.sum())
     program = _Program(cp_model.CpModel(), problem, again, None if known_ns is None else known_ns - base)
-    program.build(limit)
+    program.build(limit, least_ns - base)
     for earlier, later in pairwise(() if order is None else order.tolist()):
         program.model.add(program.runs[earlier][0].at < program.runs[later][0].at)
     solver: Any = cp_model.CpSolver()
@@ -96,8 +97,8 @@ class _Program:
         self.stretches: list[Any] = []
         self.weights: list[int] = []
 
-    def build(self, limit: int) -> None:
-        """Everything, under a limit."""
+    def build(self, limit: int, least: int) -> None:
+        """Everything, under a limit; so many nanoseconds run again at least."""
         model, problem = self.model, self.problem
         for node, runs in enumerate(self.runs):
             for earlier, later in pairwise(runs):
@@ -119,6 +120,7 @@ class _Program:
         free = -(-(limit - problem.persistent_bytes) // unit)
         model.add_cumulative(self.stretches, [weight // unit for weight in self.weights], free)
         spent = sum(int(problem.redo_ns[node]) * run.there for node, runs in enumerate(self.runs) for run in runs[1:])
+        model.add(spent >= max(0, least))
         if self.room is not None:
             model.add(spent <= self.room)
         model.minimize(spent)
