@@ -287,7 +287,8 @@ def settle(work: Workload) -> None:
 
     Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
-    if any(map(is_hollow, (*work.module.parameters(), *work.module.buffers()))):
+    parts = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+    if any(map(is_hollow, parts)):  # weights of ones and zeros are known where a batch is not
         with caches_kept() as left, averages_named(work.module, {}):  # which read numbers that hollow tensors have not
             _settle(work, hollow(Hollow(made=left.made)))
     else:
