@@ -288,7 +288,9 @@ def test_every_storage_may_be_made_twice() -> None:
 
 def test_a_step_without_nodes_costs_what_persists() -> None:
     nothing = np.zeros(0, dtype=np.int32)
-    found = evaluate(build_problem([], [], persistent_bytes=7), nothing, nothing.astype(np.int8))
+    problem = build_problem([], [], persistent_bytes=7)
+    found = evaluate(problem, nothing, nothing.astype(np.int8))
+    assert lower_bound(problem) == 7
     assert (found.peak, found.tensor_peak, found.latency_ns) == (7, 7, 0)
 
 
