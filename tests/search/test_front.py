@@ -124,7 +124,7 @@ def best_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def test_sweeps_reach_most_of_what_all_plans_of_small_steps_reach() -> None:
     reached = total = 0
-    for seed in range(20):
+    for seed in range(8):
         problem = chain(seed)
         best = best_of(every_plan(problem))
         found = costs(sweep(problem))
@@ -132,7 +132,7 @@ def test_sweeps_reach_most_of_what_all_plans_of_small_steps_reach() -> None:
         assert found[-1][1] == best[-1][1]
         total += len(best)
         reached += sum(any(p <= peak and t <= latency for p, t in found) for peak, latency in best)
-    assert total > 50
+    assert total > 20
     assert reached >= 0.9 * total, (reached, total)
 
 
