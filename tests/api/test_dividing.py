@@ -18,7 +18,7 @@ NORM = "tests.api.nets:normed"
 
 
 def case(model: str = BLOCKS, **limits: float) -> Case:
-    return Case(model, "magis", "cpu", "small", budget=100, timing_rounds=1, **limits)  # type: ignore[arg-type]
+    return Case(model, "magis", "cpu", "small", budget=300, timing_rounds=1, **limits)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_the_optimized_size_is_that_of_searching_at_every_size(peaks: dict[int, 
 def test_a_latency_ratio_takes_some_of_the_gain_back(peaks: dict[int, int]) -> None:
     sizes = []
     for ratio in (None, 1.000001):
-        found = fit_here(STACK, memory_limit=peaks[8], budget=20, latency_ratio=ratio, precision=0.2, most=MOST)
+        found = fit_here(STACK, memory_limit=peaks[8], budget=20, latency_ratio=ratio, most=MOST)
         assert found.magis is not None
         assert ratio is None or found.magis.latency_ratio <= ratio
         sizes.append(found.magis.size)

@@ -26,7 +26,7 @@ from magis.results import Case, CaseResult
 from magis.search.budgeted_evaluator import Objective
 
 BLOCKS = "tests.api.nets:few_blocks"
-CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=60, timing_rounds=2)
+CPU = Case(BLOCKS, "magis", "cpu", "small", memory_ratio=0.7, budget=300, timing_rounds=2)
 GPU = dataclasses.replace(CPU, device="sim:rtx3090")
 LATENCY = dataclasses.replace(GPU, memory_ratio=None, latency_ratio=1.1)
 
@@ -61,7 +61,7 @@ def test_whatever_a_search_depends_on_is_in_the_key(tmp_path: Path, monkeypatch:
     bench = Bench(kept=tmp_path)
     run_case(GPU, cache=bench)
     changes: list[dict[str, Any]] = [
-        {"budget": 61}, {"seed": 1}, {"memory_ratio": 0.71}, {"device": "sim:v100"}, {"dtype": "bfloat16"},
+        {"budget": 301}, {"seed": 1}, {"memory_ratio": 0.71}, {"device": "sim:v100"}, {"dtype": "bfloat16"},
     ]  # fmt: skip
     for count, change in enumerate(changes, 1):
         assert len(list(tmp_path.iterdir())) == count
