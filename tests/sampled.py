@@ -132,7 +132,6 @@ LEFT_TO_SOAK = (
     "tests/plugin/test_planted.py::test_one_percent_more_memory_is_red_hardly_slower_and_explained[kept]",
     "tests/plugin/test_profile.py::test_a_profile_in_its_place_prices_and_the_report_says_how_much",
     "tests/plugin/test_real_core.py::test_a_simulated_run_is_accepted_and_comes_again",
-    "tests/plugin/test_real_core.py::test_a_wider_network_is_red_until_it_is_accepted",
     "tests/plugin/test_real_core.py::test_plans_that_need_five_percent_more_are_red",
     "tests/plugin/test_real_core.py::test_workers_measure_the_same_memory",
     "tests/plugin/test_real_interrupt.py::test_ctrl_c_leaves_whole_files_and_nothing_else[while_searching-False-run2]",
