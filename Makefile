@@ -47,7 +47,7 @@ gate: $(READY)  ## run the memory-regression gate on all models
 	$(BIN)/pytest --magis-models=all $(ARGS)
 
 test: lint types  ## check style and types, then run the whole test suite
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY)  ## check style only
 	$(BIN)/ruff check .
@@ -57,15 +57,15 @@ types: $(READY)  ## check types only
 	$(BIN)/mypy
 
 soak: $(READY)  ## run the tests that take several hours, with thousands of fresh examples
-	$(BIN)/pytest -n $(WORKERS) -m soak --hypothesis-profile=soak $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m soak --hypothesis-profile=soak $(ARGS)
 
 bench: $(READY)  ## run every benchmark and print its table
 	@set -e; for program in benchmarks/*.py; do echo "== $$program"; $(BIN)/python "$$program"; done
 
 coverage: $(READY)  ## run the test suite under coverage; at least 90% is required
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(WORKERS) $(UNTRACED) $(ARGS)
-	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n $(WORKERS) $(COMPILED)  # compiled lines are not traced
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(UNTRACED) $(ARGS)
+	NUMBA_DISABLE_JIT=1 $(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(COMPILED)  # compiled lines are not traced
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --fail-under=90
 

@@ -216,9 +216,9 @@ class RatioInterval:
     """Why it is shown, but neither stored nor compared with another; empty: it may be."""
 
 
-@dataclass(frozen=True)
-class SearchStats:
-    """What the search did, and whether it met the limit."""
+@dataclass(frozen=True, eq=False)
+class SearchOutcome:
+    """What a search did, and whether it met the limit."""
 
     seconds: float = 0.0
     states: int = 0
@@ -227,14 +227,21 @@ class SearchStats:
     feasible: bool = True
     """Whether the limit was met (by the simulator)."""
     recomputed_ops: int = 0
+    """In all parts of loops, as the bytes that are swapped."""
     swapped_bytes: int = 0
     fission: str = ""
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
-    latency_bound_ms: float | None = None
+    latency_bound_ns: int | None = None
     """No plan of the step, cut into parts like this one, has a lower simulated latency within the memory limit (within
     this plan's peak, where there is only a latency limit); on simulated devices, where the limit is met."""
+
+
+@dataclass(frozen=True)
+class SearchStats(SearchOutcome):
+    """What the search did, whether it met the limit, and what the plan changes."""
+
     changes: tuple[ModuleBytes, ...] = ()
     """What the plan recomputes and swaps, in all parts of loops, and runs in parts (calls of one part), by module:
     calls, and the bytes that they make or move."""
@@ -326,8 +333,10 @@ class CaseResult:
     @property
     def latency_ratio_bound(self) -> float | None:
         """The latency ratio that no plan like this one gets below (see SearchStats)."""
-        bound = self.search.latency_bound_ms
-        return bound / self.original.simulated_ms if bound is not None and self.original.simulated_ms > 0 else None
+        bound = self.search.latency_bound_ns
+        return (
+            bound / 1e6 / self.original.simulated_ms if bound is not None and self.original.simulated_ms > 0 else None
+        )
 
     @property
     def latency_ratio(self) -> float:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-__all__ = ["SECONDS", "pytest_sessionstart", "short_looks", "spared_collector"]
+__all__ = ["SECONDS", "pytest_sessionstart", "short_looks"]
 
 SECONDS = 0.1
 """A look at a latency ratio ends when it has its rounds and took that long; it may take twenty seconds otherwise."""
@@ -25,16 +25,6 @@ def short_looks() -> Iterator[None]:
         patch.setattr(comparison, "StoppingRule", partial(comparison.StoppingRule, seconds=SECONDS))
         patch.setattr(comparison, "ROUGHLY", replace(comparison.ROUGHLY, seconds=SECONDS))
         yield
-
-
-@contextmanager
-def spared_collector() -> Iterator[None]:
-    """Collections pass over what exists by now: a case collects a dozen times, and all of torch takes 0.2 s each."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.brisk import short_looks, spared_collector
+from tests.brisk import short_looks
 from tests.sampled import left_to_soak
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -63,8 +64,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def _brisk() -> Iterator[None]:
     """Cases are timed in the fewest pairs: tests of whole cases ask what a ratio is used for, not how certain it is."""
-    with short_looks(), spared_collector():
+    with short_looks():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _spared_collector(_brisk: None) -> None:
+    """Collections pass over what exists by now: a case collects a dozen times, and all of torch takes 0.2 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

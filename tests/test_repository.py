@@ -255,13 +255,13 @@ def test_what_is_left_to_soak_exists(repository: Path) -> None:
     """A test that was renamed would be back in the default run, unnoticed."""
     for pattern in (*LEFT_TO_SOAK, *SAMPLED):
         file, _, name = pattern.partition("::")
-        function = name.partition("[")[0]
+        function = name.partition("[")[0].replace("*", r"\w*")
         assert re.search(rf"^def {function}\(", (repository / file).read_text(encoding="utf-8"), re.MULTILINE), pattern
     networks = "tests/rewrite/test_networks.py::test_random_plans"
-    assert left_to_soak((f"{networks}[unet-0-0]@group", f"{networks}[bert-0-0]")) == {f"{networks}[unet-0-0]@group"}
+    assert left_to_soak((f"{networks}[unet-0-0]@group", f"{networks}[vit-0-0]")) == {f"{networks}[unet-0-0]@group"}
     programs = [f"tests/fuzz/test_random.py::test_a_program[{seed}]" for seed in range(40)]
     left = left_to_soak(programs)
-    assert len(left) == 28
+    assert len(left) == 34
     assert left_to_soak(reversed(programs)) == left
 
 

@@ -35,7 +35,7 @@ COPIED = ("magis", "pytest_magis", "tests", "benchmarks", "baselines", "conftest
 BAR = 0.85
 INTERPRETED = {"NUMBA_DISABLE_JIT": "1"}  # compiling every mutant anew would take longer than its tests
 
-_EVALUATOR = ("tests/simulate/test_evaluator.py",)
+_EVALUATOR = ("tests/simulate/test_problem.py", "tests/simulate/test_evaluator.py")
 _PLANS = (
     "tests/simulate/test_grouping.py",
     "tests/simulate/test_compile.py",
@@ -54,8 +54,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/simulate/test_replay.py",
     ),
     "magis/graph/verify.py": ("tests/graph/test_verify.py", "tests/graph/test_loops.py"),
-    "magis/graph/loop_rules.py": ("tests/graph/test_loops.py",),
-    "pytest_magis/verdict.py": tuple(f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_properties")),
+    "magis/graph/loop_rules.py": ("tests/graph/test_in_place_loops.py", "tests/graph/test_loops.py"),
+    "pytest_magis/verdict.py": tuple(
+        f"tests/plugin/test_verdict{part}.py" for part in ("", "_latency", "_strategies", "_properties")
+    ),
 }
 """Mutated file -> the quick tests that should notice."""
 

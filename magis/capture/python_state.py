@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import re
+import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from magis.capture.hollow import Hollow, Made, contents_of, hollow, is_hollow
 from magis.capture.schemas import written_by
 from magis.capture.workload import Workload
+from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
 
@@ -65,8 +67,18 @@ def caches_kept() -> Iterator[LeftInCaches]:
     left = LeftInCaches()
     try:
         yield left
+    except CaptureError as error:
+        _free_locals(error)
+        raise
     finally:
         left.forget()
+
+
+def _free_locals(error: BaseException | None) -> None:
+    """Of a refusal: what only its frames hold is in no cache, and `forget` need not look for one."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def cached_memory() -> set[int]:
@@ -76,13 +88,12 @@ def cached_memory() -> set[int]:
 
 def _objects_of(kind: type) -> list[Any]:
     """All that Python keeps track of, those included that collections are told to pass over."""
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    found = [item for item in gc.get_objects() if type(item) is kind]
-    if frozen:
+    seen = len(gc.get_objects())
+    gc.unfreeze()
+    objects = gc.get_objects()
+    if len(objects) > seen + 1:  # the first list may be among them; to ask how many are frozen takes longer
         gc.freeze()
-    return found
+    return [item for item in objects if type(item) is kind]
 
 
 def _caches() -> Iterator[tuple[Any, list[Tensor]]]:
@@ -287,7 +298,8 @@ def settle(work: Workload) -> None:
 
     Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins.
     """
-    if any(map(is_hollow, (*work.module.parameters(), *work.module.buffers()))):
+    parts = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
+    if any(map(is_hollow, parts)):  # weights of ones and zeros are known where a batch is not
         with caches_kept() as left, averages_named(work.module, {}):  # which read numbers that hollow tensors have not
             _settle(work, hollow(Hollow(made=left.made)))
     else:

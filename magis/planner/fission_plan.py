@@ -13,7 +13,6 @@ from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempt
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, joined, place_front
-from magis.search.latency_bound import Nest
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
@@ -135,7 +134,7 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
-    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
+    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.inner.parts)
     body = _solved(here.inner, left, wanted)
     problem = with_body(here, body)
     found = evaluate(problem, start.plan.order, start.plan.flags)
@@ -243,7 +242,7 @@ def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan,
     """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
     graph = realize_level(level, solution)
     fission = next((described(op) for op in graph.ops if op.body is not None), "")
-    searched = Searched(Nest.of(level), solution.peak)
+    searched = Searched(level, solution.peak)
     return scratch.plan(graph, around, solution.latency_ns, fission=fission, searched=searched)
 
 

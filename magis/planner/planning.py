@@ -11,7 +11,6 @@ from magis.errors import UsageError, VerifyError
 from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
-from magis.paper.nested_loops import LoopFrame
 from magis.planner.fission_plan import described, divided, listed, worth_dividing
 from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
@@ -20,7 +19,6 @@ from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
-from magis.search.latency_bound import Nest
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
@@ -148,7 +146,7 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
         search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
         found = search.run()
         if found.loops:
-            verify_fission(found.frame.compiled.graph, step)
+            verify_fission(found.frame.nest.compiled.graph, step)
         graph = found.realized()
         if found.loops:
             verify_fission(graph)
@@ -161,18 +159,13 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
             stopped_by_seconds=found.stopped,
             feasible=aim.met(found.figures.peak, found.figures.latency_ns),
             fission=listed(loops) if loops else "",
-            searched=Searched(_nest(found.frame), found.figures.peak),
+            searched=Searched(found.frame.nest, found.figures.peak),
         )
 
     try:
         return approached(goal, partial(attempt, LEVELS))
     except VerifyError as error:
         return replace(approached(goal, partial(attempt, 0)), unsplit=f"a cut failed its proof: {error}")
-
-
-def _nest(level: LoopFrame) -> Nest:
-    """What the paper's search has cut, for the bound of its latency."""
-    return Nest(level.compiled.problem, {node: _nest(inner) for node, inner in level.inner}, level.parts)
 
 
 def _searched(

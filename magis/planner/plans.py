@@ -12,11 +12,12 @@ from typing import Any
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
-from magis.results import Memory
+from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
-from magis.search.latency_bound import Nest, nest_latency_bound
+from magis.search.latency_bound import nest_latency_bound
+from magis.search.loop_nest import LoopNest
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.peak_breakdown import repeats
@@ -25,8 +26,8 @@ ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(SearchOutcome):
     """The best plan found, realized. ``planned`` is its memory with the workspaces that planning used."""
 
     graph: Graph
@@ -34,21 +35,8 @@ class Plan:
     latency_ns: int
     workspaces: Mapping[str, int]
     """Non-zero workspaces that planning relied on, by signature."""
-    states: int = 0
-    seconds: float = 0.0
-    stopped_by_seconds: bool = False
-    feasible: bool = True
-    recomputed_ops: int = 0
-    """In all parts of loops, as the bytes that are swapped."""
-    swapped_bytes: int = 0
-    fission: str = ""
-    """What runs in parts, in words; empty: nothing does."""
-    unsplit: str = ""
-    """Why nothing runs in parts although that was tried, in words."""
-    latency_bound_ns: int | None = None
-    """No plan of this step, cut like this, is faster within the memory limit (without one, within this plan's peak);
-    None where that was not asked for, or the limit is not met."""
     searched: Searched | None = None
+    """For the bound, until that is known."""
 
     @property
     def peak(self) -> int:
@@ -60,7 +48,7 @@ class Plan:
 class Searched:
     """What a search worked on, and the peak that it found there, in bytes."""
 
-    step: Nest
+    step: LoopNest
     peak: int
 
 
@@ -103,9 +91,17 @@ class PlanScratch:
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         planned = Memory(profile.tensor_bytes, profile.peak_bytes)
-        workspaces = {key: table[key] for key in keys if table.get(key, 0) > 0}
+        needed = {key: table[key] for key in keys if table.get(key, 0) > 0}
         recomputed, swapped = repeats(graph)
-        return Plan(graph, planned, latency_ns, workspaces, recomputed_ops=recomputed, swapped_bytes=swapped, **figures)
+        return Plan(
+            graph=graph,
+            planned=planned,
+            latency_ns=latency_ns,
+            workspaces=needed,
+            recomputed_ops=recomputed,
+            swapped_bytes=swapped,
+            **figures,
+        )
 
 
 def searched(graph: Graph) -> tuple[Graph, Graph]:
@@ -141,7 +137,7 @@ def attempts(
             states=result.states,
             stopped_by_seconds=result.stopped_by_seconds,
             feasible=result.feasible,
-            searched=Searched(Nest(compiled.problem), result.peak),
+            searched=Searched(LoopNest(compiled), result.peak),
         )
 
     return attempt

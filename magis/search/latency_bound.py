@@ -73,43 +73,33 @@ class LoopFigures:
 
 def latency_lower_bound(problem: Problem, memory_limit: int) -> int:
     """Nanoseconds that no plan of the problem beats within so many bytes; `NEVER` where there is no such plan."""
-    return nest_latency_bound(Nest(problem), memory_limit)
+    return _at(problem, memory_limit, {})
 
 
-@dataclass(frozen=True, eq=False)
-class Nest:
-    """A step, or a loop's body, and the loops in it by their nodes; how many ``parts`` it has itself."""
-
-    problem: Problem
-    loops: Mapping[int, Nest] = field(default_factory=dict)
-    parts: int = 1
-
-    @classmethod
-    def of(cls, level: LoopNest, parts: int = 1) -> Nest:
-        loops = {} if level.inner is None else {level.node: cls.of(level.inner, level.parts)}
-        return cls(level.compiled.problem, loops, parts)
-
-
-def nest_latency_bound(nest: Nest, memory_limit: int) -> int:
+def nest_latency_bound(nest: LoopNest, memory_limit: int) -> int:
     """The same of a step with loops whose bodies may be planned anew: with the same cuts into as many parts."""
     loops = _bodies(nest, memory_limit)
-    found = bound_at(with_loops(nest.problem, loops), memory_limit, loops, whole=True)
+    return _at(with_least(nest.compiled.problem, loops), memory_limit, loops)
+
+
+def _at(problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures]) -> int:
+    found = bound_at(problem, memory_limit, loops, whole=True)
     return NEVER if found is None else math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
 
 
-def with_loops(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
+def with_least(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
     """The problem with the least that its loops need."""
     return with_figures(problem, {node: (loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()})
 
 
-def _bodies(nest: Nest, memory_limit: int) -> dict[int, LoopFigures]:
+def _bodies(nest: LoopNest, memory_limit: int) -> dict[int, LoopFigures]:
     """What is known of the loops of a step within a limit."""
-    around, found = nest.problem, dict[int, LoopFigures]()
-    for node, body in nest.loops.items():
+    around, found = nest.compiled.problem, dict[int, LoopFigures]()
+    for node, body in nest.loops:
         beside = around.nbytes[[*around.inputs(node), *around.outputs(node)]].sum()
         most = memory_limit - around.persistent_bytes - int(beside)
         loops = _bodies(body, most)
-        problem = with_loops(body.problem, loops)
+        problem = with_least(body.compiled.problem, loops)
         least = lower_bound(problem)
         limits = (least + int(share * (most - least)) for share in BODY_LIMITS if most > least)
         cuts = (bound_at(problem, limit, loops) for limit in limits)
@@ -126,7 +116,7 @@ def bound_at(
     problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures] | None = None, *, whole: bool = False
 ) -> Affine | None:
     """The bound at a limit, as a function of it; None where no plan keeps it. ``loops`` are nodes that stand for bodies
-    to be planned, in a problem ``with_loops``. With ``whole`` shares (of small steps alone) it holds at this limit
+    to be planned, in a problem ``with_least``. With ``whole`` shares (of small steps alone) it holds at this limit
     only."""
     loops = loops or {}
     base = _base(problem)

@@ -104,7 +104,7 @@ def _nodes(graph: Graph, ops: list[Op]) -> tuple[Group, ...]:
         made = {graph.values[value].storage for value in ops[position].made()}
         while end < len(ops) and len(made) == 1 and _only_writes(ops[end], made):
             end += 1
-        if any(last_write.get(storage, 0) >= end for storage in made):  # not complete: somebody else writes, too
+        if any(last_write.get(storage, position) >= end for storage in made):  # not complete: somebody else writes, too
             end = position + 1
         groups.append(tuple(ops[position:end]))
         position = end

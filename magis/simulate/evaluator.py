@@ -110,7 +110,7 @@ class Evaluator:
         held = scratch.held_by >= 0
         death[0, held] = np.maximum(death[0, held], scratch.blk_place[scratch.held_by[held]])
         death[0, step.to_end] = int(self._result[kernel.N_EVENTS]) - 1
-        again = scratch.redo_at >= 0
+        again = self.recomputed()
         birth[1, again] = scratch.redo_at[again]
         death[1, again] = scratch.last_use[storages:][again]
         swapped = self.swapped()

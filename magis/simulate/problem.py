@@ -109,7 +109,7 @@ class Problem:
     @property
     def n_written(self) -> int:
         """Persistent storages that blocks write."""
-        return 1 + int(max(self.block_writes.idx.max(initial=-1), self.preads.idx.max(initial=-1)))
+        return 1 + int(max((*self.block_writes.idx, *self.preads.idx), default=-1))
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def build_problem(
     """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
     producer = [-1] * len(storages)
     for index, node in enumerate(nodes):
-        _check_node(index, node, nodes, storages, producer)
+        _check_node(index, node, storages, producer)
     last_write = [_last_write(index, row, producer, nodes) for index, row in enumerate(storages)]
     for index, block in enumerate(blocks):
         for tensor, total in ((block.tensor, block.ws), (block.late_tensor, block.late_ws)):
@@ -205,9 +205,7 @@ def build_problem(
     )
 
 
-def _check_node(
-    index: int, node: NodeRow, nodes: Sequence[NodeRow], storages: Sequence[StorageRow], producer: list[int]
-) -> None:
+def _check_node(index: int, node: NodeRow, storages: Sequence[StorageRow], producer: list[int]) -> None:
     """The promises of one node; notes it as the producer of its outputs."""
     what = f"node {index}"
     if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
@@ -233,8 +231,6 @@ def _check_node(
             raise VerifyError(f"{what}: takes over storage {storage}, which is not as large as its output")
     if any(not 0 <= other < index for other in node.extra):
         raise VerifyError(f"{what}: order constraint on a node that does not come earlier, in {node.extra}")
-    if len(nodes) > np.iinfo(np.int32).max // 8:
-        raise VerifyError(f"too many nodes: {len(nodes)}")
 
 
 def _check_ids(what: str, ids: tuple[int, ...], count: int) -> None:
@@ -247,7 +243,7 @@ def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequenc
         raise VerifyError(f"storage {index}: no node makes it, or its size {row.nbytes} is negative")
     if row.last_write is None or row.last_write == producer[index]:
         return producer[index]
-    if not (0 <= row.last_write < len(nodes) and row.pinned and index in nodes[row.last_write].inputs):
+    if not (row.last_write in range(len(nodes)) and row.pinned and index in nodes[row.last_write].inputs):
         raise VerifyError(f"storage {index}: must be pinned, and an input of its writer {row.last_write}")
     return row.last_write
 

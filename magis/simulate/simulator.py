@@ -7,6 +7,7 @@ what the CPU allocator counts, byte for byte.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -67,8 +68,7 @@ def replay(
     They count like workspace, since no operator hands them out.
     """
     lives = lifetimes(graph, deaths)
-    count = len(graph.ops)
-    change = [0] * (count + 2)
+    change = Counter[int]()
     for storage, born in lives.born.items():
         if graph.storages[storage].kind == "host":
             continue
@@ -78,7 +78,7 @@ def replay(
             continue
         change[born] += nbytes
         change[lives.dies[storage] + 1] -= nbytes
-    small = [0] * (count + 2)
+    small = Counter[int]()
     for born, last, nbytes in numbers:
         small[born] += nbytes
         small[last + 1] -= nbytes

@@ -91,8 +91,10 @@ def main() -> None:
         _tell({"begin": seed})
         started = time.perf_counter()
         script, seen = drawn(kind, seed)
-        way, outcome = worst(judged(kind, script, seen))
-        row = {**asdict(outcome), "seed": seed, "way": way, "cause": outcome.cause, "source": ""}
+        outcomes = judged(kind, script, seen)
+        way, outcome = worst(outcomes)
+        redone = max(each.recomputed for _, each in outcomes)  # random plans recompute where a limit asks for nothing
+        row = {**asdict(outcome), "recomputed": redone, "seed": seed, "way": way, "cause": outcome.cause, "source": ""}
         if outcome.kind != "equal":
             small = smallest(script, way, outcome.cause, seconds) if seconds and outcome.failed else script
             row["source"] = printed(small)

@@ -34,37 +34,37 @@ def judged_in_children(kind: str, seeds: range, *, shrink_s: float = 0.0) -> Ite
 def _child(kind: str, first: int, last: int, shrink_s: float) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-m", "tests.fuzz.child", kind, str(first), str(last), str(shrink_s)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    lines: queue.Queue[str | None] = queue.Queue()
-    complaints: list[str] = []
-    threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
-    threading.Thread(target=lambda: complaints.extend(child.stderr or ()), daemon=True).start()
-    begun = first
-    hung = False
-    while begun < last:
-        try:
-            line = lines.get(timeout=PATIENCE_S + 3 * shrink_s)
-        except queue.Empty:
-            hung = True
-            break
-        if line is None:
-            break
-        row = json.loads(line)
-        if "begin" in row:
-            begun = row["begin"]
-        else:
-            yield row
-            begun = row["seed"] + 1
-    if begun < last:
-        child.kill()
-        code = child.wait()
-        said = complaints[-1].strip() if complaints else ""
-        name = "hung" if hung else "died"
-        detail = "no answer" if hung else f"exit {code}: {said}"
-        yield {"seed": begun, "kind": name, "detail": detail, "cause": f"{name}: {detail}", "way": "", "source": ""}
-    child.wait()
+    ) as child:
+        lines: queue.Queue[str | None] = queue.Queue()
+        complaints: list[str] = []
+        threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+        threading.Thread(target=lambda: complaints.extend(child.stderr or ()), daemon=True).start()
+        begun = first
+        hung = False
+        while begun < last:
+            try:
+                line = lines.get(timeout=PATIENCE_S + 3 * shrink_s)
+            except queue.Empty:
+                hung = True
+                break
+            if line is None:
+                break
+            row = json.loads(line)
+            if "begin" in row:
+                begun = row["begin"]
+            else:
+                yield row
+                begun = row["seed"] + 1
+        if begun < last:
+            child.kill()
+            code = child.wait()
+            said = complaints[-1].strip() if complaints else ""
+            name = "hung" if hung else "died"
+            detail = "no answer" if hung else f"exit {code}: {said}"
+            yield {"seed": begun, "kind": name, "detail": detail, "cause": f"{name}: {detail}", "way": "", "source": ""}
+        child.wait()
 
 
 def _read(stream: Any, lines: queue.Queue[str | None]) -> None:

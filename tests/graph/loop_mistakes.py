@@ -18,6 +18,7 @@ KINDS = "which is no dimension, or none of sum, mean, max, min, same"
 NOT_OWN = "takes memory from outside that parts write, other than its own stretch"
 NOT_ALL = "makes value 4, which is not all of a storage of its own"
 EARLY = Op(8, "aten.neg.default", (Ref(1),), (), (10,), reads=((1, 0),))
+EARLIER = Op(9, "aten.sum.dim_IntList", (Ref(1), (0,)), (), (6,), reads=((1, 0),))
 EARLY_READ = both(
     lambda g: replace(g, storages={**g.storages, 7: Storage(7, 16, "temporary")}),
     lambda g: replace(g, values={**g.values, 10: replace(g.values[1], id=10, storage=7)}),
@@ -110,6 +111,10 @@ BROKEN: dict[str, dict[str, Spoil]] = {
     },
     f"{LOOP}: {NOT_ALL}": {
         "a persistent result": storage(4, kind="buffer"),
+        "a result on what an operator before it made": both(
+            lambda g: replace(g, values={**g.values, 6: replace(g.values[4], id=6)}),
+            lambda g: replace(g, ops=(EARLIER, *g.ops)),
+        ),
         "a result in a corner": both(
             storage(4, nbytes=32), value(4, offset=2), within(storage(3, nbytes=32), value(3, offset=2))
         ),

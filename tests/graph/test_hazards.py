@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from magis.errors import VerifyError
 from magis.graph import GENERATOR, Graph, Op, Ref, Storage, Value, verify
-from magis.graph.hazards import dependency_graph, fills, is_dense, is_pure_view, last_uses, lifetimes, order_edges
+from magis.graph.hazards import (
+    dependency_graph,
+    fills,
+    is_dense,
+    is_pure_view,
+    last_uses,
+    lifetimes,
+    order_edges,
+    row_major,
+)
 from magis.graph.verify import problems
 from tests.nets import NETS, Net
 from tests.oracles import captured, interpret, same
@@ -278,3 +287,8 @@ def test_few_elements(shape: tuple[int, ...]) -> None:
     value = Value(0, shape, stride, "float32", 0)
     assert fills(value, Storage(0, value.nbytes, "temporary"))
     assert not fills(value, Storage(0, value.nbytes + 4, "temporary"))
+
+
+@given(st.lists(st.integers(0, 4), max_size=4).map(tuple))
+def test_row_major_strides_are_those_of_a_fresh_tensor(shape: tuple[int, ...]) -> None:
+    assert row_major(shape) == torch.empty(shape).stride()

@@ -183,8 +183,9 @@ def test_a_damaged_text_is_sound_or_refused_in_one_line() -> None:
 
 def test_waiting_for_nothing_is_no_crash() -> None:
     graph = sound()
-    ops = (*graph.ops, Op(8, "magis.wait", (), (), ()), Op(9, "magis.wait", (Ref(55),), (), ()))
+    waits = [Op(8 + at, "magis.wait", args, (), ()) for at, args in enumerate([(), (Ref(55),), (Ref(99),)])]
     values = {**graph.values, 55: Value(55, (), (), "float32", 6)}
-    assert list(problems(replace(graph, ops=ops, values=values))) == [
-        "operator 9 (magis.wait): takes value 55, which nothing has made yet"
+    assert list(problems(replace(graph, ops=(*graph.ops, *waits), values=values))) == [
+        "operator 9 (magis.wait): takes value 55, which nothing has made yet",
+        "operator 10 (magis.wait): takes value 99, which nothing has made yet",
     ]

@@ -61,7 +61,7 @@ def test_a_truncated_profile_and_one_of_another_schema(gate):
     path = kept(gate, "baselines/profiles/h200.json", H200)
     whole = path.read_text()
     path.write_text(whole[: len(whole) // 2])
-    assert "h200.json is corrupt: no JSON" in gate.refuses(*RUN, workers=2)
+    assert "h200.json is corrupt: no JSON" in gate.refuses(*RUN)
     path.write_text(whole.replace('"schema": 2', '"schema": 3'))
     assert "h200.json has schema 3, this version reads 2; update pytest-magis" in gate.refuses(*RUN)
 

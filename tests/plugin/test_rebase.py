@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -36,11 +37,15 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture
 def upgraded(gate, shelf, monkeypatch):
-    """A project whose baselines were stored with net-width 1.0."""
+    """A project whose baselines were stored with net-width 1.0, once for all tests."""
     offer(shelf, monkeypatch, v1_0=64)
     gate.pytester.makeini(INI)
     gate.extend_conftest(BY_RELEASE)
-    store(gate, BERT)
+    if not (shelf / "stored").exists():
+        store(gate, BERT)
+        shutil.copytree(gate.root, shelf / "stored", ignore=shutil.ignore_patterns("runpytest-*", "__pycache__"))
+    else:
+        shutil.copytree(shelf / "stored", gate.root, dirs_exist_ok=True)
     return gate
 
 

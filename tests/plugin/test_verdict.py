@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from magis.results import CaseResult, Memory
+from magis.module_bytes import ModuleBytes, Peak, StepGrowth
+from magis.results import CaseResult, Memory, StepFigures
+from pytest_magis.baselines import stored_case, updated
+from pytest_magis.findings import Tolerances
+from pytest_magis.verdict import Verdict, judge_against
 from tests.plugin.verdicts import ELSEWHERE, check, compare, result
 
 
@@ -173,6 +177,8 @@ def test_a_simulator_that_is_off_says_which_tolerance_lets_it_pass():
     assert broken.findings[0].why.endswith("--magis-memory-tolerance=0.001 lets it pass")
     check(compare(now, result(), memory=0.001), "pass", passed=True)
     check(compare(now, result(), memory=0.0005), "FAIL broken", "broken", passed=False)
+    now = replace(now, original=replace(now.original, simulated=Memory(0, 0)))
+    assert compare(now, result()).findings[0].why.endswith("=1.0001 lets it pass")
 
 
 def test_on_cuda_the_simulator_may_be_off_by_a_hundredth():
@@ -309,4 +315,92 @@ def test_a_row_that_was_stopped_is_not_gated():
     assert compare(result(stopped=True, opt=(700, 881)), result()).label == "FAIL broken"
 
 
-# --- properties ---------------------------------------------------------------------------------------------
+# --- memory that grows from step to step --------------------------------------------------------------------
+
+
+def growing(nbytes: int, **more: object) -> CaseResult:
+    return replace(result(), growth=StepGrowth(nbytes, 5, ()), **more)
+
+
+def test_memory_that_grows_is_worse_until_that_is_stored():
+    said = "memory grows from step to step: 64 B more are alive after step 5 than after step 2"
+    verdict = compare(growing(64), None, "new")
+    check(verdict, "FAIL new+worse", "worse", "new", passed=False)
+    assert verdict.findings[0].text == said
+    assert compare(growing(64), None, "new,worse").store
+    verdict = compare(growing(64), result())
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert verdict.findings[0].text == said
+    check(compare(growing(64), growing(64)), "pass", passed=True)
+    check(compare(growing(65), growing(64)), "FAIL worse", "worse", passed=False)
+    check(compare(growing(63), growing(64)), "pass", passed=True)
+    check(compare(growing(0), None, "new"), "accepted new", "new", passed=True)
+
+
+# --- what grew --------------------------------------------------------------------------------------------
+
+
+def explained(**more: object) -> CaseResult:
+    """Whose original step holds `first` at its peak, and whose optimized step `second`."""
+    made = result(**more)
+
+    def holding(step: StepFigures, module: str) -> StepFigures:
+        held = (ModuleBytes("activation", module, step.simulated.tensor_bytes, 1),)
+        return replace(step, at_peak=Peak("aten.mm.default", module, "forward", "", held), reserved_bytes=4096)
+
+    original, optimized = holding(made.original, "first"), holding(made.optimized, "second")
+    return replace(made, original=original, optimized=optimized)
+
+
+@pytest.mark.parametrize(
+    ("changes", "module"),
+    [({"opt": (701, 751)}, "second"), ({"ori": (1050, 1150)}, "first"), ({"ori": (1000, 1101)}, "first")],
+)
+def test_what_grew_is_looked_for_in_the_step_that_grew(changes, module):
+    (finding,) = compare(explained(**changes), explained()).findings
+    assert finding.why.startswith(f"at the peak most is held by {module} ")
+
+
+def test_reserved_bytes_grow_without_a_module():
+    now = explained()
+    more = replace(now, optimized=replace(now.optimized, reserved_bytes=6144))
+    verdict = compare(more, now)
+    check(verdict, "FAIL worse", "worse", passed=False)
+    assert verdict.findings[0].text == "optimized reserved bytes: 6,144 (6.00 KiB), allowed 4,096 (4.00 KiB), +50.0%"
+    assert verdict.findings[0].why.startswith("the peak did not grow")
+    check(compare(now, more), "pass, better", "better", passed=True)
+    unknown = compare(now, result())
+    check(unknown, "pass", passed=True)
+    assert unknown.notes == ("reserved bytes are not gated: the baseline has none; --magis-update=new adds them",)
+
+
+# --- against another revision -------------------------------------------------------------------------------
+
+
+def against(now: CaseResult, before: CaseResult | None, **tolerances: float) -> Verdict:
+    baseline = None if before is None else updated(None, "bert", "label", before.case, before)
+    found = stored_case(baseline, "label", now.case)
+    return judge_against("main", now, found, tolerances=Tolerances(**tolerances))
+
+
+def test_a_case_that_another_revision_has_not_is_new_and_passes():
+    verdict = against(result(), None)
+    check(verdict, "new", passed=True)
+    assert verdict.notes == ("nothing to compare with: main has no such case",)
+    assert (verdict.store, verdict.against, verdict.needed) == (False, "main", ())
+    verdict = against(growing(64), None)
+    check(verdict, "FAIL new+worse", "worse", passed=False)
+    verdict = against(result(numbers="differs: loss"), None)
+    check(verdict, "FAIL broken", "broken", passed=False)
+    assert verdict.notes == ("nothing to compare with: main has no such case",)
+
+
+def test_a_case_of_another_revision_is_judged_as_a_stored_one_and_nothing_is_stored():
+    for now in (result(), result(opt=(701, 751)), result(opt=(699, 749)), result(opt=(770, 820), ratio=1.2)):
+        for memory in (0.0, 0.1):
+            assert against(now, result(), memory=memory) == replace(
+                compare(now, result(), memory=memory), against="main"
+            )
+    worse = against(result(opt=(701, 751)), result())
+    check(worse, "FAIL worse", "worse", passed=False)
+    assert worse.needed == ()

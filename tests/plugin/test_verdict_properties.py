@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from magis.results import CaseResult, Memory
@@ -101,6 +101,21 @@ def test_more_memory_is_never_judged_better(made, more, tolerance):
         assert "worse" in kinds(verdict)
     if more <= min(slack_tensors, slack_peak) * tolerance * 0.999:
         assert verdict.passed
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**10), st.booleans())
+@example(10_000, 3, True)  # 0.0003 is less than 3 of 10,000
+def test_the_tolerance_that_is_named_lets_a_simulator_pass_and_hardly_more(seen, off, above):
+    """Above what is measured or below; a ten-thousandth and a half less would not do."""
+    assume(off < 10 * seen and (above or off <= seen))
+    now = result(ori=(seen, seen), opt=(1, 1), memory_ratio=None)
+    simulated = seen + off if above else seen - off
+    now = replace(now, original=replace(now.original, simulated=Memory(simulated, simulated)))
+    (finding,) = judge(now, None).findings
+    named = float(finding.why.partition("--magis-memory-tolerance=")[2].partition(" ")[0])
+    for tolerance, broken in ((named, False), (named - 0.00015, True)):
+        verdict = judge(now, None, tolerances=Tolerances(max(tolerance, 0.0)))
+        assert ("broken" in kinds(verdict)) == broken
 
 
 @given(results(), PERMITTED)

@@ -27,6 +27,13 @@ def test_predicted_bytes_are_within_the_margin_of_the_strategy(measured: int, of
         check(compare(now, now), "FAIL broken", "broken", passed=False)
 
 
+def test_the_wider_of_the_margin_and_the_tolerance_counts() -> None:
+    now = ranked(measured=720, off_by=0.02)  # 2.8% off
+    check(compare(now, now, memory=0.03), "pass", passed=True)
+    check(compare(now, now, memory=0.025), "FAIL broken", "broken", passed=False)
+    check(compare(replace(now, off_by=0.03), replace(now, off_by=0.03), memory=0.02), "pass", passed=True)
+
+
 def test_an_estimate_that_is_not_judged_may_be_anything() -> None:
     now = ranked("compile", measured=100, off_by=math.inf)
     check(compare(now, now), "pass", passed=True)

@@ -114,7 +114,7 @@ DROP = Part("draw", "dropout")
 KEPT = {"use_reentrant": True, "preserve_rng_state": True}
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS, RATIOS)
 @example((Part("checkpoint", KEPT, (Part("linear"), DROP, Part("checkpoint", KEPT, (Part("linear"), DROP)))),), 0.8)
 def test_a_program_ends_as_in_eager_mode(parts: tuple[Part, ...], ratio: float) -> None:

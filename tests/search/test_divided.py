@@ -36,7 +36,7 @@ def fastest_ns(level: LoopNest) -> int:
     total = int(problem.node_ns.sum() + problem.blk_ns.sum())
     if level.inner is None:
         return total
-    return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
+    return total - int(problem.node_ns[level.loops[0][0]]) + level.inner.parts * fastest_ns(level.inner)
 
 
 def divided(given: Step, goal: Objective, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
@@ -53,7 +53,7 @@ def realized(given: Step, found: Divided) -> Graph:
     assert replay(graph, given.costs.workspace, rounding=given.costs.rounding).peak_bytes == found.solution.peak
     assert found.solution.latency_ns >= fastest_ns(found.level)
     parts = [op.body.parts for op in graph.ops if op.body is not None]
-    assert parts == [cut.parts for cut in found.cuts] == [found.level.parts]
+    assert parts == [cut.parts for cut in found.cuts] == [found.level.inner.parts]
     assert repeats(graph)[1] == 0
     return graph
 
@@ -217,7 +217,9 @@ def test_figures_count_what_every_part_of_a_loop_moves_and_runs_again(
     flag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with what the runtime copies and calls: a body is run as often as it has parts."""
-    point = next(point for point in front_of(step("blocks")).points if point.level.parts > 2)
+    point = next(
+        point for point in front_of(step("blocks")).points if point.level.inner and point.level.inner.parts > 2
+    )
     looped = linked(point.level)
     assert looped.inner is not None
     kept, found = (
@@ -246,8 +248,8 @@ def test_figures_count_what_every_part_of_a_loop_moves_and_runs_again(
 def linked(level: LoopNest) -> LoopNest:
     """The same, on a device with a quick link."""
     problem = replace(level.compiled.problem, xfer_ns_per_byte=1e-6)
-    inner = None if level.inner is None else linked(level.inner)
-    return replace(level, compiled=replace(level.compiled, problem=problem), inner=inner)
+    loops = tuple((node, linked(body)) for node, body in level.loops)
+    return replace(level, compiled=replace(level.compiled, problem=problem), loops=loops)
 
 
 def planned(level: LoopNest, inner: LoopNestPlan | None, flag: int) -> LoopNestPlan:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import magis
 from magis.results import Case
-from magis.search.latency_bound import NEVER, Nest, bound_at, latency_lower_bound, nest_latency_bound
+from magis.search.latency_bound import NEVER, bound_at, latency_lower_bound, nest_latency_bound
 from magis.simulate.evaluator import Evaluator, lower_bound
 from magis.simulate.problem import DROP, NodeRow, Problem, StorageRow, build_problem
 from tests.search.networks import transformer
@@ -133,7 +133,7 @@ def test_plans_with_a_loop_are_no_faster_than_the_bound_of_the_step_as_cut(name:
     points = front_of(step(name)).points
     lifted = 0
     for point in points[:: max(1, len(points) // 4)]:
-        nest = Nest.of(point.level)
+        nest = point.level
         bound = nest_latency_bound(nest, point.peak)
         assert bound <= point.latency_ns
         lifted += bound > nest_latency_bound(nest, 1 << 50)

@@ -164,7 +164,7 @@ def test_a_larger_budget_is_never_worse_and_a_budget_is_kept() -> None:
     base, _ = untouched(problem)
     limit = base * 45 // 100
     keys = []
-    for budget in (1, 30, 300, 3000, 9000):
+    for budget in (1, 30, 300, 3000):
         result = checked(problem, search(problem, Objective(memory_limit=limit), budget=budget))
         assert result.states <= budget
         keys.append((max(result.peak, limit), result.latency_ns))
@@ -222,7 +222,7 @@ def digests() -> list[str]:
     found = []
     for problem, _ in (resnet((2, 2), batch=8), transformer(3, xfer_ns_per_byte=0.05)):
         for goal in (Objective(problem.persistent_bytes + 150_000_000), Objective(None, 14_000_000)):
-            result = search(problem, goal, budget=2500)
+            result = search(problem, goal, budget=600)
             digest = hashlib.sha256(result.order.tobytes() + result.flags.tobytes()).hexdigest()
             found.append(f"{result.peak} {result.latency_ns} {result.states} {digest}")
     return found

@@ -95,6 +95,10 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
     ]
     for row in rows:
         row["reuse"] = tuple(i for i in row.get("reuse", ()) if not storages[i].pinned)
+    number = rng.permutation(len(sizes))  # late storages may have low numbers, early ones the highest
+    storages = [storages[i] for i in np.argsort(number)]
+    for row in rows:
+        row.update({name: tuple(int(number[i]) for i in row[name]) for name in ("inputs", "outputs", "reuse")})
     written = rng.permutation(3)
     updates = []
     for index in range(int(rng.integers(0, 4)) if blocks and sizes else 0):
@@ -220,6 +224,60 @@ def reference_runs(problem: Problem, order: Int32s, flags: Int8s) -> list[tuple[
     return runs
 
 
+def copy_ns(problem: Problem, storage: int) -> int:
+    """Time of one copy to or from the host."""
+    return math.ceil(int(problem.nbytes[storage]) * problem.xfer_ns_per_byte)
+
+
+def reference_swaps(problem: Problem, events: Events, flags: Int8s) -> dict[int, tuple[int, int, int]]:
+    """Storage -> the run behind which it is stored, those before which it is waited for and loaded.
+
+    Stores one after the other from where the gaps open, in order of time, then of numbers; loads backwards from where
+    the gaps close. Who would not be gone for any run stays.
+    """
+    runs, begins, ends = _run_times(problem, events)
+    gaps: list[tuple[int, int, int]] = []  # store behind, load before, storage
+    for storage in range(problem.n_storages):
+        stays = problem.pinned[storage] or problem.to_end[storage] or storage in problem.block_inputs.idx
+        if flags[storage] == SWAP and not stays and problem.nbytes[storage] and problem.xfer_ns_per_byte:
+            seen = [
+                at
+                for at, (kind, node) in enumerate(runs)
+                if storage in problem.inputs(node) or (kind == FIRST and storage in problem.outputs(node))
+            ]
+            pairs = list(itertools.pairwise(seen))
+            a, b = max(pairs, key=lambda pair: begins[pair[1]] - ends[pair[0]], default=(0, 0))
+            if begins[b] > ends[a]:
+                gaps.append((a, b, storage))
+    free, wait, waits = 0, 0, {}
+    for a, _, storage in sorted(gaps, key=lambda gap: (gap[0], gap[2])):
+        free = max(free, ends[a]) + copy_ns(problem, storage)
+        wait = next((at for at in range(max(wait, a + 1), len(runs)) if begins[at] >= free), len(runs))
+        waits[storage] = wait
+    free, latest, found = ends[-1], len(runs), {}
+    for a, b, storage in sorted(gaps, key=lambda gap: (-gap[1], gap[2])):
+        begin = min(free, begins[b]) - copy_ns(problem, storage)
+        loads = [at for at in range(waits[storage] + 1, min(latest, b) + 1) if begins[at] <= begin]
+        if loads:
+            latest, free = loads[-1], begin
+            found[storage] = (a, waits[storage], latest)
+    return found
+
+
+def _run_times(problem: Problem, events: Events) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """First runs and recomputations, and when each begins and ends; the blocks behind them take time, too."""
+    runs, begins, ends, now = [], [], [], 0
+    for kind, arg in zip(events.kind.tolist(), events.arg.tolist(), strict=True):
+        if kind in (FIRST, REDO, BLOCK):
+            took = int((problem.node_ns, problem.redo_ns, problem.blk_ns)[kind][arg])
+            if kind != BLOCK:
+                runs.append((kind, arg))
+                begins.append(now)
+                ends.append(now + took)
+            now += took
+    return runs, begins, ends
+
+
 @dataclass
 class Copy:
     storage: int
@@ -321,12 +379,12 @@ def _time(problem: Problem, events: Events) -> tuple[int, int]:
         kind, arg = int(events.kind[at]), int(events.arg[at])
         wanted = now
         if kind == STORE:
-            out = max(out, now) + math.ceil(int(problem.nbytes[arg]) * problem.xfer_ns_per_byte)
+            out = max(out, now) + copy_ns(problem, arg)
             stored[arg] = out
         elif kind == WAIT:
             wanted = stored[arg]
         elif kind == LOAD:
-            back = max(back, now) + math.ceil(int(problem.nbytes[arg]) * problem.xfer_ns_per_byte)
+            back = max(back, now) + copy_ns(problem, arg)
             loaded[arg] = back
         elif kind != BLOCK:
             wanted = max([now, *(loaded.get(s, 0) for s in problem.inputs(arg).tolist())])

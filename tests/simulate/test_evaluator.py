@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.errors import VerifyError
-from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand, lower_bound
+from magis.simulate.evaluator import Evaluation, Evaluator, check_order, evaluate, expand, lower_bound
 from magis.simulate.problem import (
     BLOCK,
     DROP,
@@ -36,7 +37,17 @@ from magis.simulate.problem import (
     build_problem,
 )
 from tests.search.networks import transformer
-from tests.simulate.plans import longest_gap, plans, random_order, random_problem, reference_runs, replay, touches
+from tests.simulate.plans import (
+    Replayed,
+    longest_gap,
+    plans,
+    random_order,
+    random_problem,
+    reference_runs,
+    reference_swaps,
+    replay,
+    touches,
+)
 from tests.strategies import examples
 
 Plan = tuple[Problem, Int32s, Int8s]
@@ -60,17 +71,11 @@ def chain(sizes: list[int], *, backward: list[tuple[int, ...]], ns: int = 10, **
 @given(plans(), st.integers(0, 2**32 - 1))
 def test_a_plan_costs_what_its_schedule_says_and_the_schedule_does_what_the_plan_says(plan: Plan, seed: int) -> None:
     problem, order, flags = plan
-    found, events = evaluate(*plan), expand(*plan)
-    truth = replay(problem, events)
-    assert (found.peak, found.tensor_peak, found.latency_ns) == (truth.peak, truth.tensor_peak, truth.latency_ns)
-    assert found.redos == int((events.kind == REDO).sum())
-    assert found.swaps == int((events.kind == STORE).sum()) == int((events.kind == LOAD).sum())
+    found, events, truth = judged(plan)
     assert lower_bound(problem) <= found.peak
     sequence = list(zip(events.kind.tolist(), events.arg.tolist(), strict=True))
     assert [run for run in sequence if run[0] in (FIRST, REDO)] == reference_runs(*plan)
     check_blocks(problem, sequence)
-    assert truth.stalled_ns == 0
-    check_swaps(plan, events)
     evaluator = Evaluator(problem, order)
     check_gaps(evaluator)
     # whatever was judged before
@@ -81,6 +86,32 @@ def test_a_plan_costs_what_its_schedule_says_and_the_schedule_does_what_the_plan
         plain = evaluator.evaluate(np.full(problem.n_storages, flag, dtype=np.int8))
         assert plain.redos == plain.swaps == 0
         assert plain.latency_ns == int(problem.node_ns.sum() + problem.blk_ns.sum())
+
+
+def judged(plan: Plan) -> tuple[Evaluation, Events, Replayed]:
+    """What a plan costs, its schedule, and the replay of that: they agree."""
+    problem, _, _ = plan
+    found, events = evaluate(*plan), expand(*plan)
+    truth = replay(problem, events)
+    assert (found.peak, found.tensor_peak, found.latency_ns) == (truth.peak, truth.tensor_peak, truth.latency_ns)
+    assert found.redos == int((events.kind == REDO).sum())
+    assert found.swaps == int((events.kind == STORE).sum()) == int((events.kind == LOAD).sum())
+    assert truth.stalled_ns == 0
+    check_swaps(plan, events)
+    return found, events, truth
+
+
+@examples(40)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.003, 0.01]))
+def test_many_swaps_share_the_two_copy_streams(seed: int, xfer_ns_per_byte: float) -> None:
+    rng = np.random.default_rng(seed)
+    problem = replace(random_problem(rng, 25), xfer_ns_per_byte=xfer_ns_per_byte)
+    flags = rng.choice([KEEP, RECOMPUTE, SWAP], p=[0.1, 0.2, 0.7], size=problem.n_storages).astype(np.int8)
+    order = random_order(problem, rng)
+    found, events, truth = judged((problem, order, flags))
+    evaluator = Evaluator(problem, order)
+    assert evaluator.evaluate(flags) == found
+    check_levels(evaluator, events, truth.levels)
 
 
 def check_gaps(evaluator: Evaluator) -> None:
@@ -124,15 +155,19 @@ def check_swaps(plan: Plan, events: Events) -> None:
         runs_between = events.kind[at[1][0] : at[2][0]]
         assert np.any(runs_between <= BLOCK), "a swap must free its memory for something"
         assert flags[storage] == SWAP
-    if problem.xfer_ns_per_byte == 0.0:
-        assert not swapped
+    runs = np.cumsum(np.isin(events.kind, (FIRST, REDO)))  # up to each event
+    placed = {kind: dict(zip(events.arg[events.kind == kind].tolist(), runs[events.kind == kind].tolist(), strict=True))
+              for kind in (STORE, WAIT, LOAD)}  # fmt: skip
+    found = {storage: (placed[STORE][storage] - 1, placed[WAIT][storage], placed[LOAD][storage]) for storage in swapped}
+    assert found == reference_swaps(problem, events, flags)
 
 
 def check_levels(evaluator: Evaluator, events: Events, replayed: list[int]) -> None:
     """Bytes run by run, and who is alive then."""
     problem = evaluator.problem
     levels = evaluator.levels
-    assert levels.max() == levels[evaluator.peak_run] == max(replayed)
+    assert levels.max() == max(replayed)
+    assert evaluator.peak_run == levels.argmax()  # the first of equal ones
     birth, death = evaluator.lifetimes()
     truth = [at for at, kind in enumerate(events.kind.tolist()) if kind in (FIRST, REDO)]
     for run, (code, event) in enumerate(zip(evaluator.runs.tolist(), truth, strict=True)):
@@ -160,6 +195,26 @@ def test_the_lower_bound_is_reached_by_a_single_node() -> None:
     )
     flags = np.zeros(3, dtype=np.int8)
     assert lower_bound(problem) == evaluate(problem, base(problem), flags).peak == 100 + 10 + 20 + 30 + 5
+
+
+@pytest.mark.parametrize(
+    ("nodes", "block", "expected"),
+    [
+        ([NodeRow((), (0,), 1, ws=3)], None, 10 + 3),
+        ([NodeRow((), (0,), 1), NodeRow((0,), (1,), 1, ws=3)], None, 10 + 10 + 3),
+        ([NodeRow((), (0,), 1), NodeRow((0,), (1,), 1, ws=3, reuse=(0,))], None, 10 + 3),  # may run in place
+        ([NodeRow((), (0,), 1), NodeRow((0,), (), 1, ws=3)], None, 10 + 3),
+        ([NodeRow((), (0,), 1)], BlockRow((0,), (0,), 1, ws=7, late_ws=16), 10 + 7),
+        ([NodeRow((), (0,), 1)], BlockRow((0,), (0,), 1, ws=7, late_ws=18), 18),  # its input is gone by then
+    ],
+)
+def test_the_lower_bound_is_the_largest_need_of_a_node_or_a_block(
+    nodes: list[NodeRow], block: BlockRow | None, expected: int
+) -> None:
+    made = {storage for node in nodes for storage in node.outputs}
+    problem = build_problem(nodes, [StorageRow(10)] * len(made), [block] if block else [], persistent_bytes=100)
+    assert lower_bound(problem) == 100 + expected
+    assert evaluate(problem, base(problem), np.zeros(len(made), dtype=np.int8)).peak == 100 + expected
 
 
 def test_a_dropped_tensor_is_made_again_from_what_is_kept() -> None:
@@ -215,52 +270,6 @@ def test_plans_that_are_none_are_refused() -> None:
         check_order(problem, np.array([0, 2, 1, 3], dtype=np.int32))
 
 
-@pytest.mark.parametrize(
-    ("node", "message"),
-    [
-        (NodeRow((1,), (2,), 1), "reads storage 1 before"),
-        (NodeRow((0,), (0,), 1), "makes storage 0, as node 0 does"),
-        (NodeRow((0,), (1,), -1), "negative"),
-        (NodeRow((0, 0), (1,), 1), "must differ"),
-        (NodeRow((7,), (1,), 1), r"lie in 0\.\.2"),
-        (NodeRow((0,), (1, 2), 1, reuse=(0,)), "exactly one output"),
-        (NodeRow((), (1,), 1, reuse=(0,)), "no input"),
-        (NodeRow((0,), (1,), 1, reuse=(0,)), "not as large"),
-        (NodeRow((0,), (1,), 1, extra=(1,)), "does not come earlier"),
-    ],
-)
-def test_rows_that_break_a_promise_are_refused(node: NodeRow, message: str) -> None:
-    with pytest.raises(VerifyError, match=message):
-        build_problem([NodeRow((), (0,), 1), node], [StorageRow(8), StorageRow(16), StorageRow(16)])
-
-
-@pytest.mark.parametrize(
-    ("storage", "message"),
-    [
-        (StorageRow(-1), "negative"),
-        (StorageRow(8, last_write=1), "must be pinned"),
-        (StorageRow(8, pinned=True, last_write=9), "must be pinned"),
-    ],
-)
-def test_storages_that_break_a_promise_are_refused(storage: StorageRow, message: str) -> None:
-    with pytest.raises(VerifyError, match=message):
-        build_problem([NodeRow((), (0,), 1), NodeRow((0,), (), 1)], [storage])
-
-
-def test_blocks_and_totals_that_break_a_promise_are_refused() -> None:
-    nodes, storages = [NodeRow((), (0,), 1)], [StorageRow(8)]
-    with pytest.raises(VerifyError, match="tensor bytes 9"):
-        build_problem(nodes, storages, [BlockRow((0,), (0,), 1, ws=8, tensor=9)])
-    with pytest.raises(VerifyError, match="must differ"):
-        build_problem(nodes, storages, [BlockRow((3,), (0,), 1)])
-    with pytest.raises(VerifyError, match="a node to run behind"):
-        build_problem([], [], [BlockRow((), (0,), 1)])
-    with pytest.raises(VerifyError, match="out of range"):
-        build_problem(nodes, storages, persistent_bytes=-1)
-    with pytest.raises(VerifyError, match="no node makes it"):
-        build_problem([], storages)
-
-
 def test_every_storage_may_be_made_twice() -> None:
     """The longest schedule that there is: each node and, for each storage, one more run."""
     nodes = [
@@ -279,7 +288,9 @@ def test_every_storage_may_be_made_twice() -> None:
 
 def test_a_step_without_nodes_costs_what_persists() -> None:
     nothing = np.zeros(0, dtype=np.int32)
-    found = evaluate(build_problem([], [], persistent_bytes=7), nothing, nothing.astype(np.int8))
+    problem = build_problem([], [], persistent_bytes=7)
+    found = evaluate(problem, nothing, nothing.astype(np.int8))
+    assert lower_bound(problem) == 7
     assert (found.peak, found.tensor_peak, found.latency_ns) == (7, 7, 0)
 
 

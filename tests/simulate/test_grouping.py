@@ -22,6 +22,9 @@ def test_a_block_waits_for_nobody_but_readers() -> None:
     assert ids(blocks) == [[9, 10, 11]]
     writes = change_op(step(), 7, reads=((3, 1), (12, 0)), writes=((3, 2),))
     assert ids(split(writes)[1]) == [[9, 10, 11]]
+    overwrites = change_op(step(), 7, writes=((3, 2),))  # without a look at what was there
+    assert ids(split(overwrites)[0])[0] == [0]
+    assert ids(split(overwrites)[1]) == [[9, 10, 11]]
 
 
 def test_an_update_that_is_read_afterwards_stays() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from magis.graph import Graph, Op, Ref, Storage, Value
 from magis.simulate.simulator import replay, rounded
+from tests.graph.loop_graphs import sound
 from tests.oracles import lives, no_scratch
 from tests.strategies import schedules
 
@@ -58,14 +59,14 @@ def test_bytes_are_counted_storage_by_storage(graph: Graph, rounding: int, data:
 
 
 def chain() -> Graph:
-    """w (8 B) -> a (100 B) -> b (40 B), a view of b, a copy of b on the host; the view is returned."""
+    """w (9 B) -> a (101 B) -> b (41 B), a view of b, a copy of b on the host; the view is returned."""
     storages = {
         n: Storage(n, nbytes, kind)
-        for n, nbytes, kind in ((1, 8, "parameter"), (2, 100, "temporary"), (3, 40, "temporary"), (4, 40, "host"))
+        for n, nbytes, kind in ((1, 9, "parameter"), (2, 101, "temporary"), (3, 41, "temporary"), (4, 41, "host"))
     }
     values = {
         n: Value(n, (nbytes,), (1,), "int8", s)
-        for n, nbytes, s in ((1, 8, 1), (2, 100, 2), (3, 40, 3), (4, 40, 3), (5, 40, 4))
+        for n, nbytes, s in ((1, 9, 1), (2, 101, 2), (3, 41, 3), (4, 41, 3), (5, 41, 4))
     }
     ops = (
         Op(0, "make.a", (Ref(1),), (), (2,)),
@@ -80,10 +81,19 @@ def chain() -> Graph:
 def test_a_chain_by_hand() -> None:
     workspace: Callable[[Op], int] = {0: 0, 1: 5, 2: 0, 3: 0, 4: 99}.get  # type: ignore[assignment]
     profile = replay(chain(), lambda op, values: workspace(op.id))
-    assert profile.persistent_bytes == 8
-    assert profile.tensors == (108, 148, 48, 48, 48)
-    assert profile.peaks == (108, 153, 48, 48, 147)
-    assert (profile.peak_bytes, profile.peak_position, profile.tensor_bytes) == (153, 1, 148)
+    assert profile.persistent_bytes == 9
+    assert profile.tensors == (110, 151, 50, 50, 50)
+    assert profile.peaks == (110, 156, 50, 50, 149)
+    assert (profile.peak_bytes, profile.peak_position, profile.tensor_bytes) == (156, 1, 151)
+
+
+@pytest.mark.parametrize(("rounding", "inside", "scratch"), [(1, (16 + 8, 8), 50), (32, (32 + 32, 32), 100)])
+def test_a_loop_in_a_loop_takes_what_one_part_takes(rounding: int, inside: tuple[int, int], scratch: int) -> None:
+    """At the worst moment of each: the inner sum without scratch, the inner reduction with it."""
+    profile = replay(sound(), lambda op, _: scratch * (op.target == "magis.reduce"), rounding=rounding)
+    around = {1: 112 + 16 + 24 + 48 + 8, 32: 128 + 32 + 32 + 64 + 32}[rounding]
+    assert profile.tensors == (around + inside[0], {1: 168, 32: 224}[rounding])
+    assert profile.peaks == (around + inside[1] + scratch, profile.tensors[1])
 
 
 def test_the_first_of_equal_peaks_is_named() -> None:

@@ -62,10 +62,31 @@ class AveragedAndCounted(Averaged):
         return super().forward(x)
 
 
-def test_a_first_call_ahead_of_the_capture_averages_too() -> None:
-    def make(_seed: int) -> Workload:
-        inputs, targets = batch()
-        return Workload("counted", AveragedAndCounted(), (inputs,), (targets,), loss_of, OptimizerSpec("sgd"))
+class CountedOnes(nn.BatchNorm1d):
+    """All of its weights are known when it is made: only the batch is hollow in its first call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x)
+
+
+def classes(_seed: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 6), torch.randint(0, 6, (6,))
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "loss"),
+    [
+        (AveragedAndCounted, lambda _seed: batch(), loss_of),
+        (partial(CountedOnes, 6), classes, nn.functional.cross_entropy),
+    ],
+)
+def test_a_first_call_ahead_of_the_capture_averages_too(
+    module: Callable[[], nn.Module], data: Callable[[int], tuple[Tensor, Tensor]], loss: Callable[..., Tensor]
+) -> None:
+    def make(seed: int) -> Workload:
+        inputs, targets = data(seed)
+        return Workload("counted", module(), (inputs,), (targets,), loss, OptimizerSpec("sgd"))
 
     assert Subject(Source("counted", make, "float32", "cpu", 0)).conformance == "whole step"
 

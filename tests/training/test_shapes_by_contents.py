@@ -126,7 +126,7 @@ def test_what_eager_runs_begins_where_the_planned_step_began(function: Function)
     found = []
     for step in (quiet(loops.step), loops.eager):
         torch.manual_seed(3)
-        data = [batch(), batch(seed=5), batch(), batch(seed=6)]
+        data = [batch(), batch(seed=5), batch()]
         found.append(([step(*each) for each in data], data, torch.get_rng_state()))
     for theirs, ours in zip(*found, strict=True):
         assert_same(theirs, ours)
