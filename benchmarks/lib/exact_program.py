@@ -61,8 +61,8 @@ def solve(
     status = solver.solve(program.model)
     if status == cp_model.INFEASIBLE:
         return Exact(None, NEVER, proven=True)
-    bound = base + max(0, round(solver.best_objective_bound))
-    found = base + round(solver.objective_value) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    bound = max(least_ns, base + max(0, round(solver.best_objective_bound)))
+    found = base + round(solver.objective_value) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else known_ns
     return Exact(found, bound, proven=status == cp_model.OPTIMAL)
 
 
