@@ -66,6 +66,9 @@ class Case:
     """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
     memory_limit_of: str = "peak"
     """What the memory ratio is a share of: the original's "peak", or what a GPU's caching allocator has "reserved"."""
+    slack: float = 0.2
+    """Plans stand a host link that is slower by this share, and kernels that are quicker by half of it; nothing on a
+    CPU, where nothing is swapped."""
 
     @property
     def has_one_step(self) -> bool:

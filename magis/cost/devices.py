@@ -13,7 +13,8 @@ Peaks are the vendors' dense figures, without sparsity:
 float32 products run in tf32 where the device has it, as in the paper. Reachable shares are our assumptions,
 set to common experience with cuBLAS and cuDNN: on one H200 a bf16 product of 8192 reached 770-800 TFLOP/s
 (0.79 of the peak) and a copy 4.3 TB/s (0.90). PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8
-of the link's nominal rate. A kernel launch costs 5 us of a step that PyTorch issues operator by operator.
+of the link's nominal rate, either way at the same time. A copy takes 10 us besides. A kernel launch costs 5 us
+of a step that PyTorch issues operator by operator.
 
 "cpu" is a class of machine, a 2-core server with AVX-512 (see `benchmarks/calibrate_cpu.py`, whose fit these
 constants are). They are frozen: a search never depends on a timing of the machine that it runs on.
@@ -64,6 +65,8 @@ class DeviceModel:
     rounding: int
     link_bytes_per_s: float
     """Host link, one direction; 0: nothing is swapped on this device."""
+    copy_ns: int
+    """Of every copy between host and device, however small: the launch, and until the first byte moves."""
     overlaps: bool
     """Whether arithmetic and memory traffic of one operator hide each other (max) or not (sum)."""
     half_outputs: int = 0
@@ -134,6 +137,7 @@ def _gpu(
         rates={**_GPU_RATES, "matmul": Rates(matmul_share, 0.85)},
         rounding=512,
         link_bytes_per_s=link_bytes_per_s,
+        copy_ns=10_000,
         overlaps=True,
         half_outputs=multiprocessors * 128 * 128 // 8,
         half_bytes=multiprocessors * 1024 * 12,
@@ -185,6 +189,7 @@ CPU = DeviceModel(
     },
     rounding=1,
     link_bytes_per_s=0.0,
+    copy_ns=0,
     overlaps=False,
     half_dimension=24,
     element_ns={

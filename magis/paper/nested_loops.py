@@ -20,7 +20,7 @@ from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split, splits
 from magis.paper.ftree import FTree, Node
 from magis.rewrite.realize import realize
-from magis.search.loop_nest import with_figures
+from magis.search.loop_nest import LoopFigures, with_figures
 from magis.search.moves import giving_back, hot, saving
 from magis.simulate.arrays import NodeStep
 from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
@@ -50,11 +50,13 @@ class LoopFrame:
 
 @dataclass(frozen=True)
 class Figures:
-    """Peak bytes of a level (persistent ones included), the same without workspace, nanoseconds of one part."""
+    """Peak bytes of a level (persistent ones included), the same without workspace, nanoseconds of one part; whether
+    anything is swapped."""
 
     peak: int
     tensor_peak: int
     latency_ns: int
+    copies: bool
 
 
 @dataclass(frozen=True)
@@ -135,13 +137,14 @@ def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
     step = level.evaluator.step
     if not level.inner:
         return step
-    ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
+    ns, ws, tensor, copies = step.ns.copy(), step.ws.copy(), step.tensor.copy(), step.copies.copy()
     for node, other in level.inner:
         figures = judge(other, decisions)
         ns[:, node] = other.parts * figures.latency_ns
         ws[:, node] = figures.peak
         tensor[:, node] = figures.tensor_peak
-    return step._replace(ns=ns, ws=ws, tensor=tensor)
+        copies[node] = figures.copies
+    return step._replace(ns=ns, ws=ws, tensor=tensor, copies=copies)
 
 
 def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
@@ -150,7 +153,8 @@ def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tup
         order = evaluator.order if order is None else order
         evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
     found = evaluator.evaluate(flags_of(level, decisions))
-    return Figures(found.peak, found.tensor_peak, found.latency_ns), evaluator
+    copies = found.swaps > 0 or bool(evaluator.step.copies.any())
+    return Figures(found.peak, found.tensor_peak, found.latency_ns, copies), evaluator
 
 
 def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> LoopView:
@@ -184,10 +188,10 @@ def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None
     """The graph of a level with its decisions carried out, everything inside included."""
     compiled = level.compiled
     ops, nodes = list(compiled.graph.ops), list(compiled.nodes)
-    loops: dict[int, tuple[int, int, int]] = {}
+    loops: dict[int, LoopFigures] = {}
     for node, other in level.inner:
         figures = judge(other, decisions)
-        loops[node] = other.parts * figures.latency_ns, figures.peak, figures.tensor_peak
+        loops[node] = LoopFigures(other.parts * figures.latency_ns, figures.peak, figures.tensor_peak, figures.copies)
         (op,) = nodes[node]
         if op.body is None:
             raise VerifyError(f"operator {op.id} ({op.target}) is no loop")

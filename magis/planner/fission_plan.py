@@ -242,7 +242,7 @@ def _of_divided(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Ca
 def plan_of_level(scratch: PlanScratch, level: LoopNest, solution: LoopNestPlan, around: Iterable[Graph]) -> Plan:
     """A planned level as a plan, realized and verified; ``around`` are the graphs that the search worked on."""
     graph = realize_level(level, solution)
-    recomputed, swapped = repeats(solution)
+    recomputed, swapped = repeats(level, solution)
     fission = next((described(op) for op in graph.ops if op.body is not None), "")
     return scratch.plan(
         graph, around, solution.latency_ns, recomputed_ops=recomputed, swapped_bytes=swapped, fission=fission

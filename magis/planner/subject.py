@@ -24,7 +24,7 @@ from magis.planner.shared_searches import Sharing
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
 from magis.planner.workload_source import Memo, Source, too_slow
 from magis.report.text_store import Kept
-from magis.results import Memory, Provenance
+from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.rule_table import quickest
 from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
@@ -46,11 +46,17 @@ class Subject(TracedModel):
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
     def __init__(
-        self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED, kept: Kept | None = None
+        self,
+        source: Source,
+        sharing: Sharing = ALONE,
+        pricing: Pricing = UNPRICED,
+        kept: Kept | None = None,
+        slack: float = Case.slack,
     ) -> None:
         super().__init__(source)
         self.pricing = pricing
         self.kept = kept
+        self._slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
         self._fronts: dict[int, FissionFront] = {}
@@ -152,9 +158,10 @@ class Subject(TracedModel):
         return self.costs({})
 
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
-        """Costs with these workspaces where they are known."""
+        """Costs with these workspaces where they are known; copies are as long as slack wants them."""
         prices = self._prices
-        return RooflineCosts(prices.device, prices.profile, workspaces, prices)
+        slack = self._slack if prices.device.link_bytes_per_s else 0.0
+        return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
 
     @cached_property
     def _prices(self) -> Prices:

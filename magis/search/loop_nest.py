@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from magis.errors import VerifyError
 from magis.graph import Graph, Loop, Op
@@ -49,6 +49,8 @@ class LoopNestPlan:
     tensor_peak: int
     around: int
     """Bytes in memory during the loop besides those of its body; 0 without a loop."""
+    copies: bool
+    """Whether anything is swapped, inside or around."""
     states: int
     inner: LoopNestPlan | None = None
 
@@ -95,21 +97,30 @@ def bound(level: LoopNest) -> int:
     problem = level.compiled.problem
     if level.inner is None:
         return lower_bound(problem)
-    return lower_bound(with_figures(problem, {level.node: (0, bound(level.inner), 0)}))
+    return lower_bound(with_figures(problem, {level.node: LoopFigures(0, bound(level.inner), 0)}))
 
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
     """The level's problem with its loop planned."""
-    figures = level.parts * inner.latency_ns, inner.peak, inner.tensor_peak
+    figures = LoopFigures(level.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
     return with_figures(level.compiled.problem, {level.node: figures})
 
 
-def with_figures(problem: Problem, loops: Mapping[int, tuple[int, int, int]]) -> Problem:
-    """The problem with nanoseconds, peak and peak of tensors of loops, by their nodes."""
-    names = ("node_ns", "node_ws", "node_tensor", "redo_ns", "redo_ws", "redo_tensor")
+class LoopFigures(NamedTuple):
+    """A planned loop as a node: nanoseconds, peak and peak of tensors, and whether its parts swap."""
+
+    ns: int
+    ws: int
+    tensor: int
+    copies: bool = False
+
+
+def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
+    """The problem with the figures of loops, by their nodes."""
+    names = ("node_ns", "node_ws", "node_tensor", "copies", "redo_ns", "redo_ws", "redo_tensor")
     arrays: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
     for node, figures in loops.items():
-        for name, figure in zip(names, figures * 2, strict=True):
+        for name, figure in zip(names, (*figures, *figures[:3]), strict=True):
             arrays[name][node] = figure
     return replace(problem, **arrays)
 
@@ -156,12 +167,14 @@ def solution(
 ) -> LoopNestPlan:
     """A plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
     judge = Evaluator(problem, plan.order)
-    tensor_peak = judge.evaluate(plan.flags).tensor_peak
+    found = judge.evaluate(plan.flags)
+    copies = found.swaps > 0 or bool(problem.copies.any())
     around = 0
     if inner is not None:
         run = judge.runs.tolist().index(2 * level.node)
         around = int(judge.levels[run]) - inner.peak
-    return LoopNestPlan(problem, plan, tensor_peak, around, states + (inner.states if inner else 0), inner)
+    spent = states + (inner.states if inner else 0)
+    return LoopNestPlan(problem, plan, found.tensor_peak, around, copies, spent, inner)
 
 
 def realized(level: LoopNest, solution: LoopNestPlan) -> Compiled:
@@ -180,11 +193,11 @@ def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
     return realize(compiled, expand(compiled.problem, solution.plan.order, solution.plan.flags))
 
 
-def repeats(solution: LoopNestPlan) -> tuple[int, int]:
-    """Operators that a planned level runs again, and bytes that it swaps; those of a loop's body count once."""
+def repeats(level: LoopNest, solution: LoopNestPlan) -> tuple[int, int]:
+    """Operators that a planned level runs again, and bytes that it swaps, in every part of its loop."""
     events = expand(solution.problem, solution.plan.order, solution.plan.flags)
     recomputed, swapped = events.repeats(solution.problem.nbytes)
-    if solution.inner is None:
+    if level.inner is None or solution.inner is None:
         return recomputed, swapped
-    within = repeats(solution.inner)
-    return recomputed + within[0], swapped + within[1]
+    within = repeats(level.inner, solution.inner)
+    return recomputed + level.parts * within[0], swapped + level.parts * within[1]

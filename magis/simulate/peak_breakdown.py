@@ -185,7 +185,7 @@ def table(owned: Iterable[Owned], rows: int = ROWS) -> tuple[ModuleBytes, ...]:
 
 
 def changes(graph: Graph) -> tuple[ModuleBytes, ...]:
-    """What a plan recomputes, swaps and runs in parts, by module."""
+    """What a plan recomputes and swaps, in every part of a loop, and what runs in parts, by module."""
     return table(_changes(graph, owners(graph, len(graph.ops))))
 
 
@@ -198,7 +198,7 @@ def _changes(graph: Graph, known: Mapping[int, Owner]) -> Iterator[Owned]:
             for each in inner.ops:
                 if not each.target.startswith("magis.") and not is_pure_view(inner, each):
                     yield Owner(f"in {op.body.parts} parts", each.module, each.line), _fresh_bytes(inner, each)
-            yield from _changes(inner, owners(inner, len(inner.ops)))
+            yield from [*_changes(inner, owners(inner, len(inner.ops)))] * op.body.parts
         elif op.target == "magis.store":
             (value,) = op.inputs()
             storage = graph.storages[graph.values[value].storage]

@@ -126,8 +126,8 @@ def test_devices_by_name(name: str, memory_gib: int, link: float) -> None:
     assert costs.memory_bytes == memory_gib * 2**30
     assert costs.rounding == 512
     assert costs.link_bytes_per_s == link
-    assert costs.transfer_ns(0) == 5_000
-    assert costs.transfer_ns(10**9) == 5_000 + round(1e18 / link)
+    assert costs.transfer_ns(0) == costs.copy_ns == 10_000
+    assert costs.transfer_ns(10**9) == 10_000 + round(1e18 / link)
 
 
 def test_the_cpu_never_swaps() -> None:

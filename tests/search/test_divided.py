@@ -42,7 +42,7 @@ def realized(given: Step, found: Divided) -> Graph:
     assert found.solution.latency_ns >= fastest_ns(found.level)
     parts = [op.body.parts for op in graph.ops if op.body is not None]
     assert parts == [cut.parts for cut in found.cuts] == [found.level.parts]
-    assert repeats(found.solution)[1] == 0
+    assert repeats(found.level, found.solution)[1] == 0
     return graph
 
 

@@ -84,6 +84,7 @@ class Microsecond:
     """Every call takes a microsecond, of a loop every call of every part."""
 
     link_bytes_per_s = 0.0
+    copy_ns = 0
 
     def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
         if op.body is None:
@@ -108,6 +109,7 @@ class Uneven(Microsecond):
     """Calls of different lengths, and a link that is slow enough for copies to queue up."""
 
     link_bytes_per_s = 3e8
+    copy_ns = 700
 
     def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
         return 100 + 37 * (op.id % 11)
@@ -139,10 +141,10 @@ def expected(graph: Graph, times: Uneven) -> Iterator[tuple[str, str, float, flo
             continue
         stream = {"magis.store": "to host", "magis.load": "from host"}.get(op.target, "compute")
         nbytes = graph.storages[storages[0]].nbytes if storages else 0
-        ns = times.nanoseconds(op, graph.values) if stream == "compute" else math.ceil(nbytes * (1e9 / 3e8))
+        ns = times.nanoseconds(op, graph.values) if stream == "compute" else 700 + math.ceil(nbytes * (1e9 / 3e8))
         start = max(ends["compute"][-1], ends[stream][-1])
         ends[stream].append(start + ns)
-        if stream == "from host":
+        if stream != "compute":
             there[graph.values[op.made()[0]].storage] = start + ns
         earlier = [each for each in graph.ops[:at] if each.origin == op.origin and not is_pure_view(graph, each)]
         again = stream == "compute" and op.origin is not None and bool(earlier)
