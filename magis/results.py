@@ -13,6 +13,7 @@ from magis.module_bytes import ModuleBytes, Peak, StepGrowth, collapsed, is_belo
 from magis.units import median_and_spread
 
 __all__ = [
+    "MOST_SLACK",
     "Case",
     "CaseResult",
     "FrontPoint",
@@ -32,6 +33,9 @@ __all__ = [
     "collapsed",
     "is_below",
 ]
+
+
+MOST_SLACK = 0.9
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,10 @@ class SearchStats:
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
     changes: tuple[ModuleBytes, ...] = ()
-    """What the plan recomputes, swaps and runs in parts, by module: calls of the graph (of one part within a loop), and
-    the bytes that they make or move."""
+    """What the plan recomputes and swaps, in every part of a loop, and what runs in parts (calls of one part), by
+    module: calls, and the bytes that they make or move."""
+    worst_latency_ratio: float | None = None
+    """Latency to the original's on the worst machine of the case's slack; None where nothing is ever swapped."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ from typing import Protocol
 
 from magis.graph.nodes import Op, Value
 
-DEFAULT_SLACK = 0.2
-MOST_SLACK = 0.9
-
 
 class Times(Protocol):
     """What calls take, and copies to and from the host (0 bytes a second: there are none)."""
@@ -54,7 +51,7 @@ class Machine:
         return round(self.times.nanoseconds(op, values) * self.kernels)
 
 
-def machines(times: Times, slack: float = DEFAULT_SLACK) -> tuple[Machine, ...]:
+def machines(times: Times, slack: float) -> tuple[Machine, ...]:
     """The nominal one, the one with a slower link, the one with quicker kernels, and the one with both."""
     link, kernels = 1 - slack, 1 - slack / 2
     return Machine(times), Machine(times, link), Machine(times, kernels=kernels), Machine(times, link, kernels)

@@ -13,7 +13,7 @@ from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import plan_of_level
 from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
-from magis.results import Case, FrontPoint, ParetoFront
+from magis.results import MOST_SLACK, Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
@@ -35,6 +35,7 @@ def pareto(
     seed: int = 0,
     budget: int | None = None,
     seconds: float | None = None,
+    slack: float = Case.slack,
     points: int = POINTS,
     processes: int = 1,
     resume: Path | None = None,
@@ -46,7 +47,8 @@ def pareto(
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
     the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
-    found until then, which depends on the machine. At most ``points`` plans are realized, evenly spread
+    found until then, which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
+    (`magis.results.Case`). At most ``points`` plans are realized, evenly spread
     over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
     ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
     the front's own ``seconds``. Raises MagisError for what cannot be captured or asked for.
@@ -59,11 +61,13 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
+    if not (is_number(slack) and 0 <= slack <= MOST_SLACK):
+        raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {MOST_SLACK}")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
-    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
+    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds, slack=slack)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case, make), points)
 

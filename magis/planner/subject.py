@@ -13,6 +13,7 @@ from magis.capture import Captured
 from magis.capture.with_optimizer import before_update, without_state
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
+from magis.cost.machines import machines
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
@@ -34,6 +35,7 @@ from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
+from magis.simulate.timeline import elapsed_ns
 from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
@@ -283,6 +285,15 @@ class Subject(TracedModel):
     def latency_ns(self, graph: Graph) -> int:
         """Simulated latency of a graph without swaps."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
+
+    def worst_latency_ratio(self, graph: Graph) -> float | None:
+        """Latency of a graph of ours to the original's on the worst machine of the slack, what it waits for copies
+        included; None on a device that swaps nothing."""
+        costs, eager = self.roofline, self.latency_ns(self.captured.original.graph)
+        if not costs.link_bytes_per_s:
+            return None
+        every = machines(costs.nominal, self._slack)
+        return max((elapsed_ns(graph, each) / each.kernels + self.behind_ns) / eager for each in every)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
         """The latency that is reported for a graph: what it was planned with, or where plans are made with other prices
