@@ -27,14 +27,13 @@ before_torch()
 
 from cells import Limit, planned
 
-from magis.cost.machines import machines
 from magis.models import PRESETS, resolve
 from magis.planner.bench import Bench
+from magis.planner.plans import latency_ratios
 from magis.results import Case
-from magis.simulate.timeline import elapsed_ns
 
 HEAD = (
-    f"{'model':14} {'device':12} {'limit':>8} {'slack':>5} {'peak':>6} {'planned':>8} {'nominal':>7} {'link':>7}"
+    f"{'model':14} {'device':12} {'limit':>8} {'slack':>5} {'peak':>6} {'planned':>7} {'nominal':>7} {'link':>7}"
     f" {'kernels':>7} {'both':>7} {'over':>6} {'costs':>6} {'swapped':>9} {'secs':>5}"
 )
 
@@ -48,19 +47,16 @@ def rows(case: Case, *, limits: list[Limit], slack: float) -> Iterator[str]:
             started = time.process_time()
             plan, _ = planned(subject, limit)
             spent = time.process_time() - started
-            eager_ns, behind = subject.latency_ns(subject.captured.graph), subject.behind_ns
-            ratios = [
-                (elapsed_ns(plan.graph, each) / each.kernels + behind) / eager_ns
-                for each in machines(subject.roofline.nominal, slack)
-            ]
+            ratios = latency_ratios(subject, plan.graph, slack)
+            promised = plan.latency_ns / subject.latency_ns(subject.captured.original.graph)
             peak = plan.planned.peak_bytes / subject.original.peak_bytes
             allowed = ratios[0] if limit.latency is None else limit.latency
             without = without or (ratios[0], peak)
             costs = ratios[0] - without[0] if limit.latency is None else peak - without[1]
-            on_machines = " ".join(f"{each:7.4f}" for each in ratios)
+            told = (promised, *ratios)
             yield (
-                f"{case.model:14} {case.device:12} {limit.text:>8} {own:5g} {peak:6.3f} {plan.latency_ns / eager_ns:8.4f}"
-                f" {on_machines} {100 * (max(ratios) - allowed):6.2f} {100 * costs:6.2f}"
+                f"{case.model:14} {case.device:12} {limit.text:>8} {own:5g} {peak:6.3f}"
+                f" {' '.join(f'{each:7.4f}' for each in told)} {100 * (max(ratios) - allowed):6.2f} {100 * costs:6.2f}"
                 f" {plan.swapped_bytes / 1e6:6.0f} MB {spent:5.0f}{'' if plan.feasible else ' not met'}"
             )
 

@@ -13,7 +13,6 @@ from magis.module_bytes import ModuleBytes, Peak, StepGrowth, collapsed, is_belo
 from magis.units import median_and_spread
 
 __all__ = [
-    "MOST_SLACK",
     "Case",
     "CaseResult",
     "FrontPoint",
@@ -35,13 +34,11 @@ __all__ = [
 ]
 
 
-MOST_SLACK = 0.9
-
-
 @dataclass(frozen=True)
 class Case:
     """One cell of the harness: a model under a strategy, on a device, at one limit (or none)."""
 
+    MOST_SLACK: ClassVar = 0.9
     model: str
     """A registered model's name or "package.module:factory"."""
     strategy: str

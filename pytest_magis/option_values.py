@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
-from magis.results import MOST_SLACK
+from magis.results import Case
 from magis.strategies.strategy_names import LIMITS_OF
 
 PRESETS = ("small", "paper")
@@ -133,7 +133,7 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "seed": lambda shown, text: whole(shown, text, least=0),
     "shard": Shard.read,
     "slack": lambda shown, text: _number(
-        shown, text, f"a share from 0 (none) to {MOST_SLACK}", lambda x: 0 <= x <= MOST_SLACK
+        shown, text, f"a share from 0 (none) to {Case.MOST_SLACK}", lambda x: 0 <= x <= Case.MOST_SLACK
     ),
     "strict": _flag,
 }

@@ -30,11 +30,11 @@ from magis.errors import UsageError
 from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces, within_reserved
-from magis.planner.plans import Plan
+from magis.planner.plans import Plan, worst_latency_ratio
 from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
 from magis.progress import Progress
-from magis.results import MOST_SLACK, Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
@@ -197,7 +197,7 @@ class CaseRun:
             fission=found.fission,
             unsplit=found.unsplit,
             changes=changes(found.graph),
-            worst_latency_ratio=subject.worst_latency_ratio(found.graph),
+            worst_latency_ratio=worst_latency_ratio(subject, found.graph),
         )
         whole = subject.whole(found.graph)
         step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
@@ -399,7 +399,7 @@ def check_amounts(case: Case) -> None:
         raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
     if case.memory_ratio is not None:
         check_limit_of(case.memory_limit_of, case.strategy, case.device)
-    if not 0 <= case.slack <= MOST_SLACK:
-        raise UsageError(f"the slack of a case must be a number from 0 to {MOST_SLACK}, not {case.slack}")
+    if not 0 <= case.slack <= Case.MOST_SLACK:
+        raise UsageError(f"the slack of a case must be a number from 0 to {Case.MOST_SLACK}, not {case.slack}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

@@ -13,7 +13,7 @@ from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import plan_of_level
 from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
-from magis.results import MOST_SLACK, Case, FrontPoint, ParetoFront
+from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
@@ -61,8 +61,8 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
-    if not (is_number(slack) and 0 <= slack <= MOST_SLACK):
-        raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {MOST_SLACK}")
+    if not (is_number(slack) and 0 <= slack <= Case.MOST_SLACK):
+        raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {Case.MOST_SLACK}")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from magis.cost.machines import machines
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
@@ -18,6 +19,7 @@ from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
+from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
@@ -146,3 +148,16 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
         # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
         workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
     )
+
+
+def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
+    """Latency of a graph of ours to the original's on each of the machines of a slack, what it waits for copies
+    included."""
+    eager = subject.latency_ns(subject.captured.original.graph)
+    every = machines(subject.roofline.nominal, slack)
+    return tuple((elapsed_ns(graph, each) / each.kernels + subject.behind_ns) / eager for each in every)
+
+
+def worst_latency_ratio(subject: Subject, graph: Graph) -> float | None:
+    """The worst of them for the slack that the subject is planned with; None on a device that swaps nothing."""
+    return max(latency_ratios(subject, graph, subject.slack)) if subject.roofline.link_bytes_per_s else None

@@ -13,7 +13,6 @@ from magis.capture import Captured
 from magis.capture.with_optimizer import before_update, without_state
 from magis.cost.cost_model import RooflineCosts, shares
 from magis.cost.devices import DeviceModel, find_device
-from magis.cost.machines import machines
 from magis.cost.operator_latency import Prices
 from magis.dtypes import autocast_type
 from magis.errors import UsageError
@@ -35,7 +34,6 @@ from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
-from magis.simulate.timeline import elapsed_ns
 from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
@@ -58,7 +56,7 @@ class Subject(TracedModel):
         super().__init__(source)
         self.pricing = pricing
         self.kept = kept
-        self._slack = slack
+        self.slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
         self._fronts: dict[int, FissionFront] = {}
@@ -162,7 +160,7 @@ class Subject(TracedModel):
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
         """Costs with these workspaces where they are known; copies are as long as slack wants them."""
         prices = self._prices
-        slack = self._slack if prices.device.link_bytes_per_s else 0.0
+        slack = self.slack if prices.device.link_bytes_per_s else 0.0
         return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
 
     @cached_property
@@ -285,15 +283,6 @@ class Subject(TracedModel):
     def latency_ns(self, graph: Graph) -> int:
         """Simulated latency of a graph without swaps."""
         return sum(self.roofline.nanoseconds(op, graph.values) for op in graph.ops)
-
-    def worst_latency_ratio(self, graph: Graph) -> float | None:
-        """Latency of a graph of ours to the original's on the worst machine of the slack, what it waits for copies
-        included; None on a device that swaps nothing."""
-        costs, eager = self.roofline, self.latency_ns(self.captured.original.graph)
-        if not costs.link_bytes_per_s:
-            return None
-        every = machines(costs.nominal, self._slack)
-        return max((elapsed_ns(graph, each) / each.kernels + self.behind_ns) / eager for each in every)
 
     def predicted_ns(self, graph: Graph, planned_ns: int) -> int:
         """The latency that is reported for a graph: what it was planned with, or where plans are made with other prices

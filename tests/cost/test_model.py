@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from magis.cost.cost_model import RooflineCosts, device_model
 from magis.cost.devices import DeviceModel, UnknownDevice, device_names, find_device, gpu_name
 from magis.cost.flops import work
+from magis.cost.machines import machines
 from magis.cost.operator_latency import ESTIMATED, MEASURED, Price, roofline_ns
 from magis.cost.profile_store import Entry, Profile
 from magis.cost.signature import signature
@@ -183,6 +184,16 @@ def test_a_measured_link_comes_before_the_datasheet() -> None:
     device = find_device("sim:h200")
     assert RooflineCosts(device, Profile({}, link=7)).link_bytes_per_s == 7
     assert RooflineCosts(device, Profile({})).link_bytes_per_s == device.link_bytes_per_s > 7
+    assert RooflineCosts(device, Profile({}, copy_ns=9)).copy_ns == 9
+    assert RooflineCosts(device, Profile({})).copy_ns == device.copy_ns > 9
+
+
+def test_slack_makes_copies_as_long_as_on_the_worst_machine() -> None:
+    costs = RooflineCosts(find_device("sim:h200"), slack=0.2)
+    worst = machines(costs.nominal, 0.2)[-1]
+    assert costs.link_bytes_per_s == pytest.approx(worst.link_bytes_per_s * worst.kernels)
+    assert costs.copy_ns == round(worst.copy_ns / worst.kernels)
+    assert costs.nominal == RooflineCosts(find_device("sim:h200"))
 
 
 def convolution(dtype: str, mask: tuple[bool, ...] | None = None) -> tuple[Op, dict[int, Value]]:

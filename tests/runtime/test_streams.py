@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,79 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from magis.cost.machines import Machine, Times
-from magis.graph import Graph, Op, parse, verify
-from magis.rewrite.functionalize import functionalize
-from magis.rewrite.realize import realize
+from magis.graph import Graph, parse, verify
 from magis.runtime import swap_streams as streams
 from magis.runtime.codegen import compile_step, generate
 from magis.runtime.measure import tensor_peak
 from magis.runtime.steps import GraphStep
 from magis.runtime.swap_streams import Stored, StreamHost, make_host
-from magis.simulate.compiled_problem import Compiled, compile_problem
-from magis.simulate.evaluator import evaluate, expand
-from magis.simulate.problem import KEEP, SWAP
-from magis.simulate.timeline import elapsed_ns
-from tests.nets import NETS, Built
-from tests.oracles import captured, differences, eager_step, graph_step, history, one_thread, same
+from tests.oracles import differences, eager_step, graph_step, history, one_thread, same
 from tests.runtime.simulated_gpu import SimulatedGpu, at_random, earliest_copies, latest_copies
+from tests.runtime.swapping import plan, problem, recorded, swaps
 from tests.strategies import examples, random_flags
 
 ORDERS = {"late": latest_copies, "early": earliest_copies, **{f"random {n}": at_random(n) for n in range(3)}}
 SWAPPED = ["encoder-layer", "batch-norm", "attention-dropout", "views"]
-
-
-OPERATOR_NS = 1000
-
-
-class Costs:
-    """A microsecond for every operator; a link on which a swap takes a few of those."""
-
-    rounding = 1
-    link_bytes_per_s = 1e10
-    copy_ns = 300
-
-    def nanoseconds(self, op: Op, values: object) -> int:
-        return OPERATOR_NS
-
-    def workspace(self, op: Op, values: object) -> int:
-        return 0
-
-
-@functools.cache
-def problem(name: str) -> tuple[Built, Compiled]:
-    net = NETS[name].build()
-    return net, compile_problem(functionalize(captured(net).graph), Costs())
-
-
-def plan(name: str, flags: np.ndarray | None = None) -> Graph:
-    """A step of the net with these decisions; without any, all is swapped that can be."""
-    _, compiled = problem(name)
-    count = compiled.problem.n_storages
-    chosen = np.full(count, SWAP, dtype=np.int8) if flags is None else flags
-    order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
-    graph = realize(compiled, expand(compiled.problem, order, chosen))
-    verify(graph)
-    return graph
-
-
-def swaps(graph: Graph) -> int:
-    return sum(op.target == "magis.load" for op in graph.ops)
-
-
-def recorded(graph: Graph, net: Built, count: int = 2) -> tuple[SimulatedGpu, list[dict[str, Tensor]], GraphStep]:
-    """So many steps on the paper device, and what they left behind."""
-    gpu = SimulatedGpu()
-    step = GraphStep(graph, copy.deepcopy(net.module), net.inputs, net.targets, net.rule, runtime=gpu)
-    run = step.run
-
-    def watched() -> Tensor:
-        with gpu:
-            return run()
-
-    step.run = watched  # type: ignore[method-assign]
-    found = history(step, count)
-    return gpu, found, step
 
 
 def check(gpu: SimulatedGpu) -> None:
@@ -122,44 +61,6 @@ def test_any_plan_computes_eagers_numbers_in_every_order(name: str, seed: int) -
 @functools.cache
 def _eager(name: str) -> list[dict[str, Tensor]]:
     return history(eager_step(problem(name)[0]), 2)
-
-
-# --- time -----------------------------------------------------------------------------------------------------------
-
-
-def streams_ns(gpu: SimulatedGpu, times: Times) -> int:
-    """When the compute stream is done with what the generated code gave to the streams: each does it in order, and
-    waits for nothing but events."""
-    clocks, occurred = [0] * gpu.streams, dict[int | None, int]()
-    for action in gpu.actions:
-        start = max(clocks[action.stream], occurred.get(action.awaits, 0))
-        spent = 0
-        if action.what.startswith("aten.") and "empty_strided" not in action.what:  # memory for a load
-            (written,) = action.writes if action.stream else (0,)
-            nbytes = len(gpu.memories[written]) if written else 0
-            spent = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s)) if written else OPERATOR_NS
-        clocks[action.stream] = start + spent
-        if action.records is not None:
-            occurred[action.records] = clocks[action.stream]
-    return clocks[0]
-
-
-@pytest.mark.parametrize("name", ["encoder-layer", "batch-norm", "views"])
-@given(seed=st.integers(0, 2**32 - 1))
-@examples(5)
-def test_streams_take_as_long_as_evaluator_and_time_line_say(name: str, seed: int) -> None:
-    """Nobody waits on the link that the plan was made for; on a slower one all wait for the same copies."""
-    with one_thread():
-        net, compiled = problem(name)
-        flags = np.random.default_rng(seed).choice([KEEP, SWAP, SWAP], compiled.problem.n_storages).astype(np.int8)
-        gpu, _, _step = recorded(plan(name, flags), net, 1)
-        order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
-        found = evaluate(compiled.problem, order, flags)
-        assert streams_ns(gpu, Costs()) == found.latency_ns == elapsed_ns(plan(name, flags), Costs())
-        slow = Machine(Costs(), link=0.001)
-        late = streams_ns(gpu, slow)
-        assert late == elapsed_ns(plan(name, flags), slow)
-        assert late > found.latency_ns or found.swaps < 4
 
 
 # --- one wait less ------------------------------------------------------------------------------------------------
