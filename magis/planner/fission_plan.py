@@ -107,7 +107,7 @@ def _thoroughly(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tup
         squeezed, states = _squeezed(here, start, wanted)
         last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
         return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
-    tried = _solved(here, wanted.goal, wanted)
+    tried = _solved(here, wanted.goal, wanted, start)
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
 
 
@@ -119,7 +119,7 @@ def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple
     for _ in range(SQUEEZES):
         if best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted)
+        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted, start)
         states += tried.states
         if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = tried
@@ -136,14 +136,16 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
     left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
-    body = _solved(here.inner, left, wanted)
+    body = _solved(here.inner, left, wanted, start)
     problem = with_body(here, body)
     found = evaluate(problem, start.plan.order, start.plan.flags)
     return solution(here, problem, replace(start.plan, peak=found.peak, latency_ns=found.latency_ns), body, states=1)
 
 
-def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest) -> LoopNestPlan:
-    return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)))
+def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
+    """A plan of the level, or of its body, that swaps inside only if the one to start from does."""
+    swap = start.inner is not None and start.inner.copies
+    return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)), swap_inside=swap)
 
 
 FREE = 1.01

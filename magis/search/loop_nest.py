@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from magis.errors import VerifyError
@@ -125,19 +126,21 @@ def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
     return replace(problem, **arrays)
 
 
-def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False) -> LoopNestPlan:
+def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False, swap_inside: bool = True) -> LoopNestPlan:
     """The best plan found for a level; each of its searches may look at as many states as are ``wanted``.
 
-    The body is planned for what the step around it leaves, which depends on the body: a few rounds.
+    The body is planned for what the step around it leaves, which depends on the body: a few rounds. It swaps only where
+    that is wanted ``inside``: its copies exclude those around it.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, wanted, None, brief)
+        return _searched(level, level.compiled.problem, wanted, None, brief=brief, swap=swap_inside)
     floor = bound(level.inner)
     best: LoopNestPlan | None = None
-    inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=UNLIMITED)), brief=brief)
+    body = partial(solve, level.inner, brief=brief, swap_inside=swap_inside)
+    inner = body(replace(wanted, goal=Objective(memory_limit=UNLIMITED)))
     states = 0
     for _ in range(SQUEEZES):
-        found = _searched(level, with_body(level, inner), wanted, inner, brief)
+        found = _searched(level, with_body(level, inner), wanted, inner, brief=brief)
         states += found.states
         if best is None or wanted.key(found.peak, found.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = found
@@ -149,16 +152,30 @@ def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False) -> LoopN
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=limit)), brief=brief)
+        inner = body(replace(wanted, goal=Objective(memory_limit=limit)))
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
 def _searched(
-    level: LoopNest, problem: Problem, wanted: PlanRequest, inner: LoopNestPlan | None, brief: bool
+    level: LoopNest,
+    problem: Problem,
+    wanted: PlanRequest,
+    inner: LoopNestPlan | None,
+    *,
+    brief: bool,
+    swap: bool = True,
 ) -> LoopNestPlan:
-    found = search(problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
+    found = search(
+        problem,
+        wanted.goal,
+        budget=wanted.budget,
+        allow_swap=swap,
+        seed=wanted.seed,
+        brief=brief,
+        over=wanted.over,
+    )
     return solution(level, problem, found, inner, found.states)
 
 
