@@ -110,7 +110,7 @@ def test_numbers_are_eagers(flag: int, target: str) -> None:
 
 
 class SlowCopies(CudaRuntime):
-    """Whatever goes to the copy stream comes late."""
+    """Whatever goes to a copy stream comes late."""
 
     @contextmanager
     def running_on(self, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -156,9 +156,7 @@ def test_working_memory_is_as_large_as_the_longest_schedule() -> None:
     problem = build_problem(nodes, [StorageRow(8)] * 5, [BlockRow((0,), (), 1)] * 3)
     per_storage = "until redo_at held_by gap_ns gap_from gap_to touched wait_at load_at store_next wait_next load_next"
     sizes = {
-        "event free level reuse blk_head store_head wait_head load_head copying": (
-            2 + 5,
-        ),  # all run, all storages come again
+        "event free level reuse blk_head store_head wait_head load_head copying": (2 + 5,),  # all run, all come again
         "start_ns": (2 + 5 + 1,),  # and the end of the last run
         "stack": (2, 2),
         "first_at again_at": (2,),
