@@ -8,16 +8,16 @@ model is set beside the published one. Half of a device's cells are for fitting,
 one by precision, layout, network and batch. `--fit` looks for the shares (`magis.cost.devices.Fitted`) that suit the
 first half best and judges these; without it, those in the code are judged. `--cells` prints every cell.
 
-Eager's host issues one operator after the other, views too, at a fixed cost each, while the device runs what has come
-in: a step takes as long as the later of the two. A program that reads a number off the device before its update waits
-there.
+Eager's host issues one operator after the other, views too, at a fixed cost by kind, while the device runs what has
+come in: a step takes as long as the later of the two. A program that reads a number off the device before its update
+waits there. Cells of so few pictures that the host is the bound are in neither half.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import groupby
 from math import exp, log
@@ -39,9 +39,11 @@ from magis.graph import Op, Ref, Value, every_op
 FOLDER = Path(__file__).parent / "calibration"
 CLASSES = (("rtx3090",), ("v100",), ("a100",), ("h100", "h200"))
 """Devices that share all but the bandwidth."""
-HOST_NS, VIEW_NS, UPDATE_NS = 55_000, 5_000, 15_000
-"""Of eager's host, for an operator with its module and its part of autograd, for a view, and for a call of the update.
-Set by the cells of 12 pictures, which take as long in half precision as in single."""
+HOST_NS = {"conv": 105_000, "conv_backward": 105_000, "batch_norm": 105_000, "view": 5_000, "none": 5_000}
+"""Of eager's host, for a call of cuDNN with its module and its part of autograd, and for one that runs nothing on the
+device. Set by three of the cells of 12 pictures: ResNet-50 and 152 and DenseNet-121 in half precision."""
+OTHER_NS = 15_000
+"""For any other call."""
 DRAWN = Fitted(0.8, 0.75, 0.75, 0.6, 0.75, 0.65)
 """Where shares are drawn to that few cells depend on; those of single precision are drawn to those of half."""
 SPREAD, OFF = 0.25, 0.06
@@ -90,20 +92,29 @@ class Cell:
         return self.model.startswith("bert")
 
     @property
+    def is_small(self) -> bool:
+        """Whether the host is the bound, whatever the device."""
+        return self.batch == 12
+
+    @property
     def order(self) -> tuple[str, str, str, str, int]:
         return self.device, self.precision, self.layout, self.model, self.batch
 
 
-def cells() -> list[tuple[Cell, bool]]:
-    """All, and whether each is for fitting. Of a class's second device those are that the first one does not have."""
+def cells() -> list[tuple[Cell, str]]:
+    """All, and what each is for: "fit", "judge", or "host" where the host is the bound.
+
+    Of a class's second device those are for fitting that are for judging of the first.
+    """
     with (FOLDER / "training.csv").open(encoding="utf-8", newline="") as file:
         found = sorted((_cell(row) for row in csv.DictReader(file)), key=lambda cell: cell.order)
     second = {device for devices in CLASSES for device in devices[1:]}
-    return [
-        (cell, (position + (device in second)) % 2 == 0)
-        for device, of_device in groupby(found, key=lambda cell: cell.device)
+    large = [
+        (cell, "judge" if (position + (device in second)) % 2 else "fit")
+        for device, of_device in groupby((cell for cell in found if not cell.is_small), key=lambda cell: cell.device)
         for position, cell in enumerate(of_device)
     ]
+    return [*large, *((cell, "host") for cell in found if cell.is_small)]
 
 
 def _cell(row: Mapping[str, str]) -> Cell:
@@ -132,16 +143,16 @@ def calls(key: Key) -> Calls:
     return Calls(tuple(numbers), order, before)
 
 
-def queued_ns(times: Sequence[int], host_ns: Sequence[int], wait_at: int | None = None) -> int:
-    """When the device has run calls of so many nanoseconds, which the host issues one by one.
+def queued_ns(issues: Iterable[tuple[int, int]], wait_at: int | None = None) -> int:
+    """When the device has run calls of so many nanoseconds each, which the host issues in so many, one by one.
 
     Before call number `wait_at` the host stands still until the device has caught up.
     """
     issued = done = 0
-    for position, (ns, own_ns) in enumerate(zip(times, host_ns, strict=True)):
+    for position, (ns, host_ns) in enumerate(issues):
         if position == wait_at:
             issued = max(issued, done)
-        issued += own_ns
+        issued += host_ns
         if ns:
             done = max(done, issued) + ns
     return max(issued, done)
@@ -150,13 +161,10 @@ def queued_ns(times: Sequence[int], host_ns: Sequence[int], wait_at: int | None 
 def predicted_ms(cell: Cell, issued: Calls, device: DeviceModel) -> float:
     """Of a step, which ends when host and device are both through."""
     times = [work_ns(device, each) for each in issued.distinct]
-    by_kind = [VIEW_NS if each.kind == "view" else HOST_NS for each in issued.distinct]
-    host = [
-        min(by_kind[number], UPDATE_NS) if position >= issued.before_update else by_kind[number]
-        for position, number in enumerate(issued.order)
-    ]
+    host = [HOST_NS.get(each.kind, OTHER_NS) for each in issued.distinct]
     wait_at = issued.before_update if cell.waits else None
-    return queued_ns([times[number] for number in issued.order], host, wait_at) / 1e6
+    ordered = ((times[number], host[number]) for number in issued.order)
+    return queued_ns(ordered, wait_at) / 1e6
 
 
 def fit(devices: Sequence[str], given: Sequence[Cell], steps: Steps) -> dict[str, Fitted]:
@@ -209,13 +217,13 @@ def product_ratio(row: Mapping[str, str], device: DeviceModel) -> float:
 def table(*, refit: bool, every: bool, devices: Sequence[str]) -> Iterator[str]:
     """Lines of the report."""
     yield from head()
-    chosen = [(cell, fits) for cell, fits in cells() if cell.device in devices]
+    chosen = [(cell, half) for cell, half in cells() if cell.device in devices]
     steps = {key: calls(key) for key in dict.fromkeys(cell.key for cell, _ in chosen)}
     shares = dict(FITTED)
     if refit:
         for members in CLASSES:
             asked = [device for device in members if device in devices]
-            given = [cell for cell, fits in chosen if fits and cell.device in asked]
+            given = [cell for cell, half in chosen if half == "fit" and cell.device in asked]
             shares |= fit(asked, given, steps) if asked else {}
     names = [field.name for field in fields(Fitted)]
     yield "shares: " + ", ".join(names)
@@ -227,9 +235,9 @@ def table(*, refit: bool, every: bool, devices: Sequence[str]) -> Iterator[str]:
     }
     if every:
         yield "half   device   network                batch precision layout published ms  predicted/published"
-        for cell, fits in chosen:
+        for cell, half in chosen:
             yield (
-                f"{'fit' if fits else 'judge':6} {cell.device:8} {cell.model:22} {cell.batch:5} {cell.precision:9} "
+                f"{half:6} {cell.device:8} {cell.model:22} {cell.batch:5} {cell.precision:9} "
                 f"{cell.layout:6} {cell.ms:12.1f} {ratios[cell]:8.2f}"
             )
         for row in product_rows():
@@ -237,15 +245,14 @@ def table(*, refit: bool, every: bool, devices: Sequence[str]) -> Iterator[str]:
                 ratio = product_ratio(row, with_shares(row["device"], shares[row["device"]]))
                 yield f"       {row['device']:8} product of {row['size']:>5}, {row['precision']:5} {ratio:36.2f}"
     yield "device    half   cells  geometric mean  median error  range"
-    for name in (*devices, "all"):
-        for half in (True, False):
-            found = [ratios[cell] for cell, fits in chosen if fits is half and name in (cell.device, "all")]
-            yield f"{name:9} {'fit' if half else 'judge':5} {summary(found)}"
+    for members in (*((device,) for device in devices), *(each for each in CLASSES if len(each) > 1), devices):
+        name = "all" if members is devices else "+".join(members)
+        for half in ("fit", "judge", "host"):
+            if found := [ratios[cell] for cell, each in chosen if each == half and cell.device in members]:
+                yield f"{name:9} {half:5} {summary(found)}"
 
 
 def summary(ratios: Sequence[float]) -> str:
-    if not ratios:
-        return "    0"
     mean = exp(statistics.mean(map(log, ratios)))
     median = statistics.median(abs(ratio - 1) for ratio in ratios)
     return f"{len(ratios):6} {mean:14.3f} {median:13.1%}   {min(ratios):.2f}-{max(ratios):.2f}"

@@ -12,8 +12,8 @@ Peaks are the vendors' dense figures, without sparsity:
 
 float32 products run in tf32 where the device has it, as in the paper. Which shares of these peaks kernels reach is
 fitted to published speeds of training (`benchmarks/calibrate.py`; docs/notes/calibration.md says how well). Half of
-the peak of products at half a wave of tiles: square products of 1024 to 10240 in `benchmarks/calibration/products.csv`
-have it between a third of a wave and a whole one. PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8 of
+the peak of products at half a wave of tiles: so say, in the median, the square products of 1024 and 2048 in
+`benchmarks/calibration/products.csv`. PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8 of
 the link's nominal rate. A kernel launch costs 5 us of a step that PyTorch issues operator by operator.
 
 "cpu" is a class of machine, a 2-core server with AVX-512 (see `benchmarks/calibrate_cpu.py`, whose fit these
@@ -193,10 +193,10 @@ def _gpu(
 
 FITTED = {
     "rtx3090": Fitted(0.92, 1.06, 1.03, 1.03, 0.73, 0.63),
-    "v100": Fitted(0.95, 0.78, 1.20, 0.80, 0.69, 0.59),
-    "a100": Fitted(0.71, 0.70, 0.50, 0.42, 0.72, 0.56),
-    "h100": Fitted(0.81, 0.80, 0.69, 0.58, 0.61, 0.57),
-    "h200": Fitted(0.81, 0.80, 0.69, 0.58, 0.54, 0.57),
+    "v100": Fitted(0.95, 0.77, 1.25, 0.84, 0.66, 0.62),
+    "a100": Fitted(0.70, 0.71, 0.58, 0.48, 0.65, 0.59),
+    "h100": Fitted(0.81, 0.80, 0.71, 0.59, 0.60, 0.59),
+    "h200": Fitted(0.81, 0.80, 0.71, 0.59, 0.53, 0.59),
 }
 """By device. Above 1: a clock above the datasheet's, and kernels that get by with fewer products (Winograd's)."""
 
