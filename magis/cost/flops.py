@@ -109,6 +109,11 @@ class OperatorWork:
     """Of an operator on lists: the kernels that a GPU runs for it (`magis.cost.flops`)."""
 
     @property
+    def laid_out(self) -> bool:
+        """Whether tensor cores would want another layout: depthwise convolutions run on none."""
+        return not self.channels_last and self.smallest_channels != 1
+
+    @property
     def moved_bytes(self) -> int:
         return self.read_bytes + self.written_bytes
 

@@ -54,7 +54,7 @@ def work_ns(device: DeviceModel, done: OperatorWork) -> int:
     bandwidth = device.bandwidth * rates.bandwidth * _share(done.moved_bytes, device.half_bytes)
     traffic = done.moved_bytes / bandwidth * 1e9
     busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
-    if done.kind in _CONVOLUTIONS and not done.channels_last and done.dtype in device.lays_out:
+    if done.kind in _CONVOLUTIONS and done.laid_out and done.dtype in device.lays_out:
         busy += done.moved_bytes / (device.bandwidth * device.rates["layout"].bandwidth) * 1e9
     if done.fresh_bytes >= device.fault_bytes > 0:
         busy += done.fresh_bytes * device.fault_ns_per_byte

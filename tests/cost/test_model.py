@@ -122,6 +122,8 @@ def test_tensor_cores_want_channels_last(device: DeviceModel) -> None:
             roofline_ns(device, *three_by_three(64, 64, 56, last=last, dtype=dtype)) for last in (False, True)
         )
         assert (first > last) is (dtype == "float16" or device.name != "sim:v100")
+    depthwise = (roofline_ns(device, *three_by_three(64, 64, 56, groups=64, last=last)) for last in (False, True))
+    assert len(set(depthwise)) == 1
 
 
 @gpus
