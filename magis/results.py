@@ -220,9 +220,9 @@ class RatioInterval:
     """Why it is shown, but neither stored nor compared with another; empty: it may be."""
 
 
-@dataclass(frozen=True)
-class SearchStats:
-    """What the search did, and whether it met the limit."""
+@dataclass(frozen=True, eq=False)
+class SearchOutcome:
+    """What a search did, and whether it met the limit."""
 
     seconds: float = 0.0
     states: int = 0
@@ -236,6 +236,12 @@ class SearchStats:
     """What runs in parts, in words; empty: nothing does."""
     unsplit: str = ""
     """Why nothing runs in parts although the search tried, in words."""
+
+
+@dataclass(frozen=True)
+class SearchStats(SearchOutcome):
+    """What the search did, whether it met the limit, and what the plan changes."""
+
     changes: tuple[ModuleBytes, ...] = ()
     """What the plan recomputes and swaps, in every part of a loop, and what runs in parts (calls of one part), by
     module: calls, and the bytes that they make or move."""

@@ -193,7 +193,7 @@ def prepare(config: pytest.Config) -> Gate:
         pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
         _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
         _check_directory("--magis-pareto", settings.pareto, pictures)
-        _check_directory("--magis-resume", settings.resume, ["place.npz"])
+        _check_directory("--magis-resume", settings.resume, ["place.txt"])
         gate.benchmarks = benchmark_rows(config, settings.benchmark_json)
     return gate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from magis.cases.case_rows import (
@@ -34,7 +34,7 @@ from magis.planner.plans import Plan, worst_latency_ratio
 from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
 from magis.progress import Progress
-from magis.results import Case, CaseResult, Memory, RatioInterval, SearchStats, StepFigures, Timelines
+from magis.results import Case, CaseResult, Memory, RatioInterval, SearchOutcome, SearchStats, StepFigures, Timelines
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
@@ -187,18 +187,9 @@ class CaseRun:
         else:
             found = search(target, case.seconds)
         self.graph = found.graph
-        stats = SearchStats(
-            seconds=found.seconds,
-            states=found.states,
-            stopped_by_seconds=found.stopped_by_seconds,
-            feasible=found.feasible,
-            recomputed_ops=found.recomputed_ops,
-            swapped_bytes=found.swapped_bytes,
-            fission=found.fission,
-            unsplit=found.unsplit,
-            changes=changes(found.graph),
-            worst_latency_ratio=worst_latency_ratio(subject, found.graph),
-        )
+        outcome = {each.name: getattr(found, each.name) for each in fields(SearchOutcome)}
+        worst = worst_latency_ratio(subject, found.graph)
+        stats = SearchStats(**outcome, changes=changes(found.graph), worst_latency_ratio=worst)
         whole = subject.whole(found.graph)
         step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
         return Candidate(

@@ -33,7 +33,6 @@ from magis.graph import Graph
 from magis.paper.ftree import LEVELS, Analysis, FTree, Node, mutations
 from magis.paper.incremental_schedule import rescheduled, survivors
 from magis.paper.nested_loops import (
-    Figures,
     LoopFrame,
     LoopView,
     Refusal,
@@ -47,7 +46,9 @@ from magis.paper.nested_loops import (
 )
 from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import Objective, Over, check_request, never
+from magis.search.loop_nest import level
 from magis.simulate.compiled_problem import Costs
+from magis.simulate.evaluator import Evaluation
 
 STATES = 3000
 """Three minutes at about 1000 simulated states a minute (paper: 924 in one minute of ViT)."""
@@ -83,7 +84,7 @@ class SearchPoint:
     """The best so far after so many simulated states, and seconds of the processor."""
 
     states: int
-    figures: Figures
+    figures: Evaluation
     seconds: float = field(default=0.0, compare=False)
 
 
@@ -167,14 +168,14 @@ class PaperSearch:
         if not self.incremental or child.loops == parent.loops or new is None:
             return child
         old = self._whole(parent)
-        problem = new.compiled.problem
+        problem = new.nest.compiled.problem
         before = old.evaluator.order if parent.order is None else np.array(parent.order, dtype=np.int32)
-        rank = survivors(old.compiled, before, new.compiled)
+        rank = survivors(old.nest.compiled, before, new.nest.compiled)
         flags = flags_of(new, dict(child.decided))
         _, order = rescheduled(problem, rank, flags, step=filled(new, dict(child.decided)))
         return replace(child, order=tuple(order.tolist()))
 
-    def _key(self, figures: Figures) -> tuple[int, int]:
+    def _key(self, figures: Evaluation) -> tuple[int, int]:
         return self.goal.key(figures.peak, figures.latency_ns)
 
     def _simulate(self, state: SearchState) -> None:
@@ -192,10 +193,10 @@ class PaperSearch:
         if tuple(RELAXED_DEN * mine for mine in key) < tuple(RELAXED_NUM * its for its in best):
             self._push(state, found)
 
-    def _point(self, figures: Figures) -> SearchPoint:
+    def _point(self, figures: Evaluation) -> SearchPoint:
         return SearchPoint(self.states, figures, time.process_time() - self.began)
 
-    def _push(self, state: SearchState, figures: Figures) -> None:
+    def _push(self, state: SearchState, figures: Evaluation) -> None:
         heapq.heappush(self.queue, (self._key(figures), self.states, state))
 
     def _frame(self, state: SearchState) -> LoopFrame | None:
@@ -207,7 +208,7 @@ class PaperSearch:
         graph = self.analysis.graph
         found: LoopFrame | None = None
         with contextlib.suppress(Refusal):
-            found = frame(apply(graph, state.tree), graph, self.costs, reuse=self.reuse)
+            found = frame(level(apply(graph, state.tree), self.costs, reuse=self.reuse), graph)
         self.frames[loops] = found
         if len(self.frames) > FRAMES_KEPT:
             self.frames.popitem(last=False)

@@ -1,9 +1,10 @@
-"""Enabled nodes of an F-Tree as loops, side by side and nested, compiled and judged level by level.
+"""Enabled nodes of an F-Tree as loops, side by side and nested, judged level by level.
 
-Every body is a step of its own at the size of a part; to the step around it a loop is one node, whose time is that of
-its body times the number of parts and whose workspace is the body's peak. A decision (storage of the original step ->
-flag of ``simulate.events``) holds wherever the tensor is made: outside of loops, or in a body as a part of it, which is
-known by ``Op.origin``. What a loop hands out is never recomputed from outside, which would run the whole loop.
+They are compiled by ``magis.search.loop_nest``. Every body is a step of its own at the size of a part; to the step
+around it a loop is one node, whose time is that of its body times the number of parts and whose workspace is the body's
+peak. A decision (storage of the original step -> flag of ``simulate.events``) holds wherever the tensor is made:
+outside of loops, or in a body as a part of it, which is known by ``Op.origin``. What a loop hands out is never
+recomputed from outside, which would run the whole loop.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ from magis.graph import Graph, Loop, Op
 from magis.ops.splits import Split, splits
 from magis.paper.ftree import FTree, Node
 from magis.rewrite.realize import realize
-from magis.search.loop_nest import LoopFigures, with_figures
+from magis.search.loop_nest import LoopNest, with_loops
 from magis.search.moves import giving_back, hot, saving
 from magis.simulate.arrays import NodeStep
-from magis.simulate.compiled_problem import Compiled, Costs, compile_problem
-from magis.simulate.evaluator import Evaluator, expand
+from magis.simulate.evaluator import Evaluation, Evaluator
 from magis.simulate.problem import KEEP, SWAP, Bools, Int8s, Int32s
 
 Decisions = Mapping[int, int]
@@ -32,9 +32,9 @@ Decisions = Mapping[int, int]
 
 @dataclass(frozen=True, eq=False)
 class LoopFrame:
-    """A compiled graph and the frames of the loops in it."""
+    """A compiled graph, which of its storages belong to which of the original step, and the frames of its loops."""
 
-    compiled: Compiled
+    nest: LoopNest
     evaluator: Evaluator
     """On program order, with the figures of loops as they were compiled: without any decision."""
     names: tuple[int, ...]
@@ -45,18 +45,6 @@ class LoopFrame:
     """[s] made by a loop."""
     inner: tuple[tuple[int, LoopFrame], ...]
     """Loops by node."""
-    parts: int
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Peak bytes of a level (persistent ones included), the same without workspace, nanoseconds of one part; whether
-    anything is swapped."""
-
-    peak: int
-    tensor_peak: int
-    latency_ns: int
-    copies: bool
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Move:
 class LoopView:
     """What is to be seen at the peak of a judged step."""
 
-    figures: Figures
+    figures: Evaluation
     evaluator: Evaluator
     """Of the outermost level."""
     hot: Mapping[int, int]
@@ -83,26 +71,19 @@ class LoopView:
     """Rematerializations, swaps and their inverses on hot-spots."""
 
 
-def frame(
-    graph: Graph, original: Graph, costs: Costs, *, reuse: bool, parts: int = 1, inside: bool = False
-) -> LoopFrame:
-    """Compile a graph whose bodies' operators name operators of ``original`` as their origin (``paper.loops``)."""
-    compiled = compile_problem(graph, costs, reuse=reuse)
-    problem = compiled.problem
-    known = _body_names(graph, original) if inside else {storage: storage for storage in original.storages}
+def frame(nest: LoopNest, original: Graph, *, inside: bool = False) -> LoopFrame:
+    """The frame of a compiled graph whose bodies' operators name operators of ``original`` as their origin."""
+    compiled, problem = nest.compiled, nest.compiled.problem
+    known = _body_names(compiled.graph, original) if inside else {storage: storage for storage in original.storages}
     names = tuple(known.get(storage, -1) for storage in compiled.storages)
     places: dict[int, tuple[int, ...]] = {}
     for place, name in enumerate(names):
         if name >= 0:
             places[name] = (*places.get(name, ()), place)
-    inner: list[tuple[int, LoopFrame]] = []
-    for node, group in enumerate(compiled.nodes):
-        body = group[0].body
-        if body is not None:
-            inner.append((node, frame(body.graph, original, costs, reuse=reuse, parts=body.parts, inside=True)))
+    inner = tuple((node, frame(body, original, inside=True)) for node, body in nest.loops)
     handed = np.isin(problem.producer, np.array([node for node, _ in inner], dtype=np.int64))
     evaluator = Evaluator(problem, np.arange(problem.n_nodes, dtype=np.int32))
-    return LoopFrame(compiled, evaluator, names, places, handed, tuple(inner), parts)
+    return LoopFrame(nest, evaluator, names, places, handed, inner)
 
 
 def _body_names(graph: Graph, original: Graph) -> dict[int, int]:
@@ -127,8 +108,8 @@ def flags_of(level: LoopFrame, decisions: Decisions) -> Int8s:
     return flags
 
 
-def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Figures:
-    """What a level costs; ``order`` is that of its nodes, program order if None."""
+def judge(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Evaluation:
+    """What a level costs, one part of a body; ``order`` is that of its nodes, program order if None."""
     return _judged(level, decisions, order)[0]
 
 
@@ -139,22 +120,20 @@ def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
         return step
     ns, ws, tensor, copies = step.ns.copy(), step.ws.copy(), step.tensor.copy(), step.copies.copy()
     for node, other in level.inner:
-        figures = judge(other, decisions)
-        ns[:, node] = other.parts * figures.latency_ns
+        figures, inside = _judged(other, decisions, None)
+        ns[:, node] = other.nest.parts * figures.latency_ns
         ws[:, node] = figures.peak
         tensor[:, node] = figures.tensor_peak
-        copies[node] = figures.copies
+        copies[node] = figures.swaps > 0 or inside.step.copies.any()
     return step._replace(ns=ns, ws=ws, tensor=tensor, copies=copies)
 
 
-def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Figures, Evaluator]:
+def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Evaluation, Evaluator]:
     evaluator = level.evaluator
     if level.inner or order is not None:
         order = evaluator.order if order is None else order
         evaluator = Evaluator(evaluator.problem, order, filled(level, decisions))
-    found = evaluator.evaluate(flags_of(level, decisions))
-    copies = found.swaps > 0 or bool(evaluator.step.copies.any())
-    return Figures(found.peak, found.tensor_peak, found.latency_ns, copies), evaluator
+    return evaluator.evaluate(flags_of(level, decisions)), evaluator
 
 
 def look(level: LoopFrame, decisions: Decisions, order: Int32s | None = None, *, inside: bool = False) -> LoopView:
@@ -186,23 +165,9 @@ def _moves(level: LoopFrame, evaluator: Evaluator, flags: Int8s, alive: Bools, *
 
 def realized(level: LoopFrame, decisions: Decisions, order: Int32s | None = None) -> Graph:
     """The graph of a level with its decisions carried out, everything inside included."""
-    compiled = level.compiled
-    ops, nodes = list(compiled.graph.ops), list(compiled.nodes)
-    loops: dict[int, LoopFigures] = {}
-    for node, other in level.inner:
-        figures = judge(other, decisions)
-        loops[node] = LoopFigures(other.parts * figures.latency_ns, figures.peak, figures.tensor_peak, figures.copies)
-        (op,) = nodes[node]
-        if op.body is None:
-            raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
-        new = replace(op, body=Loop(op.body.parts, realized(other, decisions)))
-        nodes[node] = (new,)
-        ops[ops.index(op)] = new
-    problem = with_figures(compiled.problem, loops)
-    graph = replace(compiled.graph, ops=tuple(ops))
-    order = level.evaluator.order if order is None else order
-    events = expand(problem, order, flags_of(level, decisions))
-    return realize(Compiled(graph, problem, tuple(nodes), compiled.storages, compiled.blocks), events)
+    bodies = {node: Loop(other.nest.parts, realized(other, decisions)) for node, other in level.inner}
+    _, evaluator = _judged(level, decisions, order)
+    return realize(with_loops(level.nest.compiled, bodies), evaluator.events())
 
 
 # The enabled nodes of an F-Tree as loops, nested ones as loops within loops.

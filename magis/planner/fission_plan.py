@@ -135,7 +135,7 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
-    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.parts)
+    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.inner.parts)
     body = _solved(here.inner, left, wanted, start)
     problem = with_body(here, body)
     found = evaluate(problem, start.plan.order, start.plan.flags)

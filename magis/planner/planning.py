@@ -140,7 +140,7 @@ def _by_paper(scratch: PlanScratch, goal: Objective, budget: int | None, seconds
         search = PaperSearch(step, costs, aim, reuse=subject.source.reuse, states=states, levels=levels, over=over)
         found = search.run()
         if found.loops:
-            verify_fission(found.frame.compiled.graph, step)
+            verify_fission(found.frame.nest.compiled.graph, step)
         graph = found.realized()
         if found.loops:
             verify_fission(graph)

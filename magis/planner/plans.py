@@ -13,7 +13,7 @@ from magis.cost.machines import machines
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
-from magis.results import Memory
+from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import search
@@ -25,8 +25,8 @@ ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Plan(SearchOutcome):
     """The best plan found, realized. ``planned`` is its memory with the workspaces that planning used."""
 
     graph: Graph
@@ -34,16 +34,6 @@ class Plan:
     latency_ns: int
     workspaces: Mapping[str, int]
     """Non-zero workspaces that planning relied on, by signature."""
-    states: int = 0
-    seconds: float = 0.0
-    stopped_by_seconds: bool = False
-    feasible: bool = True
-    recomputed_ops: int = 0
-    swapped_bytes: int = 0
-    fission: str = ""
-    """What runs in parts, in words; empty: nothing does."""
-    unsplit: str = ""
-    """Why nothing runs in parts although that was tried, in words."""
 
     @property
     def peak(self) -> int:
@@ -81,7 +71,8 @@ class PlanScratch:
         profile = self.subject.replayed(graph, self.subject.costs(table))
         keys = sorted({key for each in graphs for key in signatures(each)}) if self.subject.kind == "cpu" else []
         planned = Memory(profile.tensor_bytes, profile.peak_bytes)
-        return Plan(graph, planned, latency_ns, {key: table[key] for key in keys if table.get(key, 0) > 0}, **figures)
+        needed = {key: table[key] for key in keys if table.get(key, 0) > 0}
+        return Plan(graph=graph, planned=planned, latency_ns=latency_ns, workspaces=needed, **figures)
 
 
 def searched(graph: Graph) -> tuple[Graph, Graph]:

@@ -7,19 +7,16 @@ worker outlives the search that it works for, nor the process that asked.
 
 from __future__ import annotations
 
-import hashlib
-import io
+import json
 import os
 import signal
 import threading
 import warnings
-import zipfile
-import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
@@ -27,26 +24,15 @@ from typing import Protocol
 
 import numpy as np
 
-from magis.atomic_files import write_bytes_atomically
 from magis.errors import UsageError
 from magis.graph import digest
-from magis.report.text_store import code_digest
+from magis.report.text_store import Bounds, Kept
 from magis.search.budgeted_evaluator import JudgedPlan, Over, never
 from magis.search.fission_pareto import DivisibleStep, Findings, LoopPlace, PointRecord, findings
-from magis.simulate.problem import DROP, Int8s, Int32s
 
-FORMAT = 1
-Table = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-DIMENSIONS = {"states": 1, "cut": 2} | {
-    f"{plan} {what}": 2 for plan in ("plan", "body") for what in ("costs", "flags", "order")
-}
-MOST_BYTES = 1 << 28
-"""Of a file's arrays: the largest steps need a hundredth."""
+BOUNDS = Bounds(total_bytes=1 << 50, entry_bytes=1 << 28, entries=1 << 30)
+"""Nothing makes room for anything: a search that goes on needs all of its pieces."""
 POLL_S = 0.2
-# all that numpy and zipfile raise for files that are not what they seem
-BROKEN = (
-    OSError, ValueError, LookupError, EOFError, TypeError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error
-)  # fmt: skip
 
 
 class Compute(Protocol):
@@ -77,7 +63,7 @@ class Sharing:
 
     def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]:
         """The findings of the places, in their order, until ``over`` ends them."""
-        store = None if self.folder is None else _Store(self.folder, _key(work))
+        store = None if self.folder is None else _Store(Kept(self.folder, BOUNDS, required=True), work)
         known = {} if store is None else {n: found for n in numbers if (found := store.load(n)) is not None}
         missing = [number for number in numbers if number not in known]
         with ExitStack() as stack:
@@ -140,107 +126,38 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _key(work: DivisibleStep) -> str:
-    """What findings depend on: the step, its costs, where it may be cut, and the code that searches."""
-    found = hashlib.sha256(f"{FORMAT} {digest(work.graph)} {work.costs!r} {work.reuse} {work.efforts}".encode())
-    for place in work.places:
-        found.update(f"{place.at} {sorted(place.cuts.items())}".encode())
-    found.update(code_digest().encode())
-    return found.hexdigest()[:24]
-
-
-@dataclass(frozen=True)
 class _Store:
-    """Findings as arrays of whole numbers, one file a place: ``<key>-<place>.npz``."""
+    """Findings in a folder, a text for each place of a step."""
 
-    folder: Path
-    key: str
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{self.key}-{number}.npz"
+    def __init__(self, kept: Kept, work: DivisibleStep) -> None:
+        self._kept = kept
+        places = [(place.at, sorted(place.cuts.items())) for place in work.places]
+        self._key = kept.key("place", digest(work.graph), work.costs, work.reuse, work.efforts, places)
 
     def load(self, number: int) -> Findings | None:
-        """None if there is no such file, or none that can be trusted."""
-        path = self._path(number)
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-        with suppress(*BROKEN):
-            return _findings(_read(content), number)
-        warnings.warn(f"{path} is damaged: that part of the search is done again", RuntimeWarning, stacklevel=2)
-        return None
+        """None if there are none, or none that can be trusted."""
+        return self._kept.load(f"{self._key}-{number}", lambda text: _findings(text, number))
 
     def save(self, number: int, found: Findings) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot write {self.folder}: {error.strerror or error}") from error
-        stream = io.BytesIO()
-        np.savez_compressed(stream, allow_pickle=False, **_arrays(found))
-        write_bytes_atomically(self._path(number), stream.getvalue())
+        points = [(point.cut.at, point.cut.parts, _plain(point.plan), _plain(point.body)) for point in found.points]
+        self._kept.save(f"{self._key}-{number}", json.dumps([found.states, points]))
 
 
-def _read(content: bytes) -> dict[str, Table]:
-    """The arrays of a file; one of the errors ``BROKEN`` for anything else."""
-    with zipfile.ZipFile(io.BytesIO(content)) as members:
-        if sum(member.file_size for member in members.infolist()) > MOST_BYTES:
-            raise ValueError("more than any step needs")
-    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-        tables = {name: np.array(arrays[name]) for name in DIMENSIONS}
-    for name, dimensions in DIMENSIONS.items():
-        if tables[name].dtype != np.int64 or tables[name].ndim != dimensions:
-            raise ValueError("arrays of another kind")
-    return tables
+def _plain(plan: JudgedPlan) -> tuple[list[int], list[int], int, int]:
+    return plan.order.tolist(), plan.flags.tolist(), plan.peak, plan.latency_ns
 
 
-def _arrays(found: Findings) -> dict[str, Table]:
-    points = found.points
-    arrays = {
-        "states": np.array([found.states]),
-        "cut": np.array([(point.cut.at, point.cut.parts) for point in points]).reshape(len(points), 2),
-    }
-    for name in ("plan", "body"):
-        plans: list[JudgedPlan] = [getattr(point, name) for point in points]
-        arrays[f"{name} costs"] = np.array([(plan.peak, plan.latency_ns) for plan in plans]).reshape(len(points), 2)
-        arrays[f"{name} flags"] = _ragged([plan.flags for plan in plans])
-        arrays[f"{name} order"] = _ragged([plan.order for plan in plans])
-    return {name: array.astype(np.int64) for name, array in arrays.items()}
+def _findings(text: str, number: int) -> Findings:
+    """The way back. What a plan claims is checked where it is used."""
+    states, points = json.loads(text)
+    return Findings(
+        tuple(
+            PointRecord(LoopPlace(int(at), int(parts), number), _plan(*plan), _plan(*body))
+            for at, parts, plan, body in points
+        ),
+        int(states),
+    )
 
 
-def _ragged(rows: Sequence[Int32s | Int8s]) -> Table:
-    """Rows of different lengths, each behind its length, filled up with zeros."""
-    width = max((len(row) for row in rows), default=0)
-    table = np.zeros((len(rows), width + 1), dtype=np.int64)
-    for place, row in enumerate(rows):
-        table[place, 0] = len(row)
-        table[place, 1 : 1 + len(row)] = row
-    return table
-
-
-def _findings(arrays: Mapping[str, Table], number: int) -> Findings:
-    """The way back; ValueError or KeyError for arrays that are nobody's findings."""
-    points = []
-    for row, (at, parts) in enumerate(arrays["cut"].tolist()):
-        plan, body = _plan(arrays, "plan", row), _plan(arrays, "body", row)
-        points.append(PointRecord(LoopPlace(at, parts, number), plan, body))
-    return Findings(tuple(points), int(arrays["states"][0]))
-
-
-def _plan(arrays: Mapping[str, Table], name: str, row: int) -> JudgedPlan:
-    peak, latency_ns = arrays[f"{name} costs"][row].tolist()
-    flags, order = (_row(arrays[f"{name} {what}"], row) for what in ("flags", "order"))
-    if not np.array_equal(np.sort(order), np.arange(len(order))):
-        raise ValueError("an order that misses operators")
-    if len(flags) and not 0 <= flags.min() <= flags.max() <= DROP:
-        raise ValueError("an unknown decision")
-    return JudgedPlan(order.astype(np.int32), flags.astype(np.int8), peak, latency_ns)
-
-
-def _row(table: Table, row: int) -> Table:
-    count = int(table[row, 0])
-    if not 0 <= count < table.shape[1]:
-        raise ValueError("a row of a wrong length")
-    return table[row, 1 : 1 + count]
+def _plan(order: list[int], flags: list[int], peak: int, latency_ns: int) -> JudgedPlan:
+    return JudgedPlan(np.array(order, dtype=np.int32), np.array(flags, dtype=np.int8), int(peak), int(latency_ns))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from magis.atomic_files import remove_if_abandoned, write_bytes_atomically
-from magis.errors import MagisError
+from magis.errors import MagisError, UsageError
 from magis.units import MIB
 
 # What a kept result depends on besides its case: the code that makes it.
@@ -59,11 +59,13 @@ class Bounds:
 
 
 class Kept:
-    """The texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone."""
+    """The texts in a folder, by key. Warns once of a folder that cannot be used, and then leaves it alone; raises
+    UsageError instead where the folder is ``required``."""
 
-    def __init__(self, folder: Path, bounds: Bounds | None = None) -> None:
+    def __init__(self, folder: Path, bounds: Bounds | None = None, *, required: bool = False) -> None:
         self.folder = folder
         self._bounds = bounds or Bounds()
+        self._required = required
         self._usable = True
 
     @cached_property
@@ -87,6 +89,9 @@ class Kept:
             if content is None:
                 return None
             found = read(_text(content))
+        except OSError as error:
+            self._give_up(f"cannot read {path}: {error.strerror or error}")
+            return None
         except UNSOUND as error:
             self._remove(path, str(error))
             return None
@@ -106,7 +111,9 @@ class Kept:
                 path.unlink()  # it would be followed
             write_bytes_atomically(path, f"{HEADER} {hashlib.sha256(body).hexdigest()}\n".encode() + body)
             self._prune()
-        except (OSError, MagisError) as error:
+        except OSError as error:
+            self._give_up(f"cannot write {self.folder}: {error.strerror or error}")
+        except MagisError as error:
             self._give_up(str(error))
 
     def drop(self, key: str) -> None:
@@ -118,7 +125,7 @@ class Kept:
         return self.folder / f"{key}.txt"
 
     def _content(self, path: Path) -> bytes | None:
-        """None where there is no such file, or none that can be read; MagisError for what no writer left there."""
+        """None where there is no such file; MagisError for what no writer left there."""
         try:
             found = path.lstat()
             if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
@@ -128,9 +135,6 @@ class Kept:
             return path.read_bytes()
         except FileNotFoundError:
             return None
-        except OSError as error:
-            self._give_up(f"cannot read {path}: {error.strerror or error}")
-            return None
 
     def _remove(self, path: Path, why: str) -> None:
         with suppress(OSError):
@@ -139,6 +143,8 @@ class Kept:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _give_up(self, why: str) -> None:
+        if self._required:
+            raise UsageError(why)
         if self._usable:
             self._usable = False
             warnings.warn(f"nothing is kept for the next run: {why}", RuntimeWarning, stacklevel=3)

@@ -22,7 +22,7 @@ from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
-from magis.search.loop_nest import LoopNest, LoopNestPlan, level, other_parts, solution, with_body
+from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, level, other_parts, solution, with_body
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
@@ -65,22 +65,8 @@ class LoopPlace:
     number: int = 0
 
 
-class _Planned:
-    """Has the costs of its plan."""
-
-    plan: JudgedPlan
-
-    @property
-    def peak(self) -> int:
-        return self.plan.peak
-
-    @property
-    def latency_ns(self) -> int:
-        return self.plan.latency_ns
-
-
 @dataclass(frozen=True, eq=False)
-class FissionPoint(_Planned):
+class FissionPoint(PlanCosts):
     """A plan of the front. ``cut`` and ``body`` (of the loop) are None where nothing runs in parts."""
 
     level: LoopNest
@@ -116,7 +102,7 @@ class DivisibleStep:
 
 
 @dataclass(frozen=True, eq=False)
-class PointRecord(_Planned):
+class PointRecord(PlanCosts):
     """A point without its graphs: what another process, or a file, hands over."""
 
     cut: LoopPlace

@@ -26,23 +26,34 @@ SQUEEZES = 4
 
 @dataclass(frozen=True, eq=False)
 class LoopNest:
-    """A graph compiled, and the level within the loop that it holds, if it holds one.
-
-    ``loop`` is the position of the loop in the graph, ``node`` the loop's node.
-    """
+    """A compiled graph, and the nests of the loops in it by their nodes; as a loop's body it runs ``parts`` times."""
 
     compiled: Compiled
-    loop: int = -1
-    node: int = -1
-    inner: LoopNest | None = None
+    loops: tuple[tuple[int, LoopNest], ...] = ()
+    parts: int = 1
 
     @property
-    def parts(self) -> int:
-        return _loop(self.compiled.graph.ops[self.loop]).parts if self.inner is not None else 1
+    def inner(self) -> LoopNest | None:
+        """The body of the only loop, None where there is none."""
+        return self.loops[0][1] if self.loops else None
+
+
+class PlanCosts:
+    """Costs what its plan does."""
+
+    plan: JudgedPlan
+
+    @property
+    def peak(self) -> int:
+        return self.plan.peak
+
+    @property
+    def latency_ns(self) -> int:
+        return self.plan.latency_ns
 
 
 @dataclass(frozen=True, eq=False)
-class LoopNestPlan:
+class LoopNestPlan(PlanCosts):
     """A planned level: figures of the level's graph (bytes, nanoseconds) with everything inside it."""
 
     problem: Problem
@@ -55,56 +66,44 @@ class LoopNestPlan:
     states: int
     inner: LoopNestPlan | None = None
 
-    @property
-    def peak(self) -> int:
-        return self.plan.peak
 
-    @property
-    def latency_ns(self) -> int:
-        return self.plan.latency_ns
-
-
-def level(graph: Graph, costs: Costs, *, reuse: bool) -> LoopNest:
-    """Compile a graph with at most one loop, and what is inside."""
-    at = next((position for position, op in enumerate(graph.ops) if op.body is not None), -1)
-    if at < 0:
-        return LoopNest(compile_problem(graph, costs, reuse=reuse))
+def level(graph: Graph, costs: Costs, *, reuse: bool, parts: int = 1) -> LoopNest:
+    """Compile a graph, and what is inside its loops."""
     compiled = compile_problem(graph, costs, reuse=reuse)
-    node = next(index for index, group in enumerate(compiled.nodes) if group[0].body is not None)
-    return LoopNest(compiled, at, node, level(_loop(graph.ops[at]).graph, costs, reuse=reuse))
+    bodies = [(node, group[0].body) for node, group in enumerate(compiled.nodes)]
+    loops = ((node, level(body.graph, costs, reuse=reuse, parts=body.parts)) for node, body in bodies if body)
+    return LoopNest(compiled, tuple(loops), parts)
 
 
 def other_parts(known: LoopNest, loop: Loop, costs: Costs, *, reuse: bool) -> LoopNest:
-    """The same level with its loop cut into another number of parts."""
-    op = replace(known.compiled.graph.ops[known.loop], body=loop)
-    return replace(known, compiled=_with_loop(known.compiled, op), inner=level(loop.graph, costs, reuse=reuse))
+    """The same level with its only loop cut into another number of parts."""
+    ((node, _),) = known.loops
+    inner = level(loop.graph, costs, reuse=reuse, parts=loop.parts)
+    return replace(known, compiled=with_loops(known.compiled, {node: loop}), loops=((node, inner),))
 
 
-def _loop(op: Op) -> Loop:
-    if op.body is None:
-        raise VerifyError(f"operator {op.id} ({op.target}) is no loop")
-    return op.body
+def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
+    """The same structure with other bodies in its loops, by their nodes."""
+    changed = {compiled.nodes[node][0].id: loop for node, loop in loops.items()}
 
+    def changed_op(op: Op) -> Op:
+        return replace(op, body=changed[op.id]) if op.id in changed else op
 
-def _with_loop(compiled: Compiled, loop: Op) -> Compiled:
-    """The same structure with another loop in the place of its own."""
-    ops = tuple(replace(loop, id=op.id) if op.body is not None else op for op in compiled.graph.ops)
-    nodes = tuple((replace(loop, id=group[0].id),) if group[0].body is not None else group for group in compiled.nodes)
-    return replace(compiled, graph=replace(compiled.graph, ops=ops), nodes=nodes)
+    graph = replace(compiled.graph, ops=tuple(map(changed_op, compiled.graph.ops)))
+    return replace(compiled, graph=graph, nodes=tuple(tuple(map(changed_op, group)) for group in compiled.nodes))
 
 
 def bound(level: LoopNest) -> int:
     """Bytes that no plan of the level avoids."""
-    problem = level.compiled.problem
-    if level.inner is None:
-        return lower_bound(problem)
-    return lower_bound(with_figures(problem, {level.node: LoopFigures(0, bound(level.inner), 0)}))
+    figures = {node: LoopFigures(0, bound(inner), 0) for node, inner in level.loops}
+    return lower_bound(with_figures(level.compiled.problem, figures))
 
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
-    """The level's problem with its loop planned."""
-    figures = LoopFigures(level.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
-    return with_figures(level.compiled.problem, {level.node: figures})
+    """The level's problem with its only loop planned."""
+    ((node, body),) = level.loops
+    figures = LoopFigures(body.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
+    return with_figures(level.compiled.problem, {node: figures})
 
 
 class LoopFigures(NamedTuple):
@@ -188,26 +187,19 @@ def solution(
     copies = found.swaps > 0 or bool(problem.copies.any())
     around = 0
     if inner is not None:
-        run = judge.runs.tolist().index(2 * level.node)
+        ((node, _),) = level.loops
+        run = judge.runs.tolist().index(2 * node)
         around = int(judge.levels[run]) - inner.peak
     spent = states + (inner.states if inner else 0)
     return LoopNestPlan(problem, plan, found.tensor_peak, around, copies, spent, inner)
 
 
-def realized(level: LoopNest, solution: LoopNestPlan) -> Compiled:
-    """The level's compiled graph with the planned body in its loop and the solution's figures, ready to be realized."""
-    compiled = replace(level.compiled, problem=solution.problem)
-    if level.inner is None or solution.inner is None:
-        return compiled
-    body = realize_level(level.inner, solution.inner)
-    op = level.compiled.graph.ops[level.loop]
-    return replace(_with_loop(compiled, replace(op, body=Loop(_loop(op).parts, body))), problem=solution.problem)
-
-
 def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:
     """The graph of a planned level, everything inside included."""
-    compiled = realized(level, solution)
-    return realize(compiled, expand(compiled.problem, solution.plan.order, solution.plan.flags))
+    within = solution.inner
+    bodies = {node: Loop(body.parts, realize_level(body, within)) for node, body in level.loops if within is not None}
+    events = expand(solution.problem, solution.plan.order, solution.plan.flags)
+    return realize(with_loops(level.compiled, bodies), events)
 
 
 def repeats(level: LoopNest, solution: LoopNestPlan) -> tuple[int, int]:
@@ -217,4 +209,4 @@ def repeats(level: LoopNest, solution: LoopNestPlan) -> tuple[int, int]:
     if level.inner is None or solution.inner is None:
         return recomputed, swapped
     within = repeats(level.inner, solution.inner)
-    return recomputed + level.parts * within[0], swapped + level.parts * within[1]
+    return recomputed + level.inner.parts * within[0], swapped + level.inner.parts * within[1]

@@ -22,6 +22,7 @@ from magis.paper.nested_loops import LoopFrame, apply, flags_of, frame, judge, l
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.runtime.codegen import compile_step
 from magis.search.budgeted_evaluator import Objective
+from magis.search.loop_nest import level
 from magis.simulate.evaluator import check_order
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP
 from magis.simulate.simulator import replay
@@ -53,7 +54,7 @@ def framed(tree: FTree) -> LoopFrame:
     graph, _ = step()
     looped = apply(graph, tree)
     assert isinstance(looped, Graph)
-    return frame(looped, graph, costs(), reuse=True)
+    return frame(level(looped, costs(), reuse=True), graph)
 
 
 def start() -> tuple[int, int]:
@@ -76,7 +77,7 @@ def check(tree: FTree, decisions: dict[int, int], order: np.ndarray | None = Non
     level = framed(tree)
     made = realized(level, decisions, order)
     verify(made)
-    verify_fission(level.compiled.graph, graph)
+    verify_fission(level.nest.compiled.graph, graph)
     profile = replay(made, costs().workspace, rounding=costs().rounding)
     figures = judge(level, decisions, order)
     assert (profile.peak_bytes, profile.tensor_bytes) == (figures.peak, figures.tensor_peak)
@@ -173,7 +174,7 @@ def test_new_loops_are_scheduled_incrementally_unless_told_not_to(incremental: b
     assert (result.best.order is not None) >= incremental  # windows make orders, too
     if incremental:
         level = framed(result.best.tree)
-        check_order(level.compiled.problem, np.array(result.best.order, dtype=np.int32))
+        check_order(level.nest.compiled.problem, np.array(result.best.order, dtype=np.int32))
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)

@@ -24,7 +24,7 @@ def fastest_ns(level: LoopNest) -> int:
     total = int(problem.node_ns.sum() + problem.blk_ns.sum())
     if level.inner is None:
         return total
-    return total - int(problem.node_ns[level.node]) + level.parts * fastest_ns(level.inner)
+    return total - int(problem.node_ns[level.loops[0][0]]) + level.inner.parts * fastest_ns(level.inner)
 
 
 def divided(given: Step, goal: Objective, known: tuple[int, int] | None = None, seed: int = 0) -> Divided | None:
@@ -41,7 +41,7 @@ def realized(given: Step, found: Divided) -> Graph:
     assert replay(graph, given.costs.workspace, rounding=given.costs.rounding).peak_bytes == found.solution.peak
     assert found.solution.latency_ns >= fastest_ns(found.level)
     parts = [op.body.parts for op in graph.ops if op.body is not None]
-    assert parts == [cut.parts for cut in found.cuts] == [found.level.parts]
+    assert parts == [cut.parts for cut in found.cuts] == [found.level.inner.parts]
     assert repeats(found.level, found.solution)[1] == 0
     return graph
 

@@ -143,11 +143,9 @@ def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Obje
         planned=Memory(profile.tensor_bytes, profile.peak_bytes),
         latency_ns=found.latency_ns,
         states=found.states,
-        seconds=0.0,
         stopped_by_seconds=found.stopped_by_seconds,
         feasible=found.feasible,
         recomputed_ops=recomputed,
-        swapped_bytes=0,
         workspaces={},
     )
 
