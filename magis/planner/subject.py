@@ -31,7 +31,15 @@ from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
 from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
+from magis.search.fission_pareto import (
+    DivisibleStep,
+    FissionFront,
+    TriedPlaces,
+    places_front,
+    sketch,
+    whole_front,
+    work_of,
+)
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.strategies.rank_step import loss_of_shares
@@ -53,7 +61,7 @@ class Subject(TracedModel):
         self.kept = kept
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
-        self._fronts: dict[int, FissionFront] = {}
+        self._tried = TriedPlaces()
         self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
         self.memo = Memo()
 
@@ -108,14 +116,9 @@ class Subject(TracedModel):
         return sketch(self._work)
 
     def divided_front(self, wanted: PlanRequest) -> FissionFront:
-        """The front of the step cut into parts, without the hasty look; kept, since cases of one model share it."""
-        known = self._fronts.get(wanted.budget)
-        if known is not None:
-            return known
-        found = places_front(self._work, wanted, self._share)
-        if not wanted.over():  # else it may be incomplete
-            self._fronts[wanted.budget] = found
-        return found
+        """The front of the step cut into parts, without the hasty look; places are kept, since cases of one model share
+        them."""
+        return places_front(self._work, wanted, self._share, self._tried)
 
     @cached_property
     def normal(self) -> Graph:
