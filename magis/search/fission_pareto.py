@@ -23,7 +23,6 @@ from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import (
-    LARGE,
     BudgetedEvaluator,
     JudgedPlan,
     Objective,
@@ -41,8 +40,8 @@ from magis.simulate.problem import Problem
 PARTS = (2, 4, 8, 16, 32)
 SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
-LEAST_PLACES, MOST_OPERATORS = 2, 25_000
-"""Places that are tried in any step; operators in the steps of all places together up to which more are."""
+MOST_OPERATORS = 3000
+"""Of a step for whose places all is tried."""
 BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
 
@@ -63,6 +62,8 @@ class Efforts:
     body: Effort = BODY
     around: Effort = BRIEF
     hasty: Effort = HASTY
+    middling: bool = False
+    """Whether a region is cut into a middling number of parts alone."""
 
 
 USUAL = Efforts()
@@ -161,12 +162,10 @@ def divided_front(
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """A step with the places at which it may be cut; of a large step fewer, for which less is tried."""
-    found = pieces(graph)
-    count = max(LEAST_PLACES, MOST_OPERATORS // max(1, len(graph.ops)))
-    if len(found) > count:  # the heaviest and the lightest, mostly the loss head, and some between them
-        found = [found[rank * (len(found) - 1) // (count - 1)] for rank in range(count)]
-    if len(graph.ops) > 2 * LARGE:
-        efforts = replace(efforts, body=efforts.hasty, around=efforts.hasty)
+    if len(graph.ops) <= MOST_OPERATORS:
+        return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
+    found = pieces(graph, 1)
+    efforts = replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
     return DivisibleStep(graph, costs, reuse, tuple(found), efforts)
 
 
@@ -205,11 +204,11 @@ def _noted(fronts: Iterator[Front[C]], noted: list[Front[C]], wanted: PlanReques
 
 
 def sketch(work: DivisibleStep) -> FissionFront:
-    """A first answer: the first place with little effort, in a large step cut into a middling number of parts alone."""
+    """A first answer: the first place with little effort."""
     if not work.places:
         return FissionFront((), 0)
-    hasty, large = work.efforts.hasty, len(work.graph.ops) > 2 * LARGE
-    return place_front(list(_levels(work, 0, middling=large)), Efforts(replace(hasty, watch=None), hasty))
+    hasty = work.efforts.hasty
+    return place_front(list(_levels(work, 0)), Efforts(replace(hasty, watch=None), hasty))
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
@@ -270,15 +269,13 @@ def _check(problem: Problem, plan: JudgedPlan) -> None:
     raise VerifyError(STRANGE, hint=DELETE)
 
 
-def _levels(
-    work: DivisibleStep, number: int, over: Over = never, *, middling: bool = False
-) -> Iterator[tuple[LoopPlace, LoopNest]]:
-    """The region of a place as a loop, cut into every number of parts, or a ``middling`` one alone; only into the first
-    of them where all is ``over``."""
+def _levels(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
+    """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
+    ``over``."""
     place = work.places[number]
     numbers = numbers_of_parts(most_parts(place.cuts))
     first: LoopNest | None = None
-    for parts in numbers[len(numbers) // 2 :][:1] if middling else numbers:
+    for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
         region = Region(place.cuts, parts)
         if first is not None and over():
             return
