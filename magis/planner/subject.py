@@ -63,7 +63,7 @@ class Subject(TracedModel):
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
         self._tried = TriedPlaces()
-        self._whole: dict[tuple[Effort | tuple[str, int], ...], FissionFront] = {}
+        self._whole: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
         self.memo = Memo()
 
     @cached_property
@@ -98,7 +98,7 @@ class Subject(TracedModel):
 
     def whole_front(self, workspaces: Mapping[str, int], over: Over = never, effort: Effort = FULL) -> FissionFront:
         """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
-        key = (effort, *sorted(workspaces.items()))
+        key = effort, tuple(sorted(workspaces.items()))
         known = self._whole.get(key)
         if known is not None:
             return known
