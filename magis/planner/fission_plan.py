@@ -12,7 +12,7 @@ from magis.graph import Graph, Op
 from magis.planner.plans import Plan, PlanScratch, approached, attempts, searched
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, joined, place_front
+from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
@@ -87,10 +87,13 @@ def _best(
         if point.cut is None:
             continue
         start = point.solution()
-        solution, spent = (start, 0) if wanted.over() else _thoroughly(point.level, start, wanted)
+        done = wanted.over() or wanted.enough(start.peak, start.latency_ns)
+        solution, spent = (start, 0) if done else _thoroughly(point.level, start, wanted)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
             best = Divided((point.cut,), point.level, solution)
+            if wanted.enough(solution.peak, solution.latency_ns):
+                break
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
@@ -184,7 +187,10 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     subject, goal = scratch.subject, wanted.goal
     graph = subject.aggregated
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    found = divide(joined(subject.sketched, subject.divided_front(wanted)), wanted, known=known)
+    front = subject.sketched
+    if not any_enough(front.points, wanted):
+        front = joined(front, subject.divided_front(wanted))
+    found = divide(front, wanted, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)

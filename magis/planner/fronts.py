@@ -15,9 +15,9 @@ from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
+from magis.search.fission_pareto import HASTY, MOST_OPERATORS, FissionPoint, joined, whole_front
+from magis.search.pareto_sweep import BRIEF, FULL, spread
 from magis.search.pareto_sweep import pareto as undominated
-from magis.search.pareto_sweep import spread
 from magis.units import is_number
 
 POINTS = 32
@@ -149,7 +149,8 @@ def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
 
 def best_on_front(scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
-    front = scratch.subject.whole_front({}, over)
+    large = len(scratch.subject.normal.ops) > MOST_OPERATORS
+    front = scratch.subject.whole_front({}, over, BRIEF if large else FULL)
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
     found = _plan_of(scratch, best)
     states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()

@@ -88,10 +88,11 @@ def attempts(
     seed: int,
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
+    brief: bool = False,
 ) -> Callable[[Objective], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
-    ``left`` says how many seconds a search may still take, ``over`` ends one.
+    ``left`` says how many seconds a search may still take, ``over`` ends one; a ``brief`` one makes few proposals.
     """
     subject = scratch.subject
     around = searched(graph)
@@ -99,7 +100,10 @@ def attempts(
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Objective) -> Plan:
-        result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over, watch=scratch.watch)
+        result = search(
+            compiled.problem, aim,
+            budget=budget, seconds=left(), seed=seed, brief=brief, over=over, watch=scratch.watch,
+        )  # fmt: skip
         events = expand(compiled.problem, result.order, result.flags)
         recomputed, swapped = events.repeats(compiled.problem.nbytes)
         return scratch.plan(

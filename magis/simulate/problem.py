@@ -109,6 +109,11 @@ class Problem:
         return len(self.blk_ns)
 
     @property
+    def least_ns(self) -> int:
+        """Nanoseconds that no plan avoids: everything once."""
+        return int(self.node_ns.sum() + self.blk_ns.sum())
+
+    @property
     def n_written(self) -> int:
         """Persistent storages that blocks write."""
         return 1 + int(max((*self.block_writes.idx, *self.preads.idx), default=-1))
