@@ -38,6 +38,7 @@ __all__ = [
 class Case:
     """One cell of the harness: a model under a strategy, on a device, at one limit (or none)."""
 
+    MOST_SLACK: ClassVar = 0.9
     model: str
     """A registered model's name or "package.module:factory"."""
     strategy: str
@@ -66,6 +67,9 @@ class Case:
     """Whose search plans: "magis", or "paper" for the method as it was published; only for "magis"."""
     memory_limit_of: str = "peak"
     """What the memory ratio is a share of: the original's "peak", or what a GPU's caching allocator has "reserved"."""
+    slack: float = 0.2
+    """Plans stand a host link that is slower by this share, and kernels that are quicker by half of it; nothing on a
+    CPU, where nothing is swapped."""
 
     @property
     def has_one_step(self) -> bool:
@@ -243,8 +247,10 @@ class SearchStats(SearchOutcome):
     """What the search did, whether it met the limit, and what the plan changes."""
 
     changes: tuple[ModuleBytes, ...] = ()
-    """What the plan recomputes and swaps, in all parts of loops, and runs in parts (calls of one part), by module:
-    calls, and the bytes that they make or move."""
+    """What the plan recomputes and swaps, in every part of a loop, and what runs in parts (calls of one part), by
+    module: calls, and the bytes that they make or move."""
+    worst_latency_ratio: float | None = None
+    """Latency to the original's on the worst machine of the case's slack; None where nothing is ever swapped."""
 
 
 @dataclass(frozen=True)

@@ -92,14 +92,17 @@ def configuration_key(case: Case) -> str:
 
 
 def case_key(label: str, case: Case) -> str:
-    """A case's name in its configuration: its label, plus the search's budget and seed where they are not the default.
+    """A case's name in its configuration: its label, plus the search's budget, seed and slack where they are not the
+    default.
 
     Another budget finds another plan, so it is another case to compare with. A cap in seconds is not part of the
     name: a row that it did not stop is the same with it and without.
     """
     budget = "" if case.budget is None else f" budget={case.budget}"
     seed = "" if case.seed == 0 else f" seed={case.seed}"
-    return f"{label}{budget}{seed}"
+    limited = case.memory_ratio is not None or case.latency_ratio is not None
+    slack = f" slack={case.slack:g}" if limited and case.device != "cpu" and case.slack != Case.slack else ""
+    return f"{label}{budget}{seed}{slack}"
 
 
 def identity_key(result: CaseResult) -> str:

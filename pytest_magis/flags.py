@@ -137,6 +137,14 @@ OPTIONS = (
         "the cap is shared out among the stages of the search. A step that would take longer to run than the "
         "cap (at least a minute; ten minutes without a cap) is simulated instead of run.",
     ),
+    Option(
+        "slack",
+        "SHARE",
+        "by how much swaps may be slower than simulated before a step waits for them (default: 0.2)",
+        details="Plans then stand a link between host and device that is slower by that share, kernels that are "
+        "quicker by half of it, and both at once; the latency that is reported is that of the device as it is said "
+        "to be. 0 plans for that device alone ([what it costs](search.md#slack)). Nothing is swapped on `cpu`.",
+    ),
     Option("seed", "N", "seed of weights, batches and searches (default: 0)"),
     Option(
         "processes",

@@ -124,6 +124,7 @@ def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], 
         seed=case.seed,
         budget=case.budget,
         seconds=case.seconds,
+        slack=case.slack,
         cache=_bench(config),
         make=make,
     )

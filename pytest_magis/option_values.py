@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from magis.dtypes import DTYPES
 from magis.errors import UsageError, nearest
+from magis.results import Case
 from magis.strategies.strategy_names import LIMITS_OF
 
 PRESETS = ("small", "paper")
@@ -131,6 +132,9 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "seconds": lambda shown, text: _number(shown, text, "a number of seconds above 0", lambda x: x > 0),
     "seed": lambda shown, text: whole(shown, text, least=0),
     "shard": Shard.read,
+    "slack": lambda shown, text: _number(
+        shown, text, f"a share from 0 (none) to {Case.MOST_SLACK}", lambda x: 0 <= x <= Case.MOST_SLACK
+    ),
     "strict": _flag,
 }
 """Of options that are no lists, by name."""

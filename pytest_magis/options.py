@@ -93,6 +93,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         seconds=_read(config, "seconds"),
         seed=_read(config, "seed") or 0,
         ranks=_read(config, "ranks") or RANKS,
+        slack=_slack(config),
     )
     _, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once
@@ -129,6 +130,11 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
+
+
+def _slack(config: pytest.Config) -> float:
+    found: float | None = _read(config, "slack")
+    return Grid.slack if found is None else found
 
 
 def _searches(config: pytest.Config) -> tuple[str, ...]:

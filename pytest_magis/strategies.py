@@ -99,10 +99,11 @@ class Grid:
     seconds: float | None = None
     seed: int = 0
     ranks: int = 1
+    slack: float = Case.slack
 
     def case(self, model: str, strategy: str) -> Case:
         """The case of a strategy that searches nothing."""
-        return Case(model, strategy, self.device, self.preset, self.dtype, seed=self.seed)
+        return Case(model, strategy, self.device, self.preset, self.dtype, seed=self.seed, slack=self.slack)
 
     def searched(self, model: str, strategy: str) -> Case:
         """The case of a search, its limit left open."""

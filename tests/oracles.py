@@ -84,6 +84,7 @@ class Costs:
         self._workspace = workspaces().of(graph)
         self.rounding = rounding
         self.link_bytes_per_s = link_bytes_per_s
+        self.copy_ns = 0
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 1000 + sum(values[value].nbytes for value in op.made())

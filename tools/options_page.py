@@ -44,7 +44,7 @@ written by `tools/options_page.py` from the code; a test keeps it true.
 GROUPS = {
     "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
     "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
-    "The search": ("search", "budget", "seconds", "processes", "resume", "profile"),
+    "The search": ("search", "budget", "seconds", "slack", "processes", "resume", "profile"),
     "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),
     "Continuous integration": ("cache", "shard"),
     "Files that a run writes": ("csv", "markdown", "pareto", "report", "trace", "benchmark-json"),

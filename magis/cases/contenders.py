@@ -84,7 +84,7 @@ def of_strategy(subject: Subject, strategy: Local | None) -> Candidate:
     if strategy is not None and strategy.is_captured:
         under, moved = subject.captured_as(strategy)
         captured = under.original
-        moved_ns = subject.roofline.transfer_ns(moved) if moved else 0
+        moved_ns = subject.roofline.nominal.transfer_ns(moved) if moved else 0
     profile = subject.simulate(captured)
     found = Candidate(
         Memory(profile.tensor_bytes, profile.peak_bytes),

@@ -30,7 +30,7 @@ from magis.errors import UsageError
 from magis.graph import Graph
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces, within_reserved
-from magis.planner.plans import Plan
+from magis.planner.plans import Plan, worst_latency_ratio
 from magis.planner.search_progress import compiling_told
 from magis.planner.subject import Subject
 from magis.progress import Progress
@@ -188,7 +188,8 @@ class CaseRun:
             found = search(target, case.seconds)
         self.graph = found.graph
         outcome = {each.name: getattr(found, each.name) for each in fields(SearchOutcome)}
-        stats = SearchStats(**outcome, changes=changes(found.graph))
+        worst = worst_latency_ratio(subject, found.graph)
+        stats = SearchStats(**outcome, changes=changes(found.graph), worst_latency_ratio=worst)
         whole = subject.whole(found.graph)
         step = Replayed(subject, found.graph) if whole is None else Replayed(subject, whole.graph, whole)
         return Candidate(
@@ -389,5 +390,7 @@ def check_amounts(case: Case) -> None:
         raise UsageError(f"strategy {case.strategy!r} plans nothing", hint=f"leave out search={case.search!r}")
     if case.memory_ratio is not None:
         check_limit_of(case.memory_limit_of, case.strategy, case.device)
+    if not 0 <= case.slack <= Case.MOST_SLACK:
+        raise UsageError(f"the slack of a case must be a number from 0 to {Case.MOST_SLACK}, not {case.slack}")
     if case.seed < 0:
         raise UsageError(f"the seed of a case must not be negative, as {case.seed} is")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -113,6 +113,8 @@ class RooflineCosts:
     workspaces: Mapping[str, int] = field(default_factory=dict)
     prices: Prices | None = field(default=None, repr=False, compare=False)
     """Of this device and profile, where they are shared with other costs."""
+    slack: float = 0.0
+    """Copies take as long as on the worst machine of that slack (`magis.cost.machines`), in units of these kernels."""
 
     @property
     def name(self) -> str:
@@ -132,7 +134,18 @@ class RooflineCosts:
     def link_bytes_per_s(self) -> float:
         """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
         measured = 0 if self.profile is None else self.profile.link
-        return float(measured or self.device.link_bytes_per_s)
+        return float(measured or self.device.link_bytes_per_s) * (1 - self.slack) * (1 - self.slack / 2)
+
+    @property
+    def copy_ns(self) -> int:
+        """What a copy takes besides its bytes."""
+        measured = 0 if self.profile is None else self.profile.copy_ns
+        return round((measured or self.device.copy_ns) / (1 - self.slack / 2))
+
+    @property
+    def nominal(self) -> RooflineCosts:
+        """The same without slack."""
+        return replace(self, slack=0.0)
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         if op.body is not None:
@@ -163,7 +176,7 @@ class RooflineCosts:
         """Time to copy `nbytes` between device and host. Raises ValueError on a device without a link."""
         if self.link_bytes_per_s <= 0:
             raise ValueError(f"{self.name} has no host link to swap over")
-        return self.device.launch_ns + round(nbytes / self.link_bytes_per_s * 1e9)
+        return self.copy_ns + round(nbytes / self.link_bytes_per_s * 1e9)
 
 
 def device_model(

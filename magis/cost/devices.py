@@ -10,10 +10,12 @@ Peaks are the vendors' dense figures, without sparsity:
 * H100 SXM: NVIDIA H100 datasheet (132 SMs; tf32 494.7, bf16 989.4 TFLOP/s; 3.35 TB/s).
 * H200 SXM: NVIDIA H200 datasheet (as the H100; 4.8 TB/s; 141 GB).
 
-float32 products run in tf32 where the device has it, as in the paper. Reachable shares are our assumptions,
-set to common experience with cuBLAS and cuDNN: on one H200 a bf16 product of 8192 reached 770-800 TFLOP/s
-(0.79 of the peak) and a copy 4.3 TB/s (0.90). PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8
-of the link's nominal rate. A kernel launch costs 5 us of a step that PyTorch issues operator by operator.
+float32 products run in tf32 where the device has it, as in the paper. Which shares of these peaks kernels reach is
+fitted to published speeds of training (`benchmarks/calibrate.py`; docs/notes/calibration.md says how well). Half of
+the peak of products at half a wave of tiles: so say, in the median, the square products of 1024 and 2048 in
+`benchmarks/calibration/products.csv`. PCIe: 12 GB/s for generation 3, 25 for 4, 50 for 5, about 0.8 of
+the link's nominal rate, either way at the same time; a copy takes 10 us besides. A kernel launch costs 5 us of a step
+that PyTorch issues operator by operator.
 
 "cpu" is a class of machine, a 2-core server with AVX-512 (see `benchmarks/calibrate_cpu.py`, whose fit these
 constants are). They are frozen: a search never depends on a timing of the machine that it runs on.
@@ -24,11 +26,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from magis.errors import UsageError
 from magis.units import GIB, MIB
 
-CONSTANTS_VERSION = 2
+if TYPE_CHECKING:
+    from magis.cost.flops import OperatorWork
+
+CONSTANTS_VERSION = 3
 """Raise when a constant in this module, or a formula that uses it, changes a cost: simulated baselines name
 it."""
 
@@ -60,10 +66,13 @@ class DeviceModel:
     launch_ns: int
     view_ns: int
     rates: Mapping[str, Rates]
-    """By kind of operator (`OpInfo.kind`); "unknown" is the default."""
+    """By kind of operator (`OpInfo.kind`); "unknown" is the default. "matmul.float16" is for that data type,
+    "batch_norm.channels_last" for that layout, "layout" for the traffic of pictures that are laid out anew."""
     rounding: int
     link_bytes_per_s: float
     """Host link, one direction; 0: nothing is swapped on this device."""
+    copy_ns: int
+    """Of every copy between host and device, however small: the launch, and until the first byte moves."""
     overlaps: bool
     """Whether arithmetic and memory traffic of one operator hide each other (max) or not (sum)."""
     half_outputs: int = 0
@@ -72,6 +81,10 @@ class DeviceModel:
     """Bytes moved at which half of the bandwidth is reached."""
     half_dimension: int = 0
     """Smallest dimension of a matrix product at which half of the peak is reached."""
+    half_channels: int = 0
+    """The same of a convolution (`OperatorWork.smallest_channels`)."""
+    lays_out: frozenset[str] = frozenset()
+    """Data types of which pictures whose channels are not innermost are laid out anew around a convolution."""
     element_ns: Mapping[str, float] = field(default_factory=dict)
     """Time per element by operator name, else by kind, instead of counted arithmetic."""
     fault_ns_per_byte: float = 0.0
@@ -80,30 +93,70 @@ class DeviceModel:
     loops_lists: bool = False
     """Whether a call on lists of tensors launches once for each of them, not once for many."""
 
+    def rates_of(self, done: OperatorWork) -> Rates:
+        """Those that say most about an operator."""
+        names = (f"{done.kind}.{done.dtype}", f"{done.kind}.channels_last" if done.channels_last else "", done.kind)
+        return next((self.rates[name] for name in names if name in self.rates), self.rates["unknown"])
 
-_GPU_RATES = {
-    "matmul": Rates(0.75, 0.85),
-    "conv": Rates(0.60, 0.80),
-    "conv_backward": Rates(0.55, 0.80, 5_000),  # two kernels
-    "attention": Rates(0.50, 0.80),
-    "attention_backward": Rates(0.40, 0.80, 5_000),
-    "pointwise": Rates(0.50, 0.88),
-    "transcendental": Rates(0.50, 0.88),
-    "random": Rates(0.50, 0.80),
-    "copy": Rates(0.50, 0.88),
-    "strided_copy": Rates(0.50, 0.50),
-    "permuted_copy": Rates(0.50, 0.75),
-    "fill": Rates(0.50, 0.90),
-    "reduction": Rates(0.50, 0.80),
-    "softmax": Rates(0.50, 0.75),
-    "norm": Rates(0.50, 0.70),
-    "batch_norm": Rates(0.50, 0.75),
-    "pool": Rates(0.25, 0.70),
-    "resize": Rates(0.25, 0.70),
-    "gather": Rates(0.50, 0.60),
-    "scatter": Rates(0.25, 0.30, 10_000),  # sorts its indices first
-    "unknown": Rates(0.25, 0.60),
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Shares of a GPU's peaks, as `benchmarks/calibrate.py` fits them to published measurements."""
+
+    matmul: float
+    """Of the peak of float32 products (tf32 where the device has it)."""
+    matmul_half: float
+    conv: float
+    conv_half: float
+    bandwidth: float
+    """Of an operator that reads and writes each element once; the other kinds have theirs in proportion."""
+    layout: float
+    """Of the bandwidth, for pictures that a convolution lays out anew; each of its bytes is counted once."""
+
+
+_KINDS = {
+    # by how much less of the bandwidth than a plain copy; the share of the peak arithmetic; further time of a call
+    "pointwise": Rates(0.50, 1.0),
+    "transcendental": Rates(0.50, 1.0),
+    "random": Rates(0.50, 0.91),
+    "copy": Rates(0.50, 1.0),
+    "strided_copy": Rates(0.50, 0.57),
+    "permuted_copy": Rates(0.50, 0.85),
+    "fill": Rates(0.50, 1.02),
+    "reduction": Rates(0.50, 0.91),
+    "softmax": Rates(0.50, 0.85),
+    "norm": Rates(0.50, 0.80),
+    "batch_norm": Rates(0.50, 0.9),
+    # kernels keep a part of the picture on the chip, and read it once where `work` counts two times
+    "batch_norm.channels_last": Rates(0.50, 1.45),
+    "pool": Rates(0.25, 0.80),
+    "resize": Rates(0.25, 0.80),
+    "gather": Rates(0.50, 0.68),
+    "scatter": Rates(0.25, 0.34, 10_000),  # sorts its indices first
+    "unknown": Rates(0.25, 0.68),
 }
+
+
+def gpu_rates(fitted: Fitted) -> dict[str, Rates]:
+    """Rates by kind; two kernels run for a convolution's gradients, and for attention's."""
+    products = 0.96 * fitted.bandwidth
+    rates = {kind: replace(each, bandwidth=each.bandwidth * fitted.bandwidth) for kind, each in _KINDS.items()}
+    for suffix, matmul, conv in (
+        ("", fitted.matmul, fitted.conv),
+        (".float16", fitted.matmul_half, fitted.conv_half),
+        (".bfloat16", fitted.matmul_half, fitted.conv_half),
+    ):
+        rates[f"matmul{suffix}"] = Rates(matmul, products)
+        rates[f"conv{suffix}"] = Rates(conv, 0.91 * fitted.bandwidth)
+        rates[f"conv_backward{suffix}"] = Rates(0.92 * conv, 0.91 * fitted.bandwidth, _LAUNCH_NS)
+        rates[f"attention{suffix}"] = Rates(0.67 * matmul, products)
+        rates[f"attention_backward{suffix}"] = Rates(0.53 * matmul, products, _LAUNCH_NS)
+    rates["layout"] = Rates(1.0, fitted.layout)
+    return rates
+
+
+_LAUNCH_NS = 5_000
+_HALF = frozenset({"float16", "bfloat16"})
 
 
 def _gpu(
@@ -115,13 +168,12 @@ def _gpu(
     bandwidth: float,
     memory_bytes: int,
     link_bytes_per_s: float,
-    matmul_share: float = 0.75,
+    lays_out: frozenset[str] = _HALF | {"float32"},
 ) -> DeviceModel:
     """A GPU from its datasheet. `tera` holds TFLOP/s of matrix products by data type.
 
-    Utilization falls with the operator's size: half of the matrix peak at an eighth of a wave of 128 x 128
-    tiles (libraries use smaller tiles and split the inner dimension below a full wave), half of the bandwidth
-    at 1024 float32 elements per multiprocessor, read twice and written once.
+    Utilization falls with the operator's size: half of the matrix peak at half a wave of 128 x 128 tiles, half of the
+    bandwidth at 1024 float32 elements per multiprocessor, read twice and written once.
     """
     return DeviceModel(
         name=name,
@@ -129,20 +181,32 @@ def _gpu(
         vector_flops=vector_tera * 1e12,
         bandwidth=bandwidth,
         memory_bytes=memory_bytes,
-        launch_ns=5_000,
+        launch_ns=_LAUNCH_NS,
         view_ns=0,
-        rates={**_GPU_RATES, "matmul": Rates(matmul_share, 0.85)},
+        rates=gpu_rates(FITTED[name]),
         rounding=512,
         link_bytes_per_s=link_bytes_per_s,
+        copy_ns=10_000,
         overlaps=True,
-        half_outputs=multiprocessors * 128 * 128 // 8,
+        half_outputs=multiprocessors * 128 * 128 // 2,
         half_bytes=multiprocessors * 1024 * 12,
+        half_channels=16,
+        lays_out=lays_out,
     )
 
 
+FITTED = {
+    "rtx3090": Fitted(0.92, 1.06, 1.03, 1.03, 0.73, 0.63),
+    "v100": Fitted(0.95, 0.77, 1.25, 0.84, 0.66, 0.62),
+    "a100": Fitted(0.70, 0.71, 0.58, 0.48, 0.65, 0.59),
+    "h100": Fitted(0.81, 0.80, 0.71, 0.59, 0.60, 0.59),
+    "h200": Fitted(0.81, 0.80, 0.71, 0.59, 0.53, 0.59),
+}
+"""By device. Above 1: a clock above the datasheet's, and kernels that get by with fewer products (Winograd's)."""
+
 _H100 = _gpu(
     "h100", multiprocessors=132, tera={"float64": 66.9, "float32": 494.7, "float16": 989.4, "bfloat16": 989.4},
-    vector_tera=66.9, bandwidth=3350e9, memory_bytes=80 * GIB, link_bytes_per_s=50e9, matmul_share=0.78,
+    vector_tera=66.9, bandwidth=3350e9, memory_bytes=80 * GIB, link_bytes_per_s=50e9,
 )  # fmt: skip
 _A100 = _gpu(
     "a100", multiprocessors=108, tera={"float64": 19.5, "float32": 156.0, "float16": 312.0, "bfloat16": 312.0},
@@ -156,10 +220,11 @@ _GPUS = (
     _gpu(
         "v100", multiprocessors=80, tera={"float64": 7.8, "float32": 15.7, "float16": 125.0, "bfloat16": 15.7},
         vector_tera=15.7, bandwidth=900e9, memory_bytes=32 * GIB, link_bytes_per_s=12e9,
+        lays_out=frozenset({"float16"}),
     ),
     _A100,
     _H100,
-    replace(_H100, name="h200", bandwidth=4800e9, memory_bytes=140 * GIB),
+    replace(_H100, name="h200", bandwidth=4800e9, memory_bytes=140 * GIB, rates=gpu_rates(FITTED["h200"])),
 )  # fmt: skip
 
 _CPU_FLOPS = 400e9  # 2 cores x 64 flop a cycle (two AVX-512 fused multiply-adds) x 3.1 GHz
@@ -185,6 +250,7 @@ CPU = DeviceModel(
     },
     rounding=1,
     link_bytes_per_s=0.0,
+    copy_ns=0,
     overlaps=False,
     half_dimension=24,
     element_ns={

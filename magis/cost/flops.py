@@ -69,6 +69,9 @@ def _kernels(sizes: list[int], most: int) -> int:
 _DESTINATIONS = frozenset({"out", "grad_input"})
 """Keywords of the tensor that an operator's `out` form writes to."""
 
+INNER_DEPTH = 4_096
+"""Products that one result sums up before libraries divide the sum among several multiprocessors (split-K)."""
+
 _EASY_POWERS = (1, 2, 3, 0.5, -0.5, -1, -2)
 """Exponents that kernels work out by products and roots."""
 
@@ -91,15 +94,24 @@ class OperatorWork:
     fresh_bytes: int = 0
     """Part of the written bytes that goes to storages which the call allocates."""
     results: int = 0
-    """Results that can be computed at the same time."""
+    """Results that can be computed at the same time; long sums of products count once for every `INNER_DEPTH`."""
     elements: int = 0
     """Elements gone through one by one: of inputs or outputs, windows of a pooling, attention scores."""
     smallest_dimension: int = 0
     """Of a matrix product's three dimensions; 0 for other operators."""
+    smallest_channels: int = 0
+    """Of a convolution, as the product that it is: its results' channels, or the products that each sums; by group."""
+    channels_last: bool = False
+    """Whether a convolution's or a batch norm's picture has its channels innermost."""
     tensors: int = 1
     """Of an operator on lists: how many tensors it goes through."""
     launches: int = 1
     """Of an operator on lists: the kernels that a GPU runs for it (`magis.cost.flops`)."""
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether tensor cores would want another layout: depthwise convolutions run on none."""
+        return not self.channels_last and self.smallest_channels != 1
 
     @property
     def moved_bytes(self) -> int:
@@ -143,11 +155,18 @@ def _refined(
     name = name_of(op.target)
     match known.kind:
         case "matmul":
-            return _matmul(done, op, values, outputs)
+            return _with_long_sums(_matmul(done, op, values, outputs))
         case "conv":
-            return replace(done, flops=_convolution_flops(op, values, outputs))
+            done = replace(done, flops=_convolution_flops(op, values, outputs))
+            return _with_long_sums(_looked_at(done, op, values, 0, outputs))
         case "conv_backward":
-            return replace(done, flops=_convolution_backward_flops(op, values))
+            flops = _convolution_backward_flops(op, values)
+            gradient = _tensor(op, values, 0)
+            done = _looked_at(replace(done, flops=flops), op, values, 1, [] if gradient is None else [gradient])
+            return _with_long_sums(done, products=2)
+        case "batch_norm":
+            backward = name.endswith("_backward")
+            done = replace(done, channels_last=_is_channels_last(_tensor(op, values, 1 if backward else 0)))
         case "attention" | "attention_backward":
             return _attention(done, op, values)
         case "none":
@@ -245,6 +264,26 @@ def _matmul(done: OperatorWork, op: Op, values: Mapping[int, Value], outputs: li
     rows = left.shape[-2] if len(left.shape) > 1 else 1
     columns = outputs[0].shape[-1] if len(outputs[0].shape) > 1 else 1
     return replace(done, flops=2 * inner * outputs[0].numel, smallest_dimension=min(rows, columns, inner))
+
+
+def _with_long_sums(done: OperatorWork, products: int = 1) -> OperatorWork:
+    return replace(done, results=max(done.results, done.flops // (2 * products * INNER_DEPTH)))
+
+
+def _looked_at(done: OperatorWork, op: Op, values: Mapping[int, Value], first: int, made: list[Value]) -> OperatorWork:
+    """A convolution's layout, and its channels by group; its picture and weight are arguments from `first` on."""
+    image, weight = _tensor(op, values, first), _tensor(op, values, first + 1)
+    if image is None or weight is None or weight.numel == 0 or not made or len(made[0].shape) < 2:
+        return done
+    position = 8 + first
+    groups = op.args[position] if position < len(op.args) else 1
+    channels = made[0].shape[1] // (groups if isinstance(groups, int) and groups > 0 else 1)
+    smallest = min(channels, weight.numel // weight.shape[0])
+    return replace(done, smallest_channels=smallest, channels_last=_is_channels_last(image))
+
+
+def _is_channels_last(image: Value | None) -> bool:
+    return image is not None and len(image.shape) == 4 and image.stride[1] == 1 and image.shape[1] > 1
 
 
 def _convolution_flops(op: Op, values: Mapping[int, Value], outputs: list[Value]) -> int:

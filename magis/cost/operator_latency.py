@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from magis.cost.devices import DeviceModel
-from magis.cost.flops import work
+from magis.cost.flops import OperatorWork, work
 from magis.cost.profile_store import Curve, Profile, kin, target_of
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
@@ -23,23 +23,30 @@ from magis.graph.nodes import Graph, Op, Ref, Value, every_op
 #
 # Arithmetic runs at the reachable share of the peak of the operator's kind and type, traffic at its share of the
 # bandwidth. Both shares shrink with the operator (Hockney's half-performance size: n / (n + n_half)), so that
-# splitting an operator costs more than its launches. Whole nanoseconds, computed in double precision from integers:
+# splitting an operator costs more than its launches. A convolution whose picture does not have the layout that the
+# device's kernels want is laid out anew around it. Whole nanoseconds, computed in double precision from integers:
 # the same on every machine.
 
-_MATRIX = frozenset({"matmul", "conv", "conv_backward", "attention", "attention_backward"})
+_CONVOLUTIONS = frozenset({"conv", "conv_backward"})
+_MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
 
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
     """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
-    done = work(op, values)
+    return work_ns(device, work(op, values))
+
+
+def work_ns(device: DeviceModel, done: OperatorWork) -> int:
+    """Estimated nanoseconds of what one call does."""
     if done.kind in ("view", "none"):  # nothing runs on the device
         return device.view_ns
-    rates = device.rates.get(done.kind, device.rates["unknown"])
+    rates = device.rates_of(done)
     matrix = done.kind in _MATRIX
     peak = device.matrix_flops.get(done.dtype, device.vector_flops) if matrix else device.vector_flops
     reached = peak * rates.arithmetic
     if matrix:
         reached *= _share(done.results, device.half_outputs) * _share(done.smallest_dimension, device.half_dimension)
+        reached *= _share(done.smallest_channels, device.half_channels)
     # a measured time per element takes the place of counted arithmetic, except where products come on top
     per_element = device.element_ns.get(done.name, device.element_ns.get(done.kind))
     counted = matrix or per_element is None
@@ -47,6 +54,8 @@ def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int
     bandwidth = device.bandwidth * rates.bandwidth * _share(done.moved_bytes, device.half_bytes)
     traffic = done.moved_bytes / bandwidth * 1e9
     busy = max(arithmetic, traffic) if device.overlaps else arithmetic + traffic
+    if done.kind in _CONVOLUTIONS and done.laid_out and done.dtype in device.lays_out:
+        busy += done.moved_bytes / (device.bandwidth * device.rates["layout"].bandwidth) * 1e9
     if done.fresh_bytes >= device.fault_bytes > 0:
         busy += done.fresh_bytes * device.fault_ns_per_byte
     launches = done.tensors if device.loops_lists else done.launches

@@ -4,6 +4,7 @@
      "schema": 2,
      "device": {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"},
      "link": 0,
+     "copy_ns": 0,
      "schemas": {
       "aten.mm.default": "aten::mm(Tensor self, Tensor mat2) -> Tensor"
      },
@@ -13,7 +14,8 @@
     }
 
 `ns` is the median of `samples` timings in nanoseconds, `spread` half of their interquartile range, `workspace` the
-scratch in bytes, `link` what the way between host and device carries, in bytes a second. `schemas` says what the
+scratch in bytes, `link` what the way between host and device carries, in bytes a second, `copy_ns` what a copy there
+takes besides its bytes (either is 0 where it was not measured; `copy_ns` may be missing). `schemas` says what the
 operators looked like to the torch that ran them: one that has another schema today is another operator (`matched`).
 Files are replaced as a whole, so that a reader or an interruption never meets half a file.
 """
@@ -69,6 +71,8 @@ class Profile:
     """By operator: "aten.mm.default"."""
     link: int = 0
     """Bytes a second between host and device, the slower direction; 0: not measured."""
+    copy_ns: int = 0
+    """What a copy between them takes besides its bytes; 0: not measured."""
 
     @property
     def dtypes(self) -> frozenset[str]:
@@ -78,7 +82,8 @@ class Profile:
     @property
     def digest(self) -> str:
         """Tells profiles apart that price differently; what they were recorded with and how often does not count."""
-        prices = [self.link, sorted((key, entry.ns, entry.workspace) for key, entry in self.entries.items())]
+        copies = [self.link] if self.copy_ns == 0 else [self.link, self.copy_ns]  # older profiles keep their digest
+        prices = [*copies, sorted((key, entry.ns, entry.workspace) for key, entry in self.entries.items())]
         return sha256(json.dumps(prices).encode()).hexdigest()[:12]
 
 
@@ -120,8 +125,11 @@ def load(path: Path) -> Profile:
     link = data.get("link", 0)
     if type(link) is not int or not 0 <= link < 2**62:
         raise _corrupt(path, "its link carries no number of bytes a second")
+    copy_ns = data.get("copy_ns", 0)
+    if type(copy_ns) is not int or not 0 <= copy_ns < _MOST:
+        raise _corrupt(path, "its copies take no number of nanoseconds")
     entries = _entries(path, data.get("operators"))
-    return Profile(device, entries, _texts(path, data.get("schemas"), "no schemas"), link)
+    return Profile(device, entries, _texts(path, data.get("schemas"), "no schemas"), link, copy_ns)
 
 
 def _corrupt(path: Path, reason: str) -> ProfileError:
@@ -176,7 +184,8 @@ def merge(first: Profile, second: Profile) -> Profile:
         entries[key] = min(
             entries.get(key, entry), entry, key=lambda known: (-known.samples, known.ns, known.spread, known.workspace)
         )
-    return Profile(first.device, entries, {**first.schemas, **second.schemas}, max(first.link, second.link))
+    copy_ns = min(filter(None, (first.copy_ns, second.copy_ns)), default=0)
+    return Profile(first.device, entries, {**first.schemas, **second.schemas}, max(first.link, second.link), copy_ns)
 
 
 def _line(device: Mapping[str, str]) -> str:
@@ -195,7 +204,8 @@ def save(profile: Profile, path: Path) -> None:
 def _text(profile: Profile) -> str:
     rows = {key: {name: getattr(entry, name) for name in Entry.__slots__} for key, entry in profile.entries.items()}
     parts = [f'"schema": {SCHEMA}', f'"device": {json.dumps(dict(profile.device), sort_keys=True)}']
-    parts += [f'"link": {profile.link}', f'"schemas": {_lines(profile.schemas)}', f'"operators": {_lines(rows)}']
+    parts += [f'"link": {profile.link}', f'"copy_ns": {profile.copy_ns}']
+    parts += [f'"schemas": {_lines(profile.schemas)}', f'"operators": {_lines(rows)}']
     return "{\n " + ",\n ".join(parts) + "\n}\n"
 
 

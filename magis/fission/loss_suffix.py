@@ -165,19 +165,19 @@ class Piece:
         return min(self.cuts)
 
 
-def pieces(graph: Graph) -> list[Piece]:
-    """The pieces of all places that are worth a loop, each once, those that hold most first; the graph free of needless
-    constraints (``rewrite.untangle``)."""
+def pieces(graph: Graph, most: int = PLACES) -> list[Piece]:
+    """The pieces of all places (about ``most``) that are worth a loop, each once, those that hold most first; the graph
+    free of needless constraints (``rewrite.untangle``)."""
     whole = graph.persistent_bytes() + own_bytes(graph, dict.fromkeys(range(len(graph.ops)), 0), 1)[0]
-    worth = (piece for piece in _every(graph) if piece.nbytes * LEAST >= whole)
+    worth = (piece for piece in _every(graph, most) if piece.nbytes * LEAST >= whole)
     return sorted(worth, key=lambda piece: -piece.nbytes)
 
 
-def _every(graph: Graph) -> Iterator[Piece]:
+def _every(graph: Graph, most: int) -> Iterator[Piece]:
     seen: set[tuple[tuple[int, Split], ...]] = set()
     dag = dependency_graph(graph)
     for axis in axes(graph):
-        for at in places(graph, axis, PLACES):
+        for at in places(graph, axis, most):
             found = heaviest(graph, suffix(graph, axis, at, dag), dag)
             if found is not None and (cuts := tuple(sorted(found.cuts.items()))) not in seen:
                 seen.add(cuts)

@@ -42,6 +42,7 @@ from magis.frontends.planned import (
 )
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
+from magis.results import Case
 from magis.runtime.steps import GraphStep
 
 __all__ = ["OptimizedStep", "optimize"]
@@ -70,6 +71,7 @@ def optimize(
     device: str | None = None,
     budget: int | None = None,
     seconds: float | None = None,
+    slack: float = Case.slack,
     plan: Path | str | None = None,
 ) -> OptimizedStep:
     """A step that trains `model` in place with less memory: `loss = step(inputs, targets)`.
@@ -87,8 +89,8 @@ def optimize(
     `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
     with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another kind are planned when
     they first come, and so is a module that has changed. `autocast` (torch.bfloat16) takes the place of a
-    `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `plan` is a file of
-    `OptimizedStep.save`.
+    `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `slack` is by how
+    much swaps may be slower than predicted before the step waits for them, `plan` is a file of `OptimizedStep.save`.
 
     Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
     and line, for a step that is no single static graph.
@@ -98,7 +100,7 @@ def optimize(
     if len(named) != 1:
         what = " and ".join(named) or "none"
         raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
-    limits = limits_of({**given, "budget": budget, "seconds": seconds}, HINTS)
+    limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
     if autocast not in AUTOCAST:
         raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
     where = device_of(model, device)

@@ -36,6 +36,7 @@ from magis.planner.planning import plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.report import write_text_atomically
+from magis.results import Case
 from magis.simulate.simulator import replay, rounded
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
 
@@ -93,6 +94,7 @@ class Limits:
     latency_ratio: float | None = None
     budget: int | None = None
     seconds: float | None = None
+    slack: float = Case.slack
 
     def bytes_of(self, original: int) -> int | None:
         """The memory limit, for a step whose original has this peak."""
@@ -185,7 +187,7 @@ def planned(
     step, which parameters of layers that are left out would miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
-    subject = subject_now(module, loss_fn, batch, rule, device, autocast)
+    subject = subject_now(module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
     reads = _observed(subject, cast)
     if reads.stale:
@@ -299,6 +301,7 @@ def subject_now(
     rule: OptimizerSpec,
     device: str,
     autocast: torch.dtype | None,
+    slack: float = Case.slack,
 ) -> Subject:
     """The step as eager would run it now, with the generators as they are."""
     name = f"{type(module).__module__}:{type(module).__qualname__}"
@@ -313,7 +316,7 @@ def subject_now(
         )
     # No copy of the module is run to time it: what its patched methods close over would be the user's own module.
     source = Source(name, lambda _seed: here, AUTOCAST[autocast], device, 0, seeded=False, keeps_results=True)
-    return Subject(replace(source, running_seconds=math.inf))
+    return Subject(replace(source, running_seconds=math.inf), slack=slack)
 
 
 RANGES = {
@@ -322,6 +325,7 @@ RANGES = {
     "budget": (1, math.inf, "use a whole number of plans above 0"),
     "seconds": (0.0, math.inf, "use a number above 0"),
     "memory_limit": (0.0, math.inf, 'use an amount above 0, such as "8 GiB"'),
+    "slack": (0.0, Case.MOST_SLACK, f"use a share from 0 to {Case.MOST_SLACK}"),
 }
 """What may be asked for: least, most, and what to write instead."""
 
@@ -335,12 +339,13 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
         number = found[name]
         if number is None:
             continue
-        fits = is_number(number) and least <= number <= most and number > 0
+        fits = is_number(number) and least <= number <= most and (number > 0 or name == "slack")
         if not fits or (name == "budget" and number != int(number)):
             raise UsageError(f"{name}={asked[name]!r}", hint=hints.get(name, hint))
     whole = found["memory_limit"], found["budget"]
     nbytes, budget = (None if number is None else int(number) for number in whole)
-    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"])
+    slack = Case.slack if found["slack"] is None else found["slack"]
+    return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack)
 
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.

@@ -34,6 +34,7 @@ from magis.runtime.profiler import (
     ProfilingEffort,
     Wall,
     batches,
+    copy_overhead,
     cuda_workspace,
     link_speed,
     record,
@@ -145,7 +146,7 @@ def record_profile(
             progress(f"{model}: batch {number + 1}, {len(profile.entries)} operators known")
             with products_of(rounding):
                 found = _measured(batch, effort, device)
-            profile = _added(path, Profile(identity, found, schemas(found), _link(profile, device)))
+            profile = _added(path, Profile(identity, found, schemas(found), *_copies(profile, device)))
         if over:
             break
     missing = tuple(key for key in wanted if key not in profile.entries)
@@ -207,6 +208,9 @@ def _measured(batch: CallBatch, effort: ProfilingEffort, device: str) -> dict[st
     return record(batch, effort, where, EventWatch(torch.cuda), lambda key: cuda_workspace(key, where))
 
 
-def _link(profile: Profile, device: str) -> int:
-    """Measured once in a file's life."""
-    return profile.link if profile.link or device == "cpu" else link_speed(torch.device(device))
+def _copies(profile: Profile, device: str) -> tuple[int, int]:
+    """The link's speed, and what a copy takes besides; each is measured once in a file's life."""
+    if device == "cpu":
+        return 0, 0
+    where = torch.device(device)
+    return profile.link or link_speed(where), profile.copy_ns or copy_overhead(where)

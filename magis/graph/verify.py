@@ -137,6 +137,8 @@ def _copy_problems(graph: Graph) -> Iterator[str]:
         if op.target == "magis.wait":
             for value in op.inputs()[1:]:
                 leaving.pop(value, None)
+        if op.target == "magis.load" and not leaving.keys().isdisjoint(op.inputs()):
+            yield f"{where}: loads what nothing has waited for, so its copy to the host may not be there yet"
     for _, where in leaving.values():
         yield f"{where}: nothing waits for the copy, so its memory may be used again too early"
 

@@ -118,13 +118,14 @@ def filled(level: LoopFrame, decisions: Decisions) -> NodeStep:
     step = level.evaluator.step
     if not level.inner:
         return step
-    ns, ws, tensor = step.ns.copy(), step.ws.copy(), step.tensor.copy()
+    ns, ws, tensor, copies = step.ns.copy(), step.ws.copy(), step.tensor.copy(), step.copies.copy()
     for node, other in level.inner:
-        figures = judge(other, decisions)
+        figures, inside = _judged(other, decisions, None)
         ns[:, node] = other.nest.parts * figures.latency_ns
         ws[:, node] = figures.peak
         tensor[:, node] = figures.tensor_peak
-    return step._replace(ns=ns, ws=ws, tensor=tensor)
+        copies[node] = figures.swaps > 0 or inside.step.copies.any()
+    return step._replace(ns=ns, ws=ws, tensor=tensor, copies=copies)
 
 
 def _judged(level: LoopFrame, decisions: Decisions, order: Int32s | None) -> tuple[Evaluation, Evaluator]:

@@ -72,18 +72,18 @@ class Bench:
         if make is not None:
             dtype = _checked(case.dtype or "", case.device)
             source = Source(case.model, make, dtype, case.device, case.seed, True, running_seconds=seconds)
-            return self.keep((case.model, make), source)
+            return self.keep((case.model, make), source, case.slack)
         spec = get(case.model)
         build = functools.partial(spec.build, case.preset)
         dtype, of_user = _dtype(spec, case), is_factory(case.model)
         source = Source(case.model, build, dtype, case.device, case.seed, of_user, running_seconds=seconds)
-        return self.keep((case.model, case.preset), source)
+        return self.keep((case.model, case.preset), source, case.slack)
 
-    def keep(self, what: tuple[object, ...], source: Source) -> Subject:
+    def keep(self, what: tuple[object, ...], source: Source, slack: float = Case.slack) -> Subject:
         """The subject of a source; ``what`` tells sources of one name apart."""
-        key = (*what, source.dtype, source.device, source.seed, source.running_seconds)
+        key = (*what, source.dtype, source.device, source.seed, source.running_seconds, slack)
         subject = self._subjects.pop(key, None) or Subject(
-            source, self._sharing, self.pricing(source.device, source.dtype), self.kept
+            source, self._sharing, self.pricing(source.device, source.dtype), self.kept, slack
         )
         self._subjects[key] = subject
         while len(self._subjects) > KEPT:

@@ -12,7 +12,7 @@ from magis.graph import Graph, Op
 from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, searched
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, joined, place_front
+from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
@@ -86,10 +86,13 @@ def _best(
         if point.cut is None:
             continue
         start = point.solution()
-        solution, spent = (start, 0) if wanted.over() else _thoroughly(point.level, start, wanted)
+        done = wanted.over() or wanted.enough(start.peak, start.latency_ns)
+        solution, spent = (start, 0) if done else _thoroughly(point.level, start, wanted)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
             best = Divided((point.cut,), point.level, solution)
+            if wanted.enough(solution.peak, solution.latency_ns):
+                break
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
@@ -106,7 +109,7 @@ def _thoroughly(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tup
         squeezed, states = _squeezed(here, start, wanted)
         last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
         return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
-    tried = _solved(here, wanted.goal, wanted)
+    tried = _solved(here, wanted.goal, wanted, start)
     return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
 
 
@@ -118,7 +121,7 @@ def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple
     for _ in range(SQUEEZES):
         if best.peak - floor < best.peak // LEAST_ROOM:
             break
-        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted)
+        tried = _solved(here, Objective(memory_limit=max(floor, best.peak - step)), wanted, start)
         states += tried.states
         if wanted.key(tried.peak, tried.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = tried
@@ -135,14 +138,16 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
     left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.inner.parts)
-    body = _solved(here.inner, left, wanted)
+    body = _solved(here.inner, left, wanted, start)
     problem = with_body(here, body)
     found = evaluate(problem, start.plan.order, start.plan.flags)
     return solution(here, problem, replace(start.plan, peak=found.peak, latency_ns=found.latency_ns), body, states=1)
 
 
-def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest) -> LoopNestPlan:
-    return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)))
+def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
+    """A plan of the level, or of its body, that swaps inside only if the one to start from does."""
+    swap = start.inner is not None and start.inner.copies
+    return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)), swap_inside=swap)
 
 
 FREE = 1.01
@@ -181,7 +186,10 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     subject, goal = scratch.subject, wanted.goal
     graph = subject.aggregated
     known = (plain.planned.peak_bytes, plain.latency_ns)
-    found = divide(joined(subject.sketched, subject.divided_front(wanted)), wanted, known=known)
+    front = subject.sketched
+    if not any_enough(front.points, wanted):
+        front = joined(front, subject.divided_front(wanted))
+    found = divide(front, wanted, known=known)
     attempt, states = None, 0
     if found is not None:
         verify_fission(found.level.compiled.graph, graph)

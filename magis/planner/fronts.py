@@ -15,9 +15,9 @@ from magis.planner.plans import Plan, PlanScratch, searched
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import HASTY, FissionPoint, joined, whole_front
+from magis.search.fission_pareto import HASTY, MOST_OPERATORS, FissionPoint, joined, whole_front
+from magis.search.pareto_sweep import BRIEF, FULL, spread
 from magis.search.pareto_sweep import pareto as undominated
-from magis.search.pareto_sweep import spread
 from magis.units import is_number
 
 POINTS = 32
@@ -35,6 +35,7 @@ def pareto(
     seed: int = 0,
     budget: int | None = None,
     seconds: float | None = None,
+    slack: float = Case.slack,
     points: int = POINTS,
     processes: int = 1,
     resume: Path | None = None,
@@ -46,7 +47,8 @@ def pareto(
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
     the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
-    found until then, which depends on the machine. At most ``points`` plans are realized, evenly spread
+    found until then, which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
+    (`magis.results.Case`). At most ``points`` plans are realized, evenly spread
     over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
     ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
     the front's own ``seconds``. Raises MagisError for what cannot be captured or asked for.
@@ -59,11 +61,13 @@ def pareto(
     ):
         if number is not None and number < least:
             raise UsageError(f"pareto: {name} is {number}, which is less than {least}")
+    if not (is_number(slack) and 0 <= slack <= Case.MOST_SLACK):
+        raise UsageError(f"pareto: slack is {slack!r}, which is no number from 0 to {Case.MOST_SLACK}")
     if seconds is not None and not (is_number(seconds) and seconds > 0):
         raise UsageError(f"pareto: seconds is {seconds!r}, which is no number above 0")
     device = default_device() if device is None else device
     preset = ("small" if device == "cpu" else "paper") if preset is None else preset
-    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds)
+    case = Case(model, "magis", device, preset, dtype, seed=seed, budget=budget, seconds=seconds, slack=slack)
     bench = Bench(processes=processes, resume=resume) if cache is None else cache
     return front_of(case, bench.subject(case, make), points)
 
@@ -145,7 +149,8 @@ def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
 
 def best_on_front(scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
     """The plan, or the best one of the whole step's front where that one is better under the goal."""
-    front = scratch.subject.whole_front({}, over)
+    large = len(scratch.subject.normal.ops) > MOST_OPERATORS
+    front = scratch.subject.whole_front({}, over, BRIEF if large else FULL)
     best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
     found = _plan_of(scratch, best)
     states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()

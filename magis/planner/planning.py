@@ -19,10 +19,13 @@ from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
+from magis.search.fission_pareto import any_enough
 
 WHOLE, FRONT = 0.3, 0.45
 """Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
 cannot be kept without fission, which has the rest. A CPU has no front, and seldom fission: all is for the search."""
+AT_ONCE = 1000
+"""States of the search for the first plan."""
 ROUNDS = 5
 """Searches at most for a limit on reserved bytes."""
 CLOSE = 0.02
@@ -181,10 +184,18 @@ def _searched(
     def left() -> float | None:
         return None if seconds is None else max(share * seconds - (time.perf_counter() - started), seconds / 10)
 
+    wanted = PlanRequest(goal, seed, budget, over, subject.original_ns)
     has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
     share = WHOLE if has_front else 1.0
     stage("searching")
+    first = at_once(scratch, wanted, loops=seconds is None) if has_front else None
+    if first is not None and wanted.enough(first.peak, first.latency_ns):
+        return first
     best = plan_whole(scratch, goal, budget=budget, seed=seed, left=left)
+    if first is not None and goal.key(first.peak, first.latency_ns) < goal.key(best.peak, best.latency_ns):
+        best = replace(first, states=first.states + best.states, stopped_by_seconds=best.stopped_by_seconds)
+    if wanted.enough(best.peak, best.latency_ns):
+        return best
     if has_front:
         stage("searching among plans for all limits")
         best = (
@@ -194,12 +205,22 @@ def _searched(
         )
     if worth_dividing(subject, goal, best):
         stage("searching with parts of the step as loops")
-        best = (
-            replace(best, stopped_by_seconds=True)
-            if over()
-            else divided(scratch, PlanRequest(goal, seed, budget, over), best)
-        )
+        best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
     return best
+
+
+def at_once(scratch: PlanScratch, wanted: PlanRequest, *, loops: bool) -> Plan:
+    """A first plan after little work: without fission, or, if ``loops`` may be looked for, with the first ones found
+    where these cost nothing and even a plan without fission that is better by a fifth would be worth cutting."""
+    goal, eager_ns = wanted.goal, wanted.eager_ns
+    attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
+    plain = approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
+    hoped = replace(plain, latency_ns=eager_ns + (plain.latency_ns - eager_ns) * 4 // 5)
+    if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch.subject, goal, hoped):
+        return plain
+    if not loops or not any_enough(scratch.subject.sketched.points, wanted):
+        return plain
+    return divided(scratch, wanted, plain)
 
 
 def plan_whole(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from magis.cost.machines import machines
 from magis.graph import Graph, verify
 from magis.planner.subject import Subject
 from magis.planner.traced_model import redo_graph, signatures
@@ -21,6 +22,7 @@ from magis.search.loop_nest import LoopNest
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.peak_breakdown import repeats
+from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
@@ -117,10 +119,11 @@ def attempts(
     seed: int,
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
+    brief: bool = False,
 ) -> Callable[[Objective], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
-    ``left`` says how many seconds a search may still take, ``over`` ends one.
+    ``left`` says how many seconds a search may still take, ``over`` ends one; a ``brief`` one makes few proposals.
     """
     subject = scratch.subject
     around = searched(graph)
@@ -128,7 +131,10 @@ def attempts(
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Objective) -> Plan:
-        result = search(compiled.problem, aim, budget=budget, seconds=left(), seed=seed, over=over, watch=scratch.watch)
+        result = search(
+            compiled.problem, aim,
+            budget=budget, seconds=left(), seed=seed, brief=brief, over=over, watch=scratch.watch,
+        )  # fmt: skip
         events = expand(compiled.problem, result.order, result.flags)
         return scratch.plan(
             realize(compiled, events),
@@ -166,3 +172,16 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
         # Of every attempt: replanning from a baseline must meet the same scratch again on its way.
         workspaces={key: nbytes for each in tried for key, nbytes in each.workspaces.items()},
     )
+
+
+def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
+    """Latency of a graph of ours to the original's on each of the machines of a slack, what it waits for copies
+    included."""
+    eager = subject.latency_ns(subject.captured.original.graph)
+    every = machines(subject.roofline.nominal, slack)
+    return tuple((elapsed_ns(graph, each) / each.kernels + subject.behind_ns) / eager for each in every)
+
+
+def worst_latency_ratio(subject: Subject, graph: Graph) -> float | None:
+    """The worst of them for the slack that the subject is planned with; None on a device that swaps nothing."""
+    return max(latency_ratios(subject, graph, subject.slack)) if subject.roofline.link_bytes_per_s else None

@@ -24,14 +24,23 @@ from magis.planner.shared_searches import Sharing
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
 from magis.planner.workload_source import Memo, Source, too_slow
 from magis.report.text_store import Kept
-from magis.results import Memory, Provenance
+from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.rule_table import quickest
 from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
 from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import DivisibleStep, FissionFront, places_front, sketch, whole_front, work_of
+from magis.search.fission_pareto import (
+    DivisibleStep,
+    FissionFront,
+    TriedPlaces,
+    places_front,
+    sketch,
+    whole_front,
+    work_of,
+)
+from magis.search.pareto_sweep import FULL, Effort
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.strategies.rank_step import loss_of_shares
@@ -46,15 +55,21 @@ class Subject(TracedModel):
     """One model at one size, data type and device. Heavy members are made once and kept."""
 
     def __init__(
-        self, source: Source, sharing: Sharing = ALONE, pricing: Pricing = UNPRICED, kept: Kept | None = None
+        self,
+        source: Source,
+        sharing: Sharing = ALONE,
+        pricing: Pricing = UNPRICED,
+        kept: Kept | None = None,
+        slack: float = Case.slack,
     ) -> None:
         super().__init__(source)
         self.pricing = pricing
         self.kept = kept
+        self.slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
-        self._fronts: dict[int, FissionFront] = {}
-        self._whole: dict[tuple[tuple[str, int], ...], FissionFront] = {}
+        self._tried = TriedPlaces()
+        self._whole: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
         self.memo = Memo()
 
     @cached_property
@@ -87,13 +102,13 @@ class Subject(TracedModel):
             self.captured = found
         return said
 
-    def whole_front(self, workspaces: Mapping[str, int], over: Over = never) -> FissionFront:
+    def whole_front(self, workspaces: Mapping[str, int], over: Over = never, effort: Effort = FULL) -> FissionFront:
         """The front of the step with nothing in parts, for known workspaces (signature -> bytes); kept."""
-        key = tuple(sorted(workspaces.items()))
+        key = effort, tuple(sorted(workspaces.items()))
         known = self._whole.get(key)
         if known is not None:
             return known
-        found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, over=over)
+        found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, effort=effort, over=over)
         if not over():  # else it may be incomplete
             self._whole[key] = found
         return found
@@ -105,17 +120,15 @@ class Subject(TracedModel):
     @cached_property
     def sketched(self) -> FissionFront:
         """A first, hasty answer to what parts of the step in loops give."""
-        return sketch(self._work)
+        found = sketch(self._work)
+        if self._work.efforts.middling and not self._tried.fronts:  # nothing more would be tried there
+            self._tried.fronts.append(found)
+        return found
 
     def divided_front(self, wanted: PlanRequest) -> FissionFront:
-        """The front of the step cut into parts, without the hasty look; kept, since cases of one model share it."""
-        known = self._fronts.get(wanted.budget)
-        if known is not None:
-            return known
-        found = places_front(self._work, wanted, self._share)
-        if not wanted.over():  # else it may be incomplete
-            self._fronts[wanted.budget] = found
-        return found
+        """The front of the step cut into parts, without the hasty look; places are kept, since cases of one model share
+        them."""
+        return places_front(self._work, wanted, self._share, self._tried)
 
     @cached_property
     def normal(self) -> Graph:
@@ -152,9 +165,10 @@ class Subject(TracedModel):
         return self.costs({})
 
     def costs(self, workspaces: Mapping[str, int]) -> RooflineCosts:
-        """Costs with these workspaces where they are known."""
+        """Costs with these workspaces where they are known; copies are as long as slack wants them."""
         prices = self._prices
-        return RooflineCosts(prices.device, prices.profile, workspaces, prices)
+        slack = self.slack if prices.device.link_bytes_per_s else 0.0
+        return RooflineCosts(prices.device, prices.profile, workspaces, prices, slack)
 
     @cached_property
     def _prices(self) -> Prices:

@@ -64,6 +64,7 @@ _OWN: Mapping[str, Column] = {
     "latency ratio low (opt/ori)": lambda r: r.ratio.low if r.ratio else None,
     "latency ratio high (opt/ori)": lambda r: r.ratio.high if r.ratio else None,
     "latency ratio bound (opt/ori)": lambda r: r.latency_ratio_bound,
+    "worst latency ratio (opt/ori)": lambda r: r.search.worst_latency_ratio,
     "timed pairs": lambda r: r.ratio.pairs if r.ratio else None,
     "opt peak bytes": lambda r: r.memory.peak_bytes,
     "ori peak bytes": lambda r: r.original_memory.peak_bytes,

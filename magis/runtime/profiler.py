@@ -215,7 +215,7 @@ def schema_of(target: str) -> str | None:
 # an operator is the larger of two times: the kernels' between the events, and the host's for issuing the call,
 # which PyTorch does operator by operator; short kernels cost their launch.
 
-LINK_BYTES, COPIES = 256 * MIB, 7
+LINK_BYTES, FEW_BYTES, COPIES = 256 * MIB, 512, 7
 TOGETHER = 128
 """Calls that are issued without waiting: a stream that is full would make the host wait for other calls' kernels."""
 
@@ -266,12 +266,22 @@ def cuda_workspace(key: str, device: torch.device) -> int:
 
 def link_speed(device: torch.device) -> int:
     """Bytes a second between pinned host memory and the device, of the slower direction; median of a few copies."""
-    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=device)
-    rates = []
+    return LINK_BYTES * 1_000_000_000 // max(1, _copy_ns(device, LINK_BYTES))
+
+
+def copy_overhead(device: torch.device) -> int:
+    """Nanoseconds that a copy between pinned host memory and the device takes besides its bytes: one of a few bytes."""
+    return _copy_ns(device, FEW_BYTES)
+
+
+def _copy_ns(device: torch.device, nbytes: int) -> int:
+    """Nanoseconds of a copy in the slower direction, the median of a few."""
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    medians = []
     for target, source in ((there, host), (host, there)):
         watch = EventWatch(torch.cuda)
         for _ in range(COPIES):
             watch.time(partial(target.copy_, source, non_blocking=True))
-        rates.append(LINK_BYTES * 1_000_000_000 // max(1, sorted(watch.times())[COPIES // 2]))
-    return min(rates)
+        medians.append(sorted(watch.times())[COPIES // 2])
+    return max(medians)

@@ -1,14 +1,21 @@
-"""Swaps: host memory for tensors that leave the device, and copies on a stream of their own on a GPU.
+"""Swaps: host memory for tensors that leave the device, and copies on streams of their own on a GPU.
 
-There is one *copy stream*; the operators run on the *compute stream* (whichever is current). A stream runs what it is
-given in order; what is ordered between the two is ordered by events, and nothing here ever stops the host.
+There are two *copy streams*, one for each direction; the operators run on the *compute stream* (whichever is current).
+A stream runs what it is given in order; what is ordered between two is ordered by events, and nothing here ever stops
+the host.
 
-    store   the copy stream waits for all that the compute stream was given so far, copies to pinned memory, is done
+    store   the stream of stores waits for all that the compute stream was given so far, copies to pinned memory, is
+            done
     wait    the compute stream waits until that is done
-    load    memory from the compute stream; the copy stream waits for all that the compute stream was given so far,
+    load    memory from the compute stream; the stream of loads waits for all that the compute stream was given so far,
             copies to that memory, and it is ready
     ready   the compute stream waits until that is so; the generated code asks for it before the first operator that
             takes the loaded tensor or a view of it, and before the tensor is forgotten where there is none
+
+Two streams, since a GPU has a copy engine for each direction, and PCIe and NVLink carry both directions at once, from
+and to pinned memory. On one stream a load would wait for every store that was given before it, which nothing needs. The
+evaluator counts the same: each direction is a queue of its own, in this order, with a fixed time for each copy besides
+that of its bytes (`magis.simulate.kernel`).
 
 Why that is enough, without ``Tensor.record_stream``:
 
@@ -16,10 +23,12 @@ Why that is enough, without ``Tensor.record_stream``:
   forgotten after its ``wait`` (``verify`` refuses a store without one, and a write in between), so whatever gets its
   memory next comes after the copy.
 * Memory for a load may have been in use by operators that were given to the compute stream before but have not run:
-  hence the copy stream's wait.
-* Pinned buffers are made once and used again from step to step. A buffer is free once nothing of the step holds it,
-  which is after the last load from it was given to the copy stream; the next store into it goes to the same stream,
-  so it comes after that load.
+  hence the wait of the stream of loads. It orders a load behind the store of the same tensor, too: ``wait`` stands
+  between them (``verify`` refuses a load of what nothing has waited for).
+* Pinned buffers are made once and used again from step to step. A buffer is free once nothing holds it: no name of the
+  step, and no load that nobody has asked for yet, since a load holds its buffer until ``ready``. By then the compute
+  stream waits for that load. The next store into the buffer waits for all that the compute stream was given, so it
+  comes after the load; and it need not wait for anything that the plan does not know of.
 """
 
 from __future__ import annotations
@@ -168,17 +177,19 @@ class StreamHost(GeneratorStates):
         super().__init__(device)
         self._device = torch.device(device)
         self._runtime = runtime
-        self._copies: Stream = runtime.new_stream()
+        self._stores: Stream = runtime.new_stream()
+        self._loads: Stream = runtime.new_stream()
         self._free: dict[int, list[Tensor]] = {}
-        self._arriving: dict[int, Any] = {}
-        self._last: Any = None
+        self._arriving: dict[int, tuple[Any, Stored]] = {}
+        """By the identity of a loaded tensor: when it is there, and what it is loaded from."""
+        self._last: dict[Stream, Any] = {}
+        """The last event of each copy stream that the compute stream has not waited for."""
 
     def store(self, tensor: Tensor) -> Stored:
         """Start to copy the bytes that ``tensor`` covers to the host."""
         source = as_bytes(tensor)
         buffer = self._take(source.numel())
-        self._copy(buffer, source)
-        stored = Stored.of(tensor, buffer, self._last)
+        stored = Stored.of(tensor, buffer, self._copy(self._stores, buffer, source))
         weakref.finalize(stored, self._free[source.numel()].append, buffer).atexit = False
         return stored
 
@@ -189,34 +200,36 @@ class StreamHost(GeneratorStates):
     def load(self, stored: Stored) -> Tensor:
         """Start to fill a fresh tensor with the stored layout and contents."""
         tensor = stored.empty(self._device)
-        self._copy(as_bytes(tensor), stored.data)
-        self._arriving[id(tensor)] = self._last
+        self._arriving[id(tensor)] = self._copy(self._loads, as_bytes(tensor), stored.data), stored
         return tensor
 
     def ready(self, tensor: Tensor) -> None:
         """What was loaded is there before whatever comes next."""
-        self._wait_for(self._arriving.pop(id(tensor)))
+        arrived, _buffer = self._arriving.pop(id(tensor))
+        self._wait_for(arrived)
 
     def join(self) -> None:
         """Every copy is done before whatever comes next.
 
         A whole step waits for each of its copies, so this matters after one that was broken off.
         """
+        for event in list(self._last.values()):
+            self._wait_for(event)
         self._arriving.clear()
-        if self._last is not None:
-            self._wait_for(self._last)
 
-    def _copy(self, target: Tensor, source: Tensor) -> None:
-        """On the copy stream, after all that the compute stream was given so far."""
-        self._copies.wait_event(self._runtime.current_stream().record_event())
-        with self._runtime.running_on(self._copies):
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor) -> Any:
+        """On a copy stream, after all that the compute stream was given so far; the event that it is done."""
+        stream.wait_event(self._runtime.current_stream().record_event())
+        with self._runtime.running_on(stream):
             target.copy_(source, non_blocking=True)
-        self._last = self._copies.record_event()
+        self._last[stream] = stream.record_event()
+        return self._last[stream]
 
     def _wait_for(self, event: Any) -> None:
         self._runtime.current_stream().wait_event(event)
-        if event is self._last:  # events of one stream occur in order: nothing is left to wait for
-            self._last = None
+        for stream, last in list(self._last.items()):
+            if event is last:  # events of one stream occur in order: nothing is left to wait for
+                del self._last[stream]
 
     def _take(self, nbytes: int) -> Tensor:
         free = self._free.setdefault(nbytes, [])

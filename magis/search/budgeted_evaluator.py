@@ -15,7 +15,23 @@ from magis.simulate.problem import DROP, Int8s, Int32s, Problem
 Watch = Callable[[int, int], None]
 """Told the peak (bytes) and the latency (ns) of a plan as it is judged."""
 DEFAULT_BUDGET = 30_000
-"""States evaluated: about 1 s for 500 nodes, 3 s for 1500, 10 s for 4000."""
+"""States evaluated: about 1 s for 500 nodes, 3 s for 1500; of larger steps fewer (`affordable`)."""
+LARGE = 1500
+"""Nodes from which on a search evaluates fewer states: what one of them takes grows with the nodes."""
+LEAST_SHARE = 8
+"""Of its states a search of any step may evaluate this share (the reciprocal)."""
+FREE = 2000
+"""A plan that costs no more than this share (the reciprocal) of the least latency costs nothing."""
+
+
+def affordable(states: int, nodes: int) -> int:
+    """The states of a search, fewer for large steps, so that states times nodes stay the same up to a share of them."""
+    return max(1, states * LARGE // min(max(nodes, LARGE), LEAST_SHARE * LARGE))
+
+
+def free_of_cost(latency_ns: int, least_ns: int) -> bool:
+    """Whether a plan is as fast as can be, but for what nobody would search any longer for."""
+    return FREE * (latency_ns - least_ns) <= least_ns
 
 
 Over = Callable[[], bool]
@@ -67,6 +83,14 @@ class PlanRequest:
     seed: int
     budget: int = DEFAULT_BUDGET
     over: Over = never
+    eager_ns: int = 0
+    """Latency that costs nothing: nobody searches on for less within a memory limit."""
+
+    def enough(self, peak: int, latency_ns: int) -> bool:
+        """Whether a plan is within the memory limit and costs no time."""
+        if self.goal.memory_limit is None:
+            return False
+        return self.goal.met(peak, latency_ns) and free_of_cost(latency_ns, self.eager_ns)
 
     def key(self, peak: int, latency_ns: int) -> tuple[int, int]:
         return self.goal.key(peak, latency_ns)
@@ -91,8 +115,9 @@ class JudgedPlan:
 class BudgetedEvaluator:
     """Evaluates plans, each only once, within a budget of states; remembers the best by the goal's key.
 
-    Plans are judged on the order of the last ``use``. ``seconds`` and ``over`` are further caps, though never on the
-    first plan: when they end the search, ``stopped_by_seconds`` says so, and the result depends on the machine's speed.
+    Plans are judged on the order of the last ``use``. A plan within the memory limit that costs no time ends the
+    search. ``seconds`` and ``over`` are further caps, though never on the first plan: when they end the search,
+    ``stopped_by_seconds`` says so, and the result depends on the machine's speed.
     Without them the same calls give the same answers everywhere.
     """
 
@@ -112,6 +137,7 @@ class BudgetedEvaluator:
         self.states = 0
         self.stopped_by_seconds = False
         self.best: JudgedPlan | None = None
+        self._least_ns = problem.least_ns
         self._clock = clock
         self._over = over
         self._watch = watch
@@ -143,7 +169,12 @@ class BudgetedEvaluator:
             self._watch(*found)
         if self.best is None or self.goal.key(*found) < self.best.key(self.goal):
             self.best = JudgedPlan(self.evaluator.order, flags.copy(), *found)
+            if self.goal.memory_limit is not None and self._is_free(*found):
+                raise SearchOver
         return found
+
+    def _is_free(self, peak: int, latency_ns: int) -> bool:
+        return self.goal.met(peak, latency_ns) and free_of_cost(latency_ns, self._least_ns)
 
     def plan(self, flags: Int8s) -> JudgedPlan:
         """The judged plan, with flags of its own."""

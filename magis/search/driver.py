@@ -19,12 +19,14 @@ from magis.errors import VerifyError
 from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import (
     DEFAULT_BUDGET,
+    LARGE,
     BudgetedEvaluator,
     JudgedPlan,
     Objective,
     Over,
     SearchOver,
     Watch,
+    affordable,
     check_request,
     never,
 )
@@ -157,7 +159,7 @@ class _Price:
 
     def __init__(self, judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan) -> None:
         problem = judge.problem
-        latency = max(1, int(problem.node_ns.sum() + problem.blk_ns.sum()))
+        latency = max(1, problem.least_ns)
         peak = max(1, plan.peak - problem.persistent_bytes)
         spent = max(plan.latency_ns - latency, latency // 100, 1)
         by_memory = goal.memory_limit is not None
@@ -175,6 +177,8 @@ class _Price:
         return peak + max(0, latency_ns - (self._goal.latency_limit_ns or 0)) * self._num // self._den
 
 
+MOST_THOROUGH = 2 * LARGE
+"""Nodes up to which all series of proposals are made: more of them would leave nothing of the budget."""
 BISECTIONS = 10
 APPROACHES = 3
 SQUEEZES = 4
@@ -211,11 +215,13 @@ def search(
     """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
-    good enough to tell promising problems from others. However little time ``seconds`` and ``over`` leave, the step
-    as it stands is judged. ``watch`` is told every plan that is. UsageError unless exactly one limit is given.
+    good enough to tell promising problems from others. Of large steps fewer plans than the ``budget`` says are judged
+    (`affordable`). However little time ``seconds`` and ``over`` leave, the step as it stands is judged. ``watch`` is
+    told every plan that is. UsageError unless exactly one limit is given.
     """
     check_request(goal, budget)
-    judge = BudgetedEvaluator(problem, goal, budget, seconds, over=over, watch=watch)
+    states = affordable(budget, problem.n_nodes)
+    judge = BudgetedEvaluator(problem, goal, states, seconds, over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()
@@ -243,6 +249,7 @@ class _Search:
         self.goal = judge.goal
         self.allow_swap = allow_swap
         self.seed = seed
+        self.thorough = not brief and judge.problem.n_nodes <= MOST_THOROUGH
         self.make = Proposer(judge, allow_swap=allow_swap, brief=brief)
 
     def run(self) -> None:
@@ -258,7 +265,7 @@ class _Search:
         plans: list[JudgedPlan] = []
         for order in orders:
             if goal.memory_limit is not None:
-                plans += self.make.mix(self.make.propose(order, goal.memory_limit, thorough=not self.brief), goal)
+                plans += self.make.mix(self.make.propose(order, goal.memory_limit, thorough=self.thorough), goal)
                 plans += [] if self.brief else self.approach(order, goal.memory_limit)
             else:
                 judge.use(order)

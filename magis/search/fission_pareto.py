@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -21,9 +22,17 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, PlanRequest, Watch, never
+from magis.search.budgeted_evaluator import (
+    BudgetedEvaluator,
+    JudgedPlan,
+    Objective,
+    Over,
+    PlanRequest,
+    Watch,
+    never,
+)
 from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, level, other_parts, solution, with_body
-from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Effort, Front, pareto, spread, sweep
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
@@ -31,6 +40,8 @@ from magis.simulate.problem import Problem
 PARTS = (2, 4, 8, 16, 32)
 SCREENING = 100
 """Times the budget, in states, after which no further place is tried."""
+MOST_OPERATORS = 3000
+"""Of a step for whose places all is tried."""
 BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
 
@@ -51,6 +62,8 @@ class Efforts:
     body: Effort = BODY
     around: Effort = BRIEF
     hasty: Effort = HASTY
+    middling: bool = False
+    """Whether a region is cut into a middling number of parts alone."""
 
 
 USUAL = Efforts()
@@ -114,6 +127,14 @@ Findings: TypeAlias = Front[PointRecord]
 """The front of one place."""
 
 
+@dataclass(frozen=True, eq=False)
+class TriedPlaces:
+    """Fronts of the first places of a step, as this process found them or as others handed them over."""
+
+    fronts: list[FissionFront] = field(default_factory=list)
+    findings: list[Findings] = field(default_factory=list)
+
+
 class Share(Protocol):
     """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
 
@@ -140,8 +161,12 @@ def divided_front(
 
 
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
-    """A step with the places at which it may be cut."""
-    return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
+    """A step with the places at which it may be cut; of a large step fewer, for which less is tried."""
+    if len(graph.ops) <= MOST_OPERATORS:
+        return DivisibleStep(graph, costs, reuse, tuple(pieces(graph)), efforts)
+    found = pieces(graph, 1)
+    efforts = replace(efforts, body=efforts.hasty, around=efforts.hasty, middling=True)
+    return DivisibleStep(graph, costs, reuse, tuple(found), efforts)
 
 
 def joined(*fronts: FissionFront) -> FissionFront:
@@ -150,36 +175,57 @@ def joined(*fronts: FissionFront) -> FissionFront:
     return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
 
 
-def places_front(work: DivisibleStep, wanted: PlanRequest, share: Share | None = None) -> FissionFront:
-    """The front of all places, tried until a few times the budget of states is spent, or ``wanted.over`` says so (what
-    was found until then is kept; of places that other processes compute only whole ones)."""
-    numbers = range(len(work.places))
+def places_front(
+    work: DivisibleStep, wanted: PlanRequest, share: Share | None = None, tried: TriedPlaces | None = None
+) -> FissionFront:
+    """The front of all places, tried until one has a plan that is enough, a few times the budget of states is spent, or
+    ``wanted.over`` says so (what was found until then is kept; of places that other processes compute only whole ones).
+
+    Places that were ``tried`` before are not tried again; those of this call are added.
+    """
+    tried = TriedPlaces() if tried is None else tried
     if share is not None:
+        numbers = range(len(tried.findings), len(work.places))
         with contextlib.closing(share(work, numbers, wanted.over)) as shared:
-            found, spent = _until_spent(shared, wanted)
+            found, spent = _until_spent(chain([*tried.findings], _noted(shared, tried.findings, wanted)), wanted)
         return FissionFront(tuple(pareto(_restored(work, found))), spent)
-    points, spent = _until_spent((_place(work, number, wanted.over) for number in numbers), wanted)
+    numbers = range(len(tried.fronts), len(work.places))
+    fronts = _noted((_place(work, number, wanted.over) for number in numbers), tried.fronts, wanted)
+    points, spent = _until_spent(chain([*tried.fronts], fronts), wanted)
     return FissionFront(tuple(pareto(points)), spent)
 
 
+def _noted(fronts: Iterator[Front[C]], noted: list[Front[C]], wanted: PlanRequest) -> Iterator[Front[C]]:
+    """The fronts as they come; whole ones are noted."""
+    for front in fronts:
+        if not wanted.over():
+            noted.append(front)
+        yield front
+
+
 def sketch(work: DivisibleStep) -> FissionFront:
-    """A first answer: the first place, cut into a middling number of parts, with little effort."""
+    """A first answer: the first place with little effort."""
     if not work.places:
         return FissionFront((), 0)
     hasty = work.efforts.hasty
-    return place_front(list(_levels(work, 0, middling=True)), Efforts(replace(hasty, watch=None), hasty))
+    return place_front(list(_levels(work, 0)), Efforts(replace(hasty, watch=None), hasty))
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
-    """What the places have, until a few times the budget of states is spent or the search is over."""
+    """What the places have, until that is enough, a few times the budget of states is spent or the search is over."""
     points: list[C] = []
     spent = 0
-    while not wanted.over() and spent <= SCREENING * wanted.budget:
+    while not (wanted.over() or spent > SCREENING * wanted.budget or any_enough(points, wanted)):
         front = next(fronts, None)
         if front is None:
             break
         points, spent = pareto([*points, *front.points]), spent + front.states
     return points, spent
+
+
+def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
+    """Whether one of them is within a memory limit and costs no time."""
+    return any(wanted.enough(point.peak, point.latency_ns) for point in points)
 
 
 def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
@@ -223,15 +269,13 @@ def _check(problem: Problem, plan: JudgedPlan) -> None:
     raise VerifyError(STRANGE, hint=DELETE)
 
 
-def _levels(
-    work: DivisibleStep, number: int, over: Over = never, *, middling: bool = False
-) -> Iterator[tuple[LoopPlace, LoopNest]]:
-    """The region of a place as a loop, cut into every number of parts, or a ``middling`` one alone; only into the first
-    of them where all is ``over``."""
+def _levels(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
+    """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
+    ``over``."""
     place = work.places[number]
     numbers = numbers_of_parts(most_parts(place.cuts))
     first: LoopNest | None = None
-    for parts in numbers[len(numbers) // 2 :][:1] if middling else numbers:
+    for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
         region = Region(place.cuts, parts)
         if first is not None and over():
             return
@@ -258,8 +302,16 @@ def place_front(
     """The front of one region, cut into the numbers of parts that are given.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
-    ``over`` ends that, there is at least one plan of the first.
+    ``over`` ends that, there is at least one plan of the first. Copies around a body that makes its own must be over
+    before it begins, so bodies without any are tried, too.
     """
+    if not (efforts.body.swap and any(here.compiled.problem.xfer_ns_per_byte > 0.0 for _, here in levels)):
+        return _place_front(levels, efforts, over)
+    around = _place_front(levels, replace(efforts, body=replace(efforts.body, swap=False)), over)
+    return around if over() else joined(around, _place_front(levels, efforts, over))
+
+
+def _place_front(levels: Sequence[tuple[LoopPlace, LoopNest]], efforts: Efforts, over: Over) -> FissionFront:
     model: LoopNest | None = None
     inside: Sequence[JudgedPlan] = ()
     around: list[JudgedPlan] = []

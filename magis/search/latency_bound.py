@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from magis.search.loop_nest import LoopNest, with_figures
+from magis.search.loop_nest import LoopFigures, LoopNest, with_figures
 from magis.search.moments import Chain, last_readers
 from magis.simulate.evaluator import lower_bound
 from magis.simulate.problem import Bools, Int32s, Problem
@@ -61,7 +61,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class LoopFigures:
+class BodyBound:
     """What is known of a loop's body: no plan of it is below ``peak`` bytes, or ``ns`` in each of its ``parts``, or a
     cut."""
 
@@ -82,19 +82,21 @@ def nest_latency_bound(nest: LoopNest, memory_limit: int) -> int:
     return _at(with_least(nest.compiled.problem, loops), memory_limit, loops)
 
 
-def _at(problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures]) -> int:
+def _at(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound]) -> int:
     found = bound_at(problem, memory_limit, loops, whole=True)
     return NEVER if found is None else math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
 
 
-def with_least(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
+def with_least(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:
     """The problem with the least that its loops need."""
-    return with_figures(problem, {node: (loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()})
+    return with_figures(
+        problem, {node: LoopFigures(loop.parts * loop.ns, loop.peak, 0) for node, loop in loops.items()}
+    )
 
 
-def _bodies(nest: LoopNest, memory_limit: int) -> dict[int, LoopFigures]:
+def _bodies(nest: LoopNest, memory_limit: int) -> dict[int, BodyBound]:
     """What is known of the loops of a step within a limit."""
-    around, found = nest.compiled.problem, dict[int, LoopFigures]()
+    around, found = nest.compiled.problem, dict[int, BodyBound]()
     for node, body in nest.loops:
         beside = around.nbytes[[*around.inputs(node), *around.outputs(node)]].sum()
         most = memory_limit - around.persistent_bytes - int(beside)
@@ -103,7 +105,7 @@ def _bodies(nest: LoopNest, memory_limit: int) -> dict[int, LoopFigures]:
         least = lower_bound(problem)
         limits = (least + int(share * (most - least)) for share in BODY_LIMITS if most > least)
         cuts = (bound_at(problem, limit, loops) for limit in limits)
-        found[node] = LoopFigures(body.parts, least, _base(problem), tuple(cut for cut in cuts if cut is not None))
+        found[node] = BodyBound(body.parts, least, _base(problem), tuple(cut for cut in cuts if cut is not None))
     return found
 
 
@@ -113,7 +115,7 @@ def _base(problem: Problem) -> int:
 
 
 def bound_at(
-    problem: Problem, memory_limit: int, loops: Mapping[int, LoopFigures] | None = None, *, whole: bool = False
+    problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound] | None = None, *, whole: bool = False
 ) -> Affine | None:
     """The bound at a limit, as a function of it; None where no plan keeps it. ``loops`` are nodes that stand for bodies
     to be planned, in a problem ``with_least``. With ``whole`` shares (of small steps alone) it holds at this limit
@@ -160,7 +162,7 @@ class _Rows:
 class _Relaxation:
     """The program of a chain under a limit. Bytes are multiples of the limit / SCALE, times of the step's / SCALE."""
 
-    def __init__(self, chain: Chain, limit: int, base: int, loops: Mapping[int, LoopFigures]) -> None:
+    def __init__(self, chain: Chain, limit: int, base: int, loops: Mapping[int, BodyBound]) -> None:
         self.chain, self.limit, self.base, self.loops = chain, limit, base, loops
         self.byte, self.ns = SCALE / max(1, limit), SCALE / max(1, base)
         self.rows = _Rows()

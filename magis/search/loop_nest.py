@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from magis.errors import VerifyError
 from magis.graph import Graph, Loop, Op
@@ -60,6 +61,8 @@ class LoopNestPlan(PlanCosts):
     tensor_peak: int
     around: int
     """Bytes in memory during the loop besides those of its body; 0 without a loop."""
+    copies: bool
+    """Whether anything is swapped, inside or around."""
     states: int
     inner: LoopNestPlan | None = None
 
@@ -92,39 +95,51 @@ def with_loops(compiled: Compiled, loops: Mapping[int, Loop]) -> Compiled:
 
 def bound(level: LoopNest) -> int:
     """Bytes that no plan of the level avoids."""
-    figures = {node: (0, bound(inner), 0) for node, inner in level.loops}
+    figures = {node: LoopFigures(0, bound(inner), 0) for node, inner in level.loops}
     return lower_bound(with_figures(level.compiled.problem, figures))
 
 
 def with_body(level: LoopNest, inner: LoopNestPlan) -> Problem:
     """The level's problem with its only loop planned."""
     ((node, body),) = level.loops
-    return with_figures(level.compiled.problem, {node: (body.parts * inner.latency_ns, inner.peak, inner.tensor_peak)})
+    figures = LoopFigures(body.parts * inner.latency_ns, inner.peak, inner.tensor_peak, inner.copies)
+    return with_figures(level.compiled.problem, {node: figures})
 
 
-def with_figures(problem: Problem, loops: Mapping[int, tuple[int, int, int]]) -> Problem:
-    """The problem with nanoseconds, peak and peak of tensors of loops, by their nodes."""
-    names = ("node_ns", "node_ws", "node_tensor", "redo_ns", "redo_ws", "redo_tensor")
+class LoopFigures(NamedTuple):
+    """A planned loop as a node: nanoseconds, peak and peak of tensors, and whether its parts swap."""
+
+    ns: int
+    ws: int
+    tensor: int
+    copies: bool = False
+
+
+def with_figures(problem: Problem, loops: Mapping[int, LoopFigures]) -> Problem:
+    """The problem with the figures of loops, by their nodes."""
+    names = ("node_ns", "node_ws", "node_tensor", "copies", "redo_ns", "redo_ws", "redo_tensor")
     arrays: dict[str, Any] = {name: getattr(problem, name).copy() for name in names}
     for node, figures in loops.items():
-        for name, figure in zip(names, figures * 2, strict=True):
+        for name, figure in zip(names, (*figures, *figures[:3]), strict=True):
             arrays[name][node] = figure
     return replace(problem, **arrays)
 
 
-def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False) -> LoopNestPlan:
+def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False, swap_inside: bool = True) -> LoopNestPlan:
     """The best plan found for a level; each of its searches may look at as many states as are ``wanted``.
 
-    The body is planned for what the step around it leaves, which depends on the body: a few rounds.
+    The body is planned for what the step around it leaves, which depends on the body: a few rounds. It swaps only where
+    that is wanted ``inside``: its copies exclude those around it.
     """
     if level.inner is None:
-        return _searched(level, level.compiled.problem, wanted, None, brief)
+        return _searched(level, level.compiled.problem, wanted, None, brief=brief, swap=swap_inside)
     floor = bound(level.inner)
     best: LoopNestPlan | None = None
-    inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=UNLIMITED)), brief=brief)
+    body = partial(solve, level.inner, brief=brief, swap_inside=swap_inside)
+    inner = body(replace(wanted, goal=Objective(memory_limit=UNLIMITED)))
     states = 0
     for _ in range(SQUEEZES):
-        found = _searched(level, with_body(level, inner), wanted, inner, brief)
+        found = _searched(level, with_body(level, inner), wanted, inner, brief=brief)
         states += found.states
         if best is None or wanted.key(found.peak, found.latency_ns) < wanted.key(best.peak, best.latency_ns):
             best = found
@@ -136,16 +151,30 @@ def solve(level: LoopNest, wanted: PlanRequest, *, brief: bool = False) -> LoopN
             limit = inner.peak - (found.peak - target)
         if limit <= floor:
             break
-        inner = solve(level.inner, replace(wanted, goal=Objective(memory_limit=limit)), brief=brief)
+        inner = body(replace(wanted, goal=Objective(memory_limit=limit)))
     if best is None:
         raise VerifyError("a level was planned in no round")
     return replace(best, states=states)
 
 
 def _searched(
-    level: LoopNest, problem: Problem, wanted: PlanRequest, inner: LoopNestPlan | None, brief: bool
+    level: LoopNest,
+    problem: Problem,
+    wanted: PlanRequest,
+    inner: LoopNestPlan | None,
+    *,
+    brief: bool,
+    swap: bool = True,
 ) -> LoopNestPlan:
-    found = search(problem, wanted.goal, budget=wanted.budget, seed=wanted.seed, brief=brief, over=wanted.over)
+    found = search(
+        problem,
+        wanted.goal,
+        budget=wanted.budget,
+        allow_swap=swap,
+        seed=wanted.seed,
+        brief=brief,
+        over=wanted.over,
+    )
     return solution(level, problem, found, inner, found.states)
 
 
@@ -154,13 +183,15 @@ def solution(
 ) -> LoopNestPlan:
     """A plan of a level's problem, its loop planned by ``inner``; ``states`` were evaluated for it."""
     judge = Evaluator(problem, plan.order)
-    tensor_peak = judge.evaluate(plan.flags).tensor_peak
+    found = judge.evaluate(plan.flags)
+    copies = found.swaps > 0 or bool(problem.copies.any())
     around = 0
     if inner is not None:
         ((node, _),) = level.loops
         run = judge.runs.tolist().index(2 * node)
         around = int(judge.levels[run]) - inner.peak
-    return LoopNestPlan(problem, plan, tensor_peak, around, states + (inner.states if inner else 0), inner)
+    spent = states + (inner.states if inner else 0)
+    return LoopNestPlan(problem, plan, found.tensor_peak, around, copies, spent, inner)
 
 
 def realize_level(level: LoopNest, solution: LoopNestPlan) -> Graph:

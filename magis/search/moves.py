@@ -9,6 +9,7 @@ to be made again too. So plans come from minimum cuts first, and the moves here 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -71,6 +72,10 @@ def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -
     return [(storage, flag) for _, storage, flag in found if flags[storage] != flag][:most]
 
 
+SINGLE_MOVES = 512
+"""Moves, or groups, that are judged one by one; where there are more, many of them together."""
+
+
 def climb(
     judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, allow_swap: bool, most: int = 48
 ) -> JudgedPlan:
@@ -78,7 +83,13 @@ def climb(
     while True:
         flags = plan.flags.copy()
         judge.look(flags)
-        moves = [(s, KEEP) for s in giving_back(judge.evaluator, flags)]
+        spent = giving_back(judge.evaluator, flags)
+        if len(spent) > SINGLE_MOVES:
+            plan = _kept_together(judge, goal, plan, spent)
+            flags = plan.flags.copy()
+            judge.look(flags)
+            spent = giving_back(judge.evaluator, flags)[:SINGLE_MOVES]
+        moves = [(s, KEEP) for s in spent]
         if goal.memory_limit is None or not plan.met(goal):
             judge.look(flags)
             moves += saving(judge.evaluator, flags, most, allow_swap=allow_swap)
@@ -98,6 +109,23 @@ def climb(
                 plan = JudgedPlan(judge.evaluator.order, flags.copy(), *found)
             else:
                 flags[storage] = before
+
+
+def _kept_together(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, storages: list[int]) -> JudgedPlan:
+    """Keep as many of the storages as improve the goal's key, from the first on: twice as many at a time after a
+    success, half as many after a failure. A large step has thousands, and each plan judged takes long."""
+    start, count, failures = 0, len(storages), 0
+    while start < len(storages) and failures < SINGLE_MOVES:
+        flags = plan.flags.copy()
+        flags[storages[start : start + count]] = KEEP
+        found = judge.cost(flags)
+        if goal.key(*found) < plan.key(goal):
+            plan = JudgedPlan(plan.order, flags, *found)
+            start, count = start + count, 2 * count
+        else:
+            failures += 1
+            start, count = (start + 1, 1) if count == 1 else (start, count // 2)
+    return plan
 
 
 def reordered(judge: BudgetedEvaluator, plan: JudgedPlan) -> JudgedPlan:
@@ -153,6 +181,9 @@ def relink(judge: BudgetedEvaluator, goal: Objective, cheap: JudgedPlan, lean: J
     then those that are not needed go back, the dearest first. None: no mixture keeps the limit.
     """
     groups = _groups(judge.problem, np.flatnonzero(cheap.flags != lean.flags))
+    if len(groups) > SINGLE_MOVES:
+        together = -(-len(groups) // SINGLE_MOVES)
+        groups = [list(chain.from_iterable(groups[at : at + together])) for at in range(0, len(groups), together)]
     if len(groups) < 2:
         return None
     ranked: list[tuple[float, int]] = []

@@ -14,7 +14,16 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, Over, SearchOver, Watch, never
+from magis.search.budgeted_evaluator import (
+    BudgetedEvaluator,
+    JudgedPlan,
+    Objective,
+    Over,
+    SearchOver,
+    Watch,
+    affordable,
+    never,
+)
 from magis.search.lagrangian_min_cut import LagrangianMinCut, checkpoints, follow_prices, slide_prices, turning_point
 from magis.search.moves import climb, relink, reordered
 from magis.simulate.evaluator import lower_bound
@@ -130,7 +139,7 @@ class Effort:
     approaches: tuple[int, ...] = (16, 8, 4)
     """Attempts to get below the leanest plan, by these shares of what is above the floor."""
     states: int = 60_000
-    """At most: what a sweep keeps in memory grows with them."""
+    """At most, and fewer for large steps: what a sweep keeps in memory grows with them."""
     reorder: bool = True
     """Whether operators may run in another order than the program's."""
     recompute: bool = True
@@ -197,7 +206,8 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
     if not effort.recompute:
         problem = replace(problem, redo_ok=np.zeros_like(problem.redo_ok))
     floor = lower_bound(problem)
-    judge = BudgetedEvaluator(problem, Objective(memory_limit=floor), effort.states, over=over, watch=effort.watch)
+    states = affordable(effort.states, problem.n_nodes)
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=floor), states, over=over, watch=effort.watch)
     allow_swap = effort.swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
         for start in _orders(judge, reorder=effort.reorder):

@@ -33,6 +33,7 @@ class NodeStep(NamedTuple):
     blk_late_tensor: Int64s
     nbytes: Int64s
     xfer_ns: Int64s  # [s] time of one copy to or from the host
+    copies: Bools  # [n] makes copies of its own: no other is under way meanwhile
     producer: Int32s
     last_write: Int32s
     to_end: Bools
@@ -73,6 +74,7 @@ class WorkingArrays(NamedTuple):
     gap_from: Int32s  # [s] the event that opens it,
     gap_to: Int32s  # [s] the event that closes it,
     touched: Int32s  # [s] and the touch seen last
+    copying: Int32s  # [capacity] the next event behind this one that makes copies of its own
     wait_at: Int32s  # [s] event before which the copy to the host is waited for; -1: the storage is not swapped
     load_at: Int32s  # [s] event before which it comes back
     store_head: Int32s  # [capacity] linked lists of stores behind, waits and loads before an event
@@ -99,7 +101,7 @@ def make_step(problem: Problem) -> NodeStep:
         ns=np.stack([problem.node_ns, problem.redo_ns]),
         ws=np.stack([problem.node_ws, problem.redo_ws]),
         tensor=np.stack([problem.node_tensor, problem.redo_tensor]),
-        xfer_ns=int64s(math.ceil(int(size) * xfer) for size in problem.nbytes),
+        xfer_ns=int64s(problem.copy_ns + math.ceil(int(size) * xfer) for size in problem.nbytes),
         redoable=~stays & problem.redo_ok[problem.producer],
         swappable=~stays & (problem.nbytes > 0) & (xfer > 0.0),
     )
@@ -150,6 +152,7 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
         gap_from=i32(s),
         gap_to=i32(s),
         touched=i32(s),
+        copying=i32(capacity),
         wait_at=i32(s),
         load_at=i32(s),
         store_head=i32(capacity),

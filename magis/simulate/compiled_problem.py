@@ -12,7 +12,7 @@ from typing import Protocol
 
 import rustworkx as rx
 
-from magis.graph import Graph, Op, Ref, Value
+from magis.graph import Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
 from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
@@ -128,6 +128,8 @@ class Costs(Protocol):
     def rounding(self) -> int: ...
     @property
     def link_bytes_per_s(self) -> float: ...
+    @property
+    def copy_ns(self) -> int: ...
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
     def workspace(self, op: Op, values: Mapping[int, Value]) -> int: ...
 
@@ -198,6 +200,7 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
         [_block_row(graph, block, facts, costs) for block in blocks],
         persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
         xfer_ns_per_byte=1e9 / costs.link_bytes_per_s if costs.link_bytes_per_s > 0 else 0.0,
+        copy_ns=costs.copy_ns,
     )
     return Compiled(graph, problem, nodes, facts.storages, blocks)
 
@@ -259,11 +262,16 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         + (GENERATOR_NS if any(op.random for op in group) else 0),
         redo_ws=redo_ws,
         redo_tensor=redo_tensor,
+        copies=any(op.body is not None and _swaps(op.body.graph) for op in group),
         redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
         reuse=tuple(facts.number[s] for s in victims if facts.may_be_reused(s)),
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
     )
+
+
+def _swaps(body: Graph) -> bool:
+    return any(op.target == "magis.store" for op, _ in every_op(body))
 
 
 def _made(graph: Graph, op: Op) -> set[int]:

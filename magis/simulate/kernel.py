@@ -1,9 +1,9 @@
 """The compiled passes of the evaluator: from a plan to its events, peak and latency.
 
-Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream each
-way, bytes. All of it is integer arithmetic on preallocated arrays. The whole compiled part of the evaluator stands
-in this file, since numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound
-to local names because numba counts references on every access through a tuple, which costs more than the work.
+Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream for each
+direction, bytes. All of it is integer arithmetic on preallocated arrays. The whole compiled part of the evaluator
+stands in this file, since numba's cache on disk notices changes of a compiled function's own file only. Arrays are
+bound to local names because numba counts references on every access through a tuple, which costs more than the work.
 """
 
 from __future__ import annotations
@@ -204,20 +204,77 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
 
 
 @numba.njit(cache=True)
+def _place_stores(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
+    """When copies to the host are done, each after the one before; ``count``: not before a loop that makes its own."""
+    event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
+    wait_at, copying = scratch.wait_at, scratch.copying
+    stores, store_next = scratch.store_head, scratch.store_next
+    following = count
+    for at in range(count - 1, -1, -1):
+        copying[at] = following
+        if step.copies[event[at] >> 1]:
+            following = at
+    free_ns = 0
+    place = 0
+    for at in range(count):
+        storage = stores[at]
+        while storage >= 0:
+            end_ns = max(free_ns, start_ns[at] + ns[event[at] & 1, event[at] >> 1]) + xfer_ns[storage]
+            if copying[at] < count and end_ns > start_ns[copying[at]]:
+                wait_at[storage] = count
+            else:
+                free_ns = end_ns
+                place = max(place, at + 1)
+                while place < count and start_ns[place] < free_ns:
+                    place += 1
+                wait_at[storage] = place
+            storage = store_next[storage]
+
+
+@numba.njit(cache=True)
+def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
+    """Before which events copies from the host begin, the last one first; none where a storage is not away by then."""
+    event, start_ns, xfer_ns = scratch.event, scratch.start_ns, step.xfer_ns
+    wait_at, load_at, waits, wait_next = scratch.wait_at, scratch.load_at, scratch.wait_head, scratch.wait_next
+    loads, load_next = scratch.load_head, scratch.load_next
+    free_ns = start_ns[count]
+    latest = count
+    for at in range(count - 1, -1, -1):
+        storage = waits[at]
+        while storage >= 0:
+            begin_ns = min(free_ns, start_ns[at]) - xfer_ns[storage]
+            place = min(latest, at)
+            while place > wait_at[storage]:
+                if place < at and step.copies[event[place] >> 1]:  # not beside its copies, but before them
+                    begin_ns = min(begin_ns, start_ns[place] - xfer_ns[storage])
+                if start_ns[place] <= begin_ns:
+                    break
+                place -= 1
+            if place > wait_at[storage]:
+                latest = place
+                free_ns = begin_ns
+                load_at[storage] = place
+                load_next[storage] = loads[place]  # earlier deadlines come to stand in front
+                loads[place] = storage
+            storage = wait_next[storage]
+
+
+@numba.njit(cache=True)
 def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Pass 3: where swapped storages leave the device and come back.
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
     anyway. Loads are scheduled backwards from the touch that closes the gap. A swap that so never frees its
-    memory before it must be back is no swap: its storage stays. So no operator ever waits for a copy.
+    memory before it must be back is no swap: its storage stays. So no operator ever waits for a copy. Nor does a
+    copy within a loop, which knows nothing of those around it: these are over before the loop begins, or begin
+    behind it.
     """
     _swap_gaps(step, flags, scratch, count)
-    event, start_ns, xfer_ns, ns = scratch.event, scratch.start_ns, step.xfer_ns, step.ns
     gap_ns, gap_from, gap_to = scratch.gap_ns, scratch.gap_from, scratch.gap_to
     wait_at, load_at = scratch.wait_at, scratch.load_at
     stores, store_next = scratch.store_head, scratch.store_next
     waits, wait_next = scratch.wait_head, scratch.wait_next
-    loads, load_next = scratch.load_head, scratch.load_next
+    loads = scratch.load_head
     stores[:count] = -1
     waits[:count] = -1
     loads[:count] = -1
@@ -229,33 +286,8 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
             stores[gap_from[storage]] = storage
             wait_next[storage] = waits[gap_to[storage]]  # for now: what must be back before an event
             waits[gap_to[storage]] = storage
-    free_ns = 0
-    place = 0
-    for at in range(count):
-        storage = stores[at]
-        while storage >= 0:
-            free_ns = max(free_ns, start_ns[at] + ns[event[at] & 1, event[at] >> 1]) + xfer_ns[storage]
-            place = max(place, at + 1)
-            while place < count and start_ns[place] < free_ns:
-                place += 1
-            wait_at[storage] = place
-            storage = store_next[storage]
-    free_ns = start_ns[count]
-    latest = count
-    for at in range(count - 1, -1, -1):
-        storage = waits[at]
-        while storage >= 0:
-            begin_ns = min(free_ns, start_ns[at]) - xfer_ns[storage]
-            place = min(latest, at)
-            while place > wait_at[storage] and start_ns[place] > begin_ns:
-                place -= 1
-            if place > wait_at[storage]:
-                latest = place
-                free_ns = begin_ns
-                load_at[storage] = place
-                load_next[storage] = loads[place]  # earlier deadlines come to stand in front
-                loads[place] = storage
-            storage = wait_next[storage]
+    _place_stores(step, scratch, count)
+    _place_loads(step, scratch, count)
     stores[:count] = -1
     waits[:count] = -1
     swaps = 0

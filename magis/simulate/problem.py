@@ -73,6 +73,7 @@ class Problem:
     redo_ws: Int64s
     redo_tensor: Int64s
     redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
+    copies: Bools  # [n] makes copies of its own, a loop whose parts swap: no other copy is under way meanwhile
     reuses: Rows  # [n] inputs whose memory its only output may take over when they die with it
     preads: Rows  # [n] persistent storages that it reads and that some block writes
     extras: Rows  # [n] earlier nodes that must stay before it, other than those it reads from
@@ -93,6 +94,7 @@ class Problem:
     # step
     persistent_bytes: int  # weights, buffers, optimizer state, batch: counted the whole time
     xfer_ns_per_byte: float  # device to host and back, both ways at once; 0.0 where nothing can be swapped
+    copy_ns: int  # of every copy besides
 
     @property
     def n_nodes(self) -> int:
@@ -105,6 +107,11 @@ class Problem:
     @property
     def n_blocks(self) -> int:
         return len(self.blk_ns)
+
+    @property
+    def least_ns(self) -> int:
+        """Nanoseconds that no plan avoids: everything once."""
+        return int(self.node_ns.sum() + self.blk_ns.sum())
 
     @property
     def n_written(self) -> int:
@@ -125,6 +132,7 @@ class NodeRow:
     tensor: int = 0
     redo_tensor: int = 0
     redo_ok: bool = False
+    copies: bool = False
     reuse: tuple[int, ...] = ()
     preads: tuple[int, ...] = ()
     extra: tuple[int, ...] = ()
@@ -160,6 +168,7 @@ def build_problem(
     *,
     persistent_bytes: int = 0,
     xfer_ns_per_byte: float = 0.0,
+    copy_ns: int = 0,
 ) -> Problem:
     """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
     producer = [-1] * len(storages)
@@ -173,8 +182,9 @@ def build_problem(
         _check_ids(f"block {index}", block.inputs, len(storages))
     if blocks and not nodes:
         raise VerifyError("blocks need a node to run behind")
-    if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6:
-        raise VerifyError(f"{persistent_bytes} persistent bytes or {xfer_ns_per_byte} ns per byte: out of range")
+    if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6 or copy_ns < 0:
+        copies = f"{xfer_ns_per_byte} ns per byte or {copy_ns} ns per copy"
+        raise VerifyError(f"{persistent_bytes} persistent bytes, {copies}: out of range")
     return Problem(
         inputs=rows_of(node.inputs for node in nodes),
         outputs=rows_of(node.outputs for node in nodes),
@@ -185,6 +195,7 @@ def build_problem(
         redo_ws=int64s(node.redo_ws for node in nodes),
         redo_tensor=int64s(node.redo_tensor for node in nodes),
         redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
+        copies=np.array([node.copies for node in nodes], dtype=np.bool_),
         reuses=rows_of(node.reuse for node in nodes),
         preads=rows_of(node.preads for node in nodes),
         extras=rows_of(node.extra for node in nodes),
@@ -202,6 +213,7 @@ def build_problem(
         blk_late_tensor=int64s(block.late_tensor for block in blocks),
         persistent_bytes=persistent_bytes,
         xfer_ns_per_byte=xfer_ns_per_byte,
+        copy_ns=copy_ns,
     )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Protocol
 
-from magis.graph import Graph, Op, Value
+from magis.cost.machines import Times
+from magis.graph import Graph, Op
 from magis.graph.hazards import is_pure_view, lifetimes
 from magis.results import Span
+from magis.simulate.compiled_problem import GENERATOR_NS
 from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
 from magis.simulate.simulator import MemoryProfile, Workspace, inside, replay, rounded
 
@@ -22,23 +23,58 @@ UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 """What the search counts no time for."""
 
 
-class Times(Protocol):
-    """What calls take, and how fast copies to and from the host are (0: there are none)."""
-
-    @property
-    def link_bytes_per_s(self) -> float: ...
-
-    def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int: ...
+COPIES = {"magis.store": "to host", "magis.load": "from host"}
+"""The stream of each kind of copy."""
 
 
 @dataclass
 class _Clock:
-    """Nanoseconds at which each stream is free, and at which loaded storages are there."""
+    """Nanoseconds at which each stream is free, and at which storages that were copied are where they go."""
 
     compute: int = 0
-    out: int = 0
-    back: int = 0
+    copies: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES.values(), 0))
     done: dict[int, int] = field(default_factory=dict)
+
+    def meet(self, storages: Iterable[int]) -> None:
+        """The compute stream waits for storages that are being copied."""
+        self.compute = max([self.compute, *(self.done.get(storage, 0) for storage in storages)])
+
+    def copy(self, stream: str, nbytes: int, made: int, times: Times) -> tuple[int, int]:
+        """Start and length of a copy that makes a storage: after the last one of its direction, and after what the
+        compute stream was given before."""
+        start = max(self.copies[stream], self.compute)
+        spent = times.copy_ns + math.ceil(nbytes * (1e9 / times.link_bytes_per_s))
+        self.copies[stream] = self.done[made] = start + spent
+        return start, spent
+
+    def inside(self) -> _Clock:
+        """The same moment within a part of a loop, which has storages of its own."""
+        return _Clock(self.compute, self.copies)
+
+
+def elapsed_ns(graph: Graph, times: Times) -> int:
+    """How long a schedule takes on a machine, what it waits for copies included."""
+    clock = _Clock()
+    _run(graph, times, clock)
+    return clock.compute
+
+
+def _run(graph: Graph, times: Times, clock: _Clock) -> None:
+    storage_of = {value.id: value.storage for value in graph.values.values()}
+    for op in graph.ops:
+        clock.meet(storage_of[value] for value in op.inputs())
+        if op.body is not None:
+            for _ in range(op.body.parts):
+                part = clock.inside()
+                _run(op.body.graph, times, part)
+                clock.compute = part.compute
+        elif op.target in COPIES:
+            (taken,), (made,) = op.inputs(), op.made()
+            clock.copy(COPIES[op.target], graph.storages[storage_of[taken]].nbytes, storage_of[made], times)
+        elif op.target == "magis.rng_enter":
+            clock.compute += GENERATOR_NS
+        elif op.target not in UNTIMED and not is_pure_view(graph, op):
+            clock.compute += times.nanoseconds(op, graph.values)
 
 
 Held = tuple[int, ...]
@@ -63,7 +99,8 @@ def timeline(
     arguments.
 
     Copies run beside the operators, one at a time in each direction, as the search counts them: a store or a load
-    starts once what was given to the compute stream before is done, and whoever takes a loaded tensor waits for it.
+    starts once what was given to the compute stream before is done. Whoever takes a loaded tensor waits for it, and
+    before its memory is freed the step waits until a stored one is on the host.
     """
     apart = sum(1 if op.body is None else op.body.parts * len(op.body.graph.ops) for op in graph.ops) <= MOST_CALLS
     walk = _Walk(times, workspace, rounding, apart)
@@ -83,18 +120,17 @@ class _Walk:
         storage_of = {value.id: value.storage for value in graph.values.values()}
         seen: Counter[int] = Counter()
         for op, level, own in zip(graph.ops, levels, held, strict=True):
-            for value in op.inputs():  # what was loaded must be there
-                clock.compute = max(clock.compute, clock.done.get(storage_of[value], 0))
+            clock.meet(storage_of[value] for value in op.inputs())
             if op.body is not None and self.apart:
                 inner = replay(op.body.graph, self.workspace, rounding=self.rounding)
                 outside = level - inside(op, graph, self.workspace, self.rounding)[1]
                 above = [outside + peak for peak in inner.peaks]
                 within = [_sum(own, each) for each in held_by_kind(op.body.graph, rounding=self.rounding)]
                 for _ in range(op.body.parts):
-                    part = _Clock(clock.compute, clock.out, clock.back)
+                    part = clock.inside()
                     yield from self.calls(op.body.graph, above, within, part)
-                    clock.compute, clock.out, clock.back = part.compute, part.out, part.back
-            elif op.target in ("magis.store", "magis.load"):
+                    clock.compute = part.compute
+            elif op.target in COPIES:
                 yield self._copied(graph, op, clock, level, own)
             elif op.target not in UNTIMED and not is_pure_view(graph, op):
                 again = op.origin is not None and seen[op.origin] > 0
@@ -112,19 +148,11 @@ class _Walk:
         return _sum(held_by_kind(graph, rounding=self.rounding)[at], self._worst(graph.ops[at]))
 
     def _copied(self, graph: Graph, op: Op, clock: _Clock, level: int, held: Held) -> Span:
-        """A copy, in the queue of its direction; a loaded tensor is there when it is done."""
-        (taken,) = op.inputs()
-        nbytes = graph.storages[graph.values[taken].storage].nbytes
-        spent = math.ceil(nbytes * (1e9 / self.times.link_bytes_per_s))
-        if op.target == "magis.store":
-            start = max(clock.out, clock.compute)
-            clock.out = start + spent
-            return _span(op, start, spent, level, held, stream="to host")
-        start = max(clock.back, clock.compute)
-        clock.back = start + spent
-        (made,) = op.made()
-        clock.done[graph.values[made].storage] = clock.back
-        return _span(op, start, spent, level, held, stream="from host")
+        """A copy, in the queue of its direction."""
+        storages = [graph.storages[graph.values[value].storage] for value in (*op.inputs(), *op.made())]
+        stream = COPIES[op.target]
+        start, spent = clock.copy(stream, storages[0].nbytes, storages[1].id, self.times)
+        return _span(op, start, spent, level, held, stream=stream)
 
 
 def _span(

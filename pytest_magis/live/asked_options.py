@@ -38,6 +38,7 @@ class AskedOptions:
     """As `--magis-budget` takes it: "default" is another one than none, where the option names a third."""
     seconds: float | None = None
     seed: int | None = None
+    slack: float | None = None
     memory_tolerance: float | None = None
     latency_tolerance: float | None = None
     required: bool | None = None
@@ -49,7 +50,9 @@ class AskedOptions:
         grid, tolerances = replace(settings.grid, preset=PRESET), settings.tolerances
         if self.memory_ratios is not None or self.latency_ratios is not None:
             grid = replace(grid, memory_ratios=self.memory_ratios or (), latency_ratios=self.latency_ratios or ())
-        given = {name: getattr(self, name) for name in ("memory_limit_of", "device", "dtype", "seconds", "seed")}
+        given = {
+            name: getattr(self, name) for name in ("memory_limit_of", "device", "dtype", "seconds", "seed", "slack")
+        }
         grid = replace(grid, **{name: value for name, value in given.items() if value is not None})
         if self.budget is not None:
             grid = replace(grid, budget=READERS["budget"]("budget", self.budget))
@@ -130,6 +133,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "required": _truth,
     "seconds": _as_option("seconds"),
     "seed": _as_option("seed"),
+    "slack": _as_option("slack"),
     "memory_tolerance": _as_option("memory-tolerance"),
     "latency_tolerance": _as_option("latency-tolerance"),
 }

@@ -53,8 +53,8 @@ class MagisFixture:
 
         By name, everything that the mark takes: `memory_ratios`, `memory_limit_of`, `latency_ratios`, `strategies`,
         `optimizer` (a torch optimizer of the module's parameters, or "sgd", "momentum", "adam", "adamw", "none"),
-        `device`, `dtype`, `budget`, `seconds`, `seed`, `memory_tolerance`, `latency_tolerance`, `required`, and the
-        `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
+        `device`, `dtype`, `budget`, `seconds`, `seed`, `slack`, `memory_tolerance`, `latency_tolerance`, `required`,
+        and the `name` of the baselines. Returns the results by label ("eager", "magis-mem0.8").
         """
         __tracebackhide__ = True
         outcomes = []

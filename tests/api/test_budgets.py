@@ -52,6 +52,14 @@ def assert_sound(subject: Subject, found: Plan) -> None:
     assert profile.peak_bytes == found.peak <= subject.original.peak_bytes
 
 
+@pytest.mark.parametrize("model", ["seed-bert", "seed-resnet50"])
+def test_a_simulated_device_has_a_plan_at_once(model: str) -> None:
+    found = planned(shared(model, "sim:rtx3090"), 0.6, None, 1e-9)
+    assert found.feasible
+    assert found.stopped_by_seconds
+    assert_sound(shared(model, "sim:rtx3090"), found)
+
+
 @pytest.mark.parametrize(("model", "device"), [("mlp", "sim:rtx3090"), (BLOCKS, "cpu")])
 @pytest.mark.parametrize(("budget", "seconds"), [(1, None), (1, 0.001), (None, 0.001), (10**12, 0.001), (10**12, 1.0)])
 @pytest.mark.parametrize("ratio", [0.6, 1e-9])

@@ -58,6 +58,7 @@ def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
         ' "schema": 2,',
         ' "device": {"device": "cpu", "instruction set": "AVX512", "threads": "2", "torch": "2.13.0+cpu"},',
         ' "link": 0,',
+        ' "copy_ns": 0,',
         ' "schemas": {},',
         ' "operators": {',
         '  "a(1)": {"ns": 1, "spread": 0, "workspace": 64, "samples": 9},',
@@ -84,6 +85,7 @@ def test_the_file_is_one_operator_a_line(tmp_path: Path) -> None:
         ('{"schema": 2, "device": {}, "operators": {}}', "is corrupt: no schemas"),
         ('{"schema": 2, "device": {}, "link": -1, "operators": {}}', "is corrupt: its link"),
         ('{"schema": 2, "device": {}, "link": 1e9, "operators": {}}', "is corrupt: its link"),
+        ('{"schema": 2, "device": {}, "copy_ns": -1, "operators": {}}', "is corrupt: its copies"),
         ('{"schema": 2, "device": {}, "operators": {"k": 3}}', "the entry of 'k' lacks"),
         ('{"schema": 2, "device": {}, "operators": {"k": {"ns": 1, "samples": 2}}}', "the entry of 'k' lacks"),
         (
@@ -190,3 +192,4 @@ def test_data_types_and_digest() -> None:
     assert profile.digest == Profile({}, {key: Entry(5, 9, 2, 30)}).digest  # how it was found does not count
     assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 3, 3)}).digest
     assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 2, 3)}, link=1).digest
+    assert profile.digest != Profile(DEVICE, {key: Entry(5, 1, 2, 3)}, copy_ns=1).digest

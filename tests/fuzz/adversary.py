@@ -27,6 +27,7 @@ class _MadeUp:
 
     rounding = 1
     link_bytes_per_s = 4e8
+    copy_ns = 0
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 1000 + sum(values[value].nbytes for value in op.made())

@@ -20,6 +20,7 @@ BAD = {
     "search": ("theirs", "", "paper,theirs", "Paper"),
     "seconds": ("0", "-1", "nan", "inf", "soon", ""),
     "seed": ("-1", "1.5", "x", ""),
+    "slack": ("-0.1", "0.95", "20%", "on", "nan", ""),
     "shard": ("0/2", "3/2", "1", "1/", "/2", "1/0", "a/b", "1/2/3", "-1/2", "1.0/2", "²/3", "01/2"),
 }
 
@@ -46,6 +47,7 @@ NAMES = "or name one: quick, default, thorough"
         ("processes", "1.5", "'1.5' is not a whole number that is at least 1"),
         ("seconds", "0", "'0' is not a number of seconds above 0"),
         ("seed", "-1", "'-1' is not a whole number that is at least 0"),
+        ("slack", "1", "'1' is not a share from 0 (none) to 0.9"),
         ("shard", "3/2", "'3/2' is not one such as 1/4 (the first of four)"),
     ],
 )

@@ -106,6 +106,7 @@ def test_another_plan_or_step_is_another_case(gate, given, new, configurations, 
     [
         ("--magis-seed=0",),
         ("--magis-budget=default",),
+        ("--magis-slack=0",),  # on a CPU
         ("--magis-seconds=600",),
         ("--magis-processes=3", "--magis-resume=kept"),
     ],
@@ -113,3 +114,14 @@ def test_another_plan_or_step_is_another_case(gate, given, new, configurations, 
 def test_what_changes_no_plan_is_no_part_of_a_case(gate, given):
     gate.accept(BERT)
     gate(BERT, *given).assert_outcomes(passed=3)
+
+
+def test_slack_is_part_of_a_case_where_something_may_be_swapped(gate):
+    """Of the planned cases alone: eager is the same with it and without."""
+    simulated = (BERT, "--magis-device=sim:rtx3090")
+    gate.accept(*simulated)
+    gate(*simulated, "--magis-slack=0.2").assert_outcomes(passed=3)
+    gate(*simulated, "--magis-slack=0").assert_outcomes(passed=1, failed=2)
+    gate.accept(*simulated, "--magis-slack=0")
+    (cases,) = (found["cases"] for found in gate.baseline(device="sim-rtx3090")["configurations"].values())
+    assert [name for name in cases if "slack" in name] == ["magis-mem0.6 slack=0", "magis-mem0.8 slack=0"]

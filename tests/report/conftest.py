@@ -26,7 +26,9 @@ def measured() -> CaseResult:
         numbers="bit-identical",
         graph_digest="abc",
         note="a note",
-        search=SearchStats(1.5, 321, False, True, 12, 0, "from layers.1 to the loss and back in 4 parts"),
+        search=SearchStats(
+            1.5, 321, False, True, 12, 0, "from layers.1 to the loss and back in 4 parts", worst_latency_ratio=1.05
+        ),
         provenance=Provenance(0.5, 0.25, 0.25, 0.125, "h200.json (NVIDIA H200, torch 2.11.0)", "abc"),
         planning_workspaces={"aten::mm": 512},
     )

@@ -51,6 +51,7 @@ def test_a_measured_row(measured):
         "latency ratio low (opt/ori)": 1.03,
         "latency ratio high (opt/ori)": 1.06,
         "latency ratio bound (opt/ori)": None,
+        "worst latency ratio (opt/ori)": 1.05,
         "timed pairs": 15,
         "opt peak bytes": 8000,
         "ori peak bytes": 10501,

@@ -81,6 +81,7 @@ class Costs:
 
     rounding = 1
     link_bytes_per_s = 4e9
+    copy_ns = 0
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 1000

@@ -9,7 +9,17 @@ from torch import Tensor, nn
 from magis.graph import Graph, verify
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.rule_table import AGGREGATIONS, TIDYING, Match, aggregated, attempt, quickest
+from magis.rewrite.rules.rule_table import (
+    AGGREGATIONS,
+    TIDYING,
+    Match,
+    aggregated,
+    apply,
+    attempt,
+    matches,
+    quickest,
+    rule,
+)
 from tests.nets import ADAMW, Net, rows
 from tests.oracles import captured
 
@@ -60,6 +70,45 @@ def test_nothing_is_left_to_apply(stack: Graph) -> None:
     index = Index(after)
     for each in (*TIDYING, *AGGREGATIONS):
         assert all(attempt(after, Match(each, bound)) is None for bound in each.occurrences(index))
+
+
+def test_matches_of_different_calls_together_are_as_one_after_the_other(stack: Graph) -> None:
+    merge = rule("merge-addmm")
+    together, applied = aggregated(stack, [merge])
+    assert applied == {"merge-addmm": 12}
+    one_by_one = stack
+    for _ in range(12):
+        one_by_one = apply(one_by_one, next(matches(merge, one_by_one)))
+    verify(together)
+    assert [op.target for op in together.ops] == [op.target for op in one_by_one.ops]
+    assert len(together.storages) == len(one_by_one.storages)
+    assert together.persistent_bytes() == one_by_one.persistent_bytes()
+
+
+class Nested(nn.Module):
+    """Concatenations within one another: what a match of two makes belongs to the next match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.tanh(self.product(x))
+        for _ in range(4):
+            found = torch.cat((x, found))
+        return torch.tanh(found).sum(1)
+
+
+def test_matches_that_meet_are_not_applied_together() -> None:
+    net = Net(Nested, rows(8, 6, dtype=torch.float32), rows(40, dtype=torch.float32), rule=ADAMW)
+    graph = untangle(functionalize(captured(net.build()).graph))
+    flatten = rule("flatten-cat")
+    assert len(list(matches(flatten, graph))) == 3
+    after, applied = aggregated(graph, [flatten])
+    verify(after)
+    assert applied == {"flatten-cat": 3}
+    (left,) = [op for op in after.ops if op.target == "aten.cat.default"]
+    assert len(left.inputs()) == 5
 
 
 def test_one_module_stands_apart_from_those_whose_names_begin_alike(stack: Graph) -> None:

@@ -67,6 +67,8 @@ class FastLink:
 
     link_bytes_per_s = 1e15
 
+    copy_ns = 0
+
     def __init__(self, subject: Subject) -> None:
         self.nanoseconds = subject.roofline.nanoseconds
         self.workspace = subject.roofline.workspace
@@ -108,7 +110,7 @@ def test_numbers_are_eagers(flag: int, target: str) -> None:
 
 
 class SlowCopies(CudaRuntime):
-    """Whatever goes to the copy stream comes late."""
+    """Whatever goes to a copy stream comes late."""
 
     @contextmanager
     def running_on(self, stream: torch.cuda.Stream) -> Iterator[None]:

@@ -240,3 +240,4 @@ def test_the_slower_direction_of_the_link_counts(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "empty", made)
     monkeypatch.setattr(torch, "cuda", cuda)
     assert cuda_profile.link_speed(CPU) == pytest.approx(cuda_profile.LINK_BYTES / 0.040, rel=1e-6)
+    assert cuda_profile.copy_overhead(CPU) == pytest.approx(40e6, rel=1e-6)

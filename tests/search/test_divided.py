@@ -18,7 +18,14 @@ from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
 from magis.runtime.swap_streams import HostMemory, Stored
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
-from magis.search.fission_pareto import DivisibleStep, numbers_of_parts, sketch
+from magis.search.fission_pareto import (
+    DivisibleStep,
+    TriedPlaces,
+    numbers_of_parts,
+    places_front,
+    sketch,
+    work_of,
+)
 from magis.search.loop_nest import LoopNest, LoopNestPlan, realize_level, solution, with_body
 from magis.simulate.evaluator import evaluate
 from magis.simulate.peak_breakdown import repeats
@@ -116,16 +123,42 @@ def test_a_plan_that_is_too_slow_already_is_left_as_it_is() -> None:
     assert (found.peak, found.latency_ns, found.states) == (start.peak, start.latency_ns, 0)
 
 
-def test_a_sketch_is_one_cut_with_little_effort() -> None:
+def test_a_sketch_is_one_place_with_little_effort() -> None:
     given = step("seed-unet")
     work = DivisibleStep(given.graph, given.costs, True, tuple(pieces(given.graph)))
     hasty, place = sketch(work), front_of(given)
     assert {point.cut.at for point in hasty.points if point.cut} == {work.places[0].at}
-    assert len({point.cut for point in hasty.points}) == 1
-    assert 0 < 20 * hasty.states < place.states
+    assert 0 < 10 * hasty.states < place.states
     for point in hasty.points:
         assert point.cut is not None
         realized(given, Divided((point.cut,), point.level, point.solution()))
+
+
+def test_of_a_large_step_fewer_places_are_tried_each_in_one_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = step("seed-unet")
+    usual = work_of(given.graph, given.costs, reuse=True)
+    monkeypatch.setattr("magis.search.fission_pareto.MOST_OPERATORS", len(given.graph.ops) - 1)
+    large = work_of(given.graph, given.costs, reuse=True)
+    assert 0 < len(large.places) < len(usual.places)
+    goal = Objective(memory_limit=0)
+    front = places_front(large, PlanRequest(goal, 0, BUDGET))
+    assert front.states < places_front(usual, PlanRequest(goal, 0, BUDGET)).states / 4
+    parts: dict[int, set[int]] = {}
+    for point in front.points:
+        assert point.cut is not None
+        parts.setdefault(point.cut.at, set()).add(point.cut.parts)
+    assert all(len(each) == 1 for each in parts.values())
+
+
+def test_no_place_is_tried_behind_one_that_costs_nothing() -> None:
+    given = step("seed-unet")
+    work = work_of(given.graph, given.costs, reuse=True)
+    tried = TriedPlaces()
+    everything = PlanRequest(Objective(memory_limit=given.peak), 0, BUDGET, eager_ns=1 << 62)
+    first = places_front(work, everything, tried=tried)
+    assert len(tried.fronts) == 1 < len(work.places)
+    again = places_front(work, everything, tried=tried)
+    assert [point.plan for point in again.points] == [point.plan for point in first.points], "not tried again"
 
 
 def test_the_same_request_gives_the_same_plan() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, SearchOver
-from magis.search.moves import alternatives, climb, giving_back, hot, relink, saving
+from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, SearchOver, affordable
+from magis.search.driver import search
+from magis.search.moves import SINGLE_MOVES, alternatives, climb, giving_back, hot, relink, saving
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
 from tests.search.networks import resnet, transformer
 
@@ -65,6 +68,38 @@ def test_seconds_stop_the_judge_and_it_says_so(problem: Problem) -> None:
         judge.cost(all_dropped(judge))
     assert judge.stopped_by_seconds
     assert judge.states == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "states"), [(1, 30_000), (1500, 30_000), (3000, 15_000), (12_000, 3750), (10**7, 3750)]
+)
+def test_large_steps_are_judged_less_often(nodes: int, states: int) -> None:
+    assert affordable(30_000, nodes) == states
+
+
+def test_a_plan_that_costs_nothing_ends_a_search(problem: Problem) -> None:
+    free = replace(problem, redo_ns=np.zeros_like(problem.redo_ns))
+    base = BudgetedEvaluator(free, Objective(memory_limit=0), budget=10).plan(untouched(free))
+    goal = Objective(memory_limit=base.peak * 7 // 10)
+    found = search(free, goal, budget=3000)
+    assert found.feasible
+    assert found.latency_ns == free.least_ns
+    assert found.states < 3000, "less than it may try"
+    dear = search(problem, goal, budget=3000)
+    assert dear.latency_ns > problem.least_ns
+    assert dear.states == 3000
+
+
+def test_many_tensors_are_kept_again_together() -> None:
+    problem = transformer(60)[0]
+    judge = BudgetedEvaluator(problem, Objective(memory_limit=0), budget=100_000)
+    plan = judge.plan(all_dropped(judge))
+    judge.look(plan.flags)
+    assert len(giving_back(judge.evaluator, plan.flags)) > SINGLE_MOVES
+    goal = Objective(memory_limit=10**15)
+    kept = climb(judge, goal, plan, allow_swap=False)
+    assert kept.latency_ns == problem.least_ns
+    assert judge.states < SINGLE_MOVES
 
 
 def test_hot_spots_hold_the_peak(problem: Problem) -> None:

@@ -76,6 +76,7 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
                 "redo_ns": int(rng.integers(1, 50)),
                 "redo_ws": int(rng.choice([0, 0, 256, 2048])),
                 "redo_ok": redo_ok,
+                "copies": bool(rng.random() < 0.15),
                 "preads": tuple(int(i) for i in np.flatnonzero(rng.random(3) < 0.2)),
                 "extra": tuple(sorted(extra)),
             }
@@ -114,6 +115,7 @@ def random_problem(rng: np.random.Generator, n_nodes: int, *, mutation: bool = T
         updates,
         persistent_bytes=int(rng.integers(0, 1000)),
         xfer_ns_per_byte=float(rng.choice([0.0, 0.001, 0.01, 0.04])),
+        copy_ns=int(rng.choice([0, 0, 7])),
     )
 
 
@@ -226,16 +228,18 @@ def reference_runs(problem: Problem, order: Int32s, flags: Int8s) -> list[tuple[
 
 def copy_ns(problem: Problem, storage: int) -> int:
     """Time of one copy to or from the host."""
-    return math.ceil(int(problem.nbytes[storage]) * problem.xfer_ns_per_byte)
+    return problem.copy_ns + math.ceil(int(problem.nbytes[storage]) * problem.xfer_ns_per_byte)
 
 
 def reference_swaps(problem: Problem, events: Events, flags: Int8s) -> dict[int, tuple[int, int, int]]:
     """Storage -> the run behind which it is stored, those before which it is waited for and loaded.
 
     Stores one after the other from where the gaps open, in order of time, then of numbers; loads backwards from where
-    the gaps close. Who would not be gone for any run stays.
+    the gaps close. Who would not be gone for any run stays; so does who would be under way when a run begins that makes
+    copies of its own.
     """
     runs, begins, ends = _run_times(problem, events)
+    copying = [at for at, (_, node) in enumerate(runs) if problem.copies[node]]
     gaps: list[tuple[int, int, int]] = []  # store behind, load before, storage
     for storage in range(problem.n_storages):
         stays = problem.pinned[storage] or problem.to_end[storage] or storage in problem.block_inputs.idx
@@ -251,15 +255,25 @@ def reference_swaps(problem: Problem, events: Events, flags: Int8s) -> dict[int,
                 gaps.append((a, b, storage))
     free, wait, waits = 0, 0, {}
     for a, _, storage in sorted(gaps, key=lambda gap: (gap[0], gap[2])):
-        free = max(free, ends[a]) + copy_ns(problem, storage)
+        done = max(free, ends[a]) + copy_ns(problem, storage)
+        if any(a < at and begins[at] < done for at in copying):
+            continue
+        free = done
         wait = next((at for at in range(max(wait, a + 1), len(runs)) if begins[at] >= free), len(runs))
         waits[storage] = wait
     free, latest, found = ends[-1], len(runs), {}
     for a, b, storage in sorted(gaps, key=lambda gap: (-gap[1], gap[2])):
-        begin = min(free, begins[b]) - copy_ns(problem, storage)
-        loads = [at for at in range(waits[storage] + 1, min(latest, b) + 1) if begins[at] <= begin]
+        if storage not in waits:
+            continue
+        loads = {}
+        for at in range(waits[storage] + 1, min(latest, b) + 1):
+            ahead = [begins[other] for other in copying if at <= other < b]
+            begin = min([free, begins[b], *ahead]) - copy_ns(problem, storage)
+            if begins[at] <= begin:
+                loads[at] = begin
         if loads:
-            latest, free = loads[-1], begin
+            latest = max(loads)
+            free = loads[latest]
             found[storage] = (a, waits[storage], latest)
     return found
 
@@ -390,6 +404,9 @@ def _time(problem: Problem, events: Events) -> tuple[int, int]:
             wanted = max([now, *(loaded.get(s, 0) for s in problem.inputs(arg).tolist())])
         stalled += max(0, wanted - now)
         now = max(now, wanted)
+        if kind in (FIRST, REDO) and problem.copies[arg]:
+            assert max(out, back) <= now, f"event {at} makes copies of its own while others are under way"
+            out = back = now + int((problem.node_ns, problem.redo_ns)[kind][arg])
         if kind in (FIRST, REDO, BLOCK):
             now += int((problem.node_ns, problem.redo_ns, problem.blk_ns)[kind][arg])
     return now, stalled

@@ -61,6 +61,7 @@ class Bytes:
 
     rounding = 1
     link_bytes_per_s = 2e9
+    copy_ns = 0
 
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 1000 * op.id

@@ -79,6 +79,7 @@ def test_allocators_round() -> None:
     class Rounded(Bytes):
         rounding = 512
         link_bytes_per_s = 0.0
+        copy_ns = 0
 
     problem = compile_problem(step(), Rounded()).problem
     assert problem.nbytes.tolist() == [512] * 5

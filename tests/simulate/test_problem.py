@@ -14,14 +14,7 @@ from magis.simulate import kernel
 from magis.simulate.arrays import make_scratch, make_step
 from magis.simulate.evaluator import Evaluation, evaluate
 from magis.simulate.problem import (
-    BLOCK,
-    FIRST,
-    LOAD,
-    REDO,
-    STORE,
-    WAIT,
     BlockRow,
-    Events,
     NodeRow,
     StorageRow,
     build_problem,
@@ -120,13 +113,6 @@ def test_rows_turned_hold_the_rows_that_a_number_is_in(lists: list[list[int]]) -
         assert turned(number).tolist() == [at for at, row in enumerate(lists) for each in row if each == number]
 
 
-def test_repeats_are_nodes_that_run_again_and_bytes_that_are_swapped() -> None:
-    kinds, args = np.array([FIRST, STORE, REDO, REDO, WAIT, STORE, LOAD, BLOCK]), np.array([2, 0, 1, 1, 0, 2, 0, 1])
-    events = Events(kinds.astype(np.int8), args.astype(np.int32), np.full(8, -1, dtype=np.int32), rows_of([[]] * 8))
-    assert len(events) == 8
-    assert events.repeats(np.array([10, 200, 3000], dtype=np.int64)) == (2, 3010)
-
-
 def test_blocks_and_totals_that_break_a_promise_are_refused() -> None:
     nodes, storages = [NodeRow((), (0,), 1)], [StorageRow(8)]
     with pytest.raises(VerifyError, match="tensor bytes 9"):
@@ -156,7 +142,7 @@ def test_working_memory_is_as_large_as_the_longest_schedule() -> None:
     problem = build_problem(nodes, [StorageRow(8)] * 5, [BlockRow((0,), (), 1)] * 3)
     per_storage = "until redo_at held_by gap_ns gap_from gap_to touched wait_at load_at store_next wait_next load_next"
     sizes = {
-        "event free level reuse blk_head store_head wait_head load_head": (2 + 5,),  # all run, all storages come again
+        "event free level reuse blk_head store_head wait_head load_head copying": (2 + 5,),  # all run, all come again
         "start_ns": (2 + 5 + 1,),  # and the end of the last run
         "stack": (2, 2),
         "first_at again_at": (2,),

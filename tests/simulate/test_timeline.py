@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -13,13 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magis.cases.run_case import run_case
+from magis.cost.cost_model import RooflineCosts
+from magis.cost.devices import find_device
+from magis.cost.machines import machines
+from magis.cost.profile_store import Profile
 from magis.graph import Graph
 from magis.graph.hazards import is_pure_view
 from magis.report import thinned, trace_text
 from magis.results import Case, CaseResult, Span
+from magis.rewrite.realize import realize
+from magis.simulate.compiled_problem import compile_problem
+from magis.simulate.evaluator import evaluate, expand
 from magis.simulate.problem import SWAP
 from magis.simulate.simulator import replay
-from magis.simulate.timeline import UNTIMED, timeline
+from magis.simulate.timeline import UNTIMED, elapsed_ns, timeline
 from magis.units import MIB
 from tests.graph.loop_graphs import sound
 from tests.oracles import no_scratch
@@ -59,6 +67,8 @@ def test_what_the_plan_did_is_what_the_search_counted(swapped: CaseResult) -> No
     assert stats.recomputed_ops + stats.swapped_bytes > 0
     assert sum(row.nbytes for row in by_kind.get("swapped", ())) == stats.swapped_bytes
     assert sum(row.count for row in by_kind.get("recomputed", ())) == stats.recomputed_ops
+    ratio = swapped.optimized.simulated_ms / swapped.original.simulated_ms
+    assert stats.worst_latency_ratio == pytest.approx(ratio, rel=1e-4)  # it waits for no copy
     assert swapped.timelines is not None
     assert sum(span.again for span in swapped.timelines.optimized) == stats.recomputed_ops
 
@@ -84,6 +94,7 @@ class Microsecond:
     """Every call takes a microsecond, of a loop every call of every part."""
 
     link_bytes_per_s = 0.0
+    copy_ns = 0
 
     def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
         if op.body is None:
@@ -108,6 +119,7 @@ class Uneven(Microsecond):
     """Calls of different lengths, and a link that is slow enough for copies to queue up."""
 
     link_bytes_per_s = 3e8
+    copy_ns = 700
 
     def nanoseconds(self, op, values) -> int:  # type: ignore[no-untyped-def]
         return 100 + 37 * (op.id % 11)
@@ -139,14 +151,41 @@ def expected(graph: Graph, times: Uneven) -> Iterator[tuple[str, str, float, flo
             continue
         stream = {"magis.store": "to host", "magis.load": "from host"}.get(op.target, "compute")
         nbytes = graph.storages[storages[0]].nbytes if storages else 0
-        ns = times.nanoseconds(op, graph.values) if stream == "compute" else math.ceil(nbytes * (1e9 / 3e8))
+        ns = times.nanoseconds(op, graph.values) if stream == "compute" else 700 + math.ceil(nbytes * (1e9 / 3e8))
         start = max(ends["compute"][-1], ends[stream][-1])
         ends[stream].append(start + ns)
-        if stream == "from host":
+        if stream != "compute":
             there[graph.values[op.made()[0]].storage] = start + ns
         earlier = [each for each in graph.ops[:at] if each.origin == op.origin and not is_pure_view(graph, each)]
         again = stream == "compute" and op.origin is not None and bool(earlier)
         yield op.target, stream, start / 1e6, ns / 1e6, again
+
+
+@functools.cache
+def swapping(slack: float) -> tuple[Graph, int, RooflineCosts]:
+    """A step on a GPU with all swapped that can be, the latency that its plan promises, and nominal costs."""
+    costs = RooflineCosts(find_device("sim:rtx3090"), Profile({}, link=10**8), slack=slack)  # as small as the step
+    compiled = compile_problem(case_of("tiny-bert").compiled.graph, costs)
+    order = np.arange(compiled.problem.n_nodes, dtype=np.int32)
+    flags = np.full(compiled.problem.n_storages, SWAP, dtype=np.int8)
+    found = evaluate(compiled.problem, order, flags)
+    assert found.swaps > 3
+    return realize(compiled, expand(compiled.problem, order, flags)), found.latency_ns, costs.nominal
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_plan_with_slack_waits_for_no_copy_on_any_of_the_machines(number: int) -> None:
+    graph, promised, costs = swapping(0.2)
+    machine = machines(costs, 0.2)[number]
+    rounding = len(graph.ops)  # kernels take whole nanoseconds
+    assert elapsed_ns(graph, machine) == pytest.approx(promised * machine.kernels, abs=rounding)
+
+
+def test_a_plan_without_slack_waits_on_all_but_the_nominal_one() -> None:
+    graph, promised, costs = swapping(0.0)
+    nominal, *others = machines(costs, 0.2)
+    assert elapsed_ns(graph, nominal) == promised
+    assert all(elapsed_ns(graph, machine) > promised * machine.kernels + len(graph.ops) for machine in others)
 
 
 LEVELS = st.lists(st.integers(0, 1000), min_size=1, max_size=300)

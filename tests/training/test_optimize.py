@@ -289,6 +289,7 @@ def test_limits_that_cannot_be_kept_name_what_can() -> None:
         ({"memory_limit": "8 G"}, "not an amount of memory: '8 G'"),
         ({"memory_limit": -1}, "memory_limit=-1"),
         ({"memory_ratio": 0.5, "budget": 0}, "budget=0"),
+        ({"memory_ratio": 0.5, "slack": 1}, "slack=1; use a share from 0 to 0.9"),
         ({"memory_ratio": 0.5, "seconds": "x"}, "seconds='x'"),
         ({"memory_ratio": 0.5, "device": "cuda"}, "device='cuda', but the model lies on 'cpu'"),
         ({"memory_ratio": 0.5, "autocast": torch.float64}, "autocast to torch.float64; use torch.bfloat16"),

@@ -52,6 +52,10 @@ class _Costs:
         """None: what is swapped out in the forward would have to come back by way of autograd's saved tensors."""
         return 0.0
 
+    @property
+    def copy_ns(self) -> int:
+        return 0
+
     def nanoseconds(self, op: Op, values: Mapping[int, Value]) -> int:
         return 0 if op.target == TURN else self.device.nanoseconds(op, values)
 

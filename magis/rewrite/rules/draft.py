@@ -7,7 +7,7 @@ cannot be merged, no legal order is left. ``Refused`` says so and never leaves `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from magis.cost.shapes import Made, describe
@@ -23,21 +23,33 @@ class Refused(Exception):  # noqa: N818  (no error: the answer "not here")
     """The rule does not apply here after all."""
 
 
+@dataclass
+class Fresh:
+    """The next numbers that are free."""
+
+    value: int
+    storage: int
+    op: int
+
+
 class Draft:
     """Calls that are added to a graph. They stand for those of ``ops``, whose versions, phase and module they take."""
 
-    def __init__(self, graph: Graph, ops: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, ops: Sequence[int], beside: Draft | None = None) -> None:
+        """``beside``: another draft of the same graph, whose calls will be there, too."""
         self.graph = graph
         self.added: list[Op] = []
-        self.storages = dict(graph.storages)
-        self.values = dict(graph.values)
-        self._next_value = max(self.values) + 1
-        self._next_storage = max(self.storages) + 1
-        self._next_op = max(op.id for op in graph.ops) + 1
+        if beside is None:
+            self.storages, self.values = dict(graph.storages), dict(graph.values)
+            self.position = {op.id: position for position, op in enumerate(graph.ops)}
+            self.fresh = Fresh(max(self.values) + 1, max(self.storages) + 1, max(self.position) + 1)
+        else:
+            self.storages, self.values = beside.storages, beside.values
+            self.position, self.fresh = beside.position, beside.fresh
         self._versions: dict[int, int] = {}
-        matched = [op for op in graph.ops if op.id in frozenset(ops)]
-        if len(matched) < len(frozenset(ops)):
+        if not self.position.keys() >= frozenset(ops):
             raise Refused("the calls are not there any more")
+        matched = [graph.ops[at] for at in sorted({self.position[number] for number in ops})]
         for op in matched:
             for storage, version in op.reads:
                 if self._versions.setdefault(storage, version) != version:
@@ -48,7 +60,7 @@ class Draft:
 
     def emit(self, target: str, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[int, ...]:
         """Add a call; returns its values. Refused where it takes no such tensors."""
-        probe = Op(self._next_op, target, args, kwargs, ())
+        probe = Op(self.fresh.op, target, args, kwargs, ())
         made = _described(probe, self.values)
         outputs = tuple(self._value(probe, each) for each in made if each is not None)
         fresh = any(each is not None and each.base is None for each in made)
@@ -59,15 +71,15 @@ class Draft:
                 probe, outputs=outputs, many=many, reads=reads, phase=self.phase, module=self.module, line=self.line
             )
         )
-        self._next_op += 1
+        self.fresh.op += 1
         return outputs
 
     def _value(self, op: Op, made: Made) -> int:
-        number = self._next_value
-        self._next_value += 1
+        number = self.fresh.value
+        self.fresh.value += 1
         if made.base is None:
-            storage, offset = self._next_storage, made.offset
-            self._next_storage += 1
+            storage, offset = self.fresh.storage, made.offset
+            self.fresh.storage += 1
             self.storages[storage] = Storage(storage, made.nbytes, "temporary")
             self._versions[storage] = 0
         else:

@@ -47,6 +47,7 @@ class Index:
         self._written = {storage for op in graph.ops for storage, _ in op.writes}
         self._returned = {graph.values[value].storage for value in graph.outputs}
         self._seen: dict[tuple[str, int], Seen | None] = {}
+        self._part = {op.id: op for op in graph.ops if self.takes_part(op)}
         self.in_cat: dict[int, tuple[int, int]] = {}
         for op, seen in self.all("cat"):
             for number, value in enumerate(seen.args):
@@ -56,12 +57,12 @@ class Index:
         """The call as the operator of the language; None if it is another one or takes no part."""
         where = (form, op.id)
         if where not in self._seen:
-            self._seen[where] = FORMS[form](op, self.graph.values) if self.takes_part(op) else None
+            self._seen[where] = FORMS[form](op, self.graph.values) if op.id in self._part else None
         return self._seen[where]
 
     def all(self, form: str) -> Iterator[tuple[Op, Seen]]:
         """Every call of an operator of the language, in program order."""
-        for op in self.graph.ops:
+        for op in self._part.values():
             seen = self.see(form, op)
             if seen is not None:
                 yield op, seen

@@ -130,7 +130,8 @@ def _moved(graph: Graph, runs: Sequence[tuple[int, _Layout]], dtype: str) -> tup
     size = ITEM_SIZE[dtype]
     if any(rows.low != 0 or rows.high * size != graph.storages[storage].nbytes for storage, rows in runs):
         return None
-    if any(value.dtype != dtype for value in graph.values.values() if value.storage in old):
+    shown = {key: value for key, value in graph.values.items() if value.storage in old}
+    if any(value.dtype != dtype for value in shown.values()):
         return None  # offsets are counted in elements
     if any(_places_itself(graph, op, old) for op in graph.ops):
         return None
@@ -139,22 +140,24 @@ def _moved(graph: Graph, runs: Sequence[tuple[int, _Layout]], dtype: str) -> tup
     for storage, rows in runs:
         shifts[storage] = shift
         shift += rows.high
-    storages = {key: storage for key, storage in graph.storages.items() if key not in shifts}
-    storages[new] = Storage(new, shift * size, "parameter")
-    values = {key: _shifted(value, shifts, new) for key, value in graph.values.items()}
+    storages = {**graph.storages, new: Storage(new, shift * size, "parameter")}
+    for each in old:
+        del storages[each]
+    moved = {key: replace(each, storage=new, offset=each.offset + shifts[each.storage]) for key, each in shown.items()}
+    values = {**graph.values, **moved}
     number = max(values) + 1
-    parts = sorted(
-        (value.offset, key) for key in graph.inputs if (value := values[key]).storage == new and not _is_merged(value)
-    )
+    given = [key for key in graph.inputs if key in moved]
+    parts = sorted((values[key].offset, key) for key in given if not _is_merged(values[key]))
     row = runs[0][1].row
     name = MERGED + ",".join(values[key].name for _, key in parts)
     stride = tuple(prod(row[at:]) for at in range(len(row) + 1))
     values[number] = Value(number, (shift // prod(row), *row), stride, dtype, new, 0, name)
     ops = list(_recounted(graph.ops, shifts, new))
-    inputs = [key for key in graph.inputs if values[key].storage != new or not _is_merged(values[key])]
+    merged = [key for key in given if _is_merged(values[key])]
+    inputs = [key for key in graph.inputs if key not in merged]
     next_id = max((op.id for op in graph.ops), default=0) + 1
     # What was merged before is now a window on the rows of the larger one.
-    for at, key in enumerate(key for key in graph.inputs if key not in inputs):
+    for at, key in enumerate(merged):
         value = values[key]
         low = value.offset // prod(row)
         args = (Ref(number), 0, low, low + value.shape[0])
@@ -177,19 +180,11 @@ def _places_itself(graph: Graph, op: Op, storages: Sequence[int]) -> bool:
     return any(graph.values[value].storage in storages for value in op.inputs())
 
 
-def _shifted(value: Value, shifts: Mapping[int, int], new: int) -> Value:
-    if value.storage not in shifts:
-        return value
-    return replace(value, storage=new, offset=value.offset + shifts[value.storage])
-
-
 def _recounted(ops: Sequence[Op], shifts: Mapping[int, int], new: int) -> list[Op]:
     """The operators with the versions of the old storages counted together, in program order."""
-    version, found = 0, []
-    for op in ops:
-        touched = any(storage in shifts for storage, _ in (*op.reads, *op.writes))
-        if not touched:
-            found.append(op)
+    version, found = 0, list(ops)
+    for at, op in enumerate(ops):
+        if shifts.keys().isdisjoint(dict(op.reads)) and shifts.keys().isdisjoint(dict(op.writes)):
             continue
         reads = {pair for pair in op.reads if pair[0] not in shifts}
         writes = {pair for pair in op.writes if pair[0] not in shifts}
@@ -198,5 +193,5 @@ def _recounted(ops: Sequence[Op], shifts: Mapping[int, int], new: int) -> list[O
         if len(writes) < len(op.writes):
             version += 1
             writes.add((new, version))
-        found.append(replace(op, reads=tuple(sorted(reads)), writes=tuple(sorted(writes))))
+        found[at] = replace(op, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
     return found

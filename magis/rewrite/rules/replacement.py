@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import rustworkx as rx
 
@@ -19,36 +19,68 @@ from magis.rewrite.rules.draft import Draft, Refused, landed
 from magis.rewrite.rules.operator_forms import ABSOLUTE, is_elementwise
 
 
-def replaced(draft: Draft, ops: Sequence[int], instead: Mapping[int, int]) -> Graph:
-    """The graph in which every user of a value takes the one that stands in ``instead``, and without the calls of
-    ``ops`` and of what only they needed. Refused where no legal graph is left."""
-    change = _Change(draft, instead)
-    gone = frozenset(ops)
-    places = [position for position, op in enumerate(draft.graph.ops) if op.id in gone]
-    first, last = places[0], places[-1]
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """Every user of a value shall take the one that stands in ``instead``, and the calls of ``ops`` go, with what only
+    they need."""
+
+    draft: Draft
+    ops: Sequence[int]
+    instead: Mapping[int, int]
+
+    @property
+    def stretch(self) -> tuple[int, int]:
+        """Positions of the first and the last call that go."""
+        places = [self.draft.position[number] for number in self.ops]
+        return min(places), max(places)
+
+
+def replaced(edits: Sequence[Edit]) -> Graph:
+    """The graph after edits of different calls, whose drafts stand beside one another. Refused where no legal graph is
+    left, or where one edit changes what another one speaks of."""
+    before = edits[0].draft.graph
+    change = _Change(edits)
+    gone = frozenset(number for edit in edits for number in edit.ops)
+    added: dict[int, list[Op]] = {}
+    for edit in edits:
+        added.setdefault(edit.stretch[0], []).extend(edit.draft.added)
     rows: list[tuple[int, Op]] = []
-    for position, op in enumerate(draft.graph.ops):
-        if position == first:
-            rows.extend((2 * first, new) for new in draft.added)
-        rows.extend((2 * position + 1, new) for new in change.renewed(op))
-    outputs = tuple(change.returned(value) for value in draft.graph.outputs)
-    rows = _pruned(rows, outputs, gone | {op.id for op in draft.added}, draft.graph)
-    placed = _ordered(draft, rows, change, (2 * first, 2 * last + 1))
-    graph = Graph(change.storages, change.values, placed, draft.graph.inputs, outputs)
-    return _swept(replace(graph, constants=draft.graph.constants))
+    for position, op in enumerate(before.ops):
+        rows.extend((2 * position, new) for new in added.get(position, ()))
+        renewed = change.renewed(op)
+        if len(edits) > 1 and op.id in gone and (renewed != [op] or change.moved(op)):
+            raise Refused("another edit changes the call")
+        rows.extend((2 * position + 1, new) for new in renewed)
+    outputs = tuple(change.returned(value) for value in before.outputs)
+    rows = _pruned(rows, outputs, gone.union(op.id for each in added.values() for op in each), before)
+    placed = _ordered(before, rows, change, _joined(edit.stretch for edit in edits))
+    graph = Graph(change.storages, change.values, placed, before.inputs, outputs)
+    return _swept(replace(graph, constants=before.constants))
+
+
+def _joined(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order; overlapping ones as one."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(stretches):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return found
 
 
 class _Change:
     """Operators taking other values than before, and what follows for the looks of what they make."""
 
-    def __init__(self, draft: Draft, instead: Mapping[int, int]) -> None:
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        draft = edits[-1].draft
         self.before = draft.graph
         self.values = draft.values
         self.storages = draft.storages
-        self._instead = dict(instead)
-        self._changed = set(instead.values())
-        self._next_op = max((op.id for op in (*draft.graph.ops, *draft.added)), default=0) + 1
-        for old, new in instead.items():
+        self._fresh = draft.fresh
+        self._instead = {old: new for edit in edits for old, new in edit.instead.items()}
+        self._changed = set(self._instead.values())
+        for old, new in self._instead.items():
             one, other = self.values[old], self.values[new]
             if (one.shape, one.dtype, one.bits) != (other.shape, other.dtype, other.bits):
                 raise Refused("the results look different")
@@ -79,6 +111,10 @@ class _Change:
         new, old = self.values[self._instead.get(value, value)], self.before.values[value]
         return (new.offset, new.stride) != (old.offset, old.stride)
 
+    def moved(self, op: Op) -> bool:
+        """Whether a tensor that the call takes or makes looks otherwise than before."""
+        return any(self.values[value] != self.before.values[value] for value in (*op.inputs(), *op.made()))
+
     def returned(self, value: int) -> int:
         """What the caller gets: never a window on more memory than before."""
         new = self._instead.get(value, value)
@@ -108,19 +144,20 @@ class _Change:
             copies[value] = self._copy(value)
             found.append(
                 Op(
-                    self._next_op, "aten.clone.default", (Ref(value),),
+                    self._fresh.op, "aten.clone.default", (Ref(value),),
                     (("memory_format", Const("memory_format", "contiguous_format")),), (copies[value],),
                     reads=((now.storage, 0),), phase=op.phase, module=op.module, line=op.line,
                 )
             )  # fmt: skip
-            self._next_op += 1
+            self._fresh.op += 1
         new = _with(new, copies)
         if signature(op, self.before.values) != signature(new, self.values):
             raise Refused(f"{op.target} would meet another layout")
         return [*found, self._relocated(op, new)]
 
     def _copy(self, value: int) -> int:
-        number, storage = max(self.values) + 1, max(self.storages) + 1
+        number, storage = self._fresh.value, self._fresh.storage
+        self._fresh.value, self._fresh.storage = number + 1, storage + 1
         looks = self.values[value]
         self.values[number] = replace(
             looks, id=number, stride=row_major(looks.shape), storage=storage, offset=0, name="", bits=()
@@ -211,29 +248,38 @@ def _pruned(
     return [(key, op) for key, op in rows if op.id not in dead]
 
 
-def _ordered(draft: Draft, rows: list[tuple[int, Op]], change: _Change, stretch: tuple[int, int]) -> tuple[Op, ...]:
+def _ordered(
+    before: Graph, rows: list[tuple[int, Op]], change: _Change, stretches: Sequence[tuple[int, int]]
+) -> tuple[Op, ...]:
     """The operators as they stand if that is legal, else in the legal order that is closest to it.
 
-    Only those between the keys of the ``stretch``, from the first old call to the last, may move. Whatever follows must
+    Only those within a stretch, from the first old call of an edit to its last, may move. Whatever follows must
     find its tensors and versions as it stands: where what a rule puts in place of an old result is overwritten
     later, it may not.
     """
-    low, high = (bisect.bisect(rows, bound, key=lambda row: row[0]) for bound in (stretch[0] - 1, stretch[1]))
     ops = [op for _, op in rows]
-    start = _Met(draft.graph)
-    if not all(start.runs(op) for op in ops[:low]):
-        raise Refused("what stands in front of the calls would meet something else")
-    middle, rest = ops[low:high], ops[high:]
-    if start.then([*middle, *rest]):
-        return tuple(ops)
-    dag = dependency_graph(Graph(change.storages, change.values, tuple(middle), draft.graph.inputs, ()))
+    met, found = _Met(before), list[Op]()
+    for first, last in stretches:
+        low, high = (bisect.bisect(rows, key, key=lambda row: row[0]) for key in (2 * first - 1, 2 * last + 1))
+        if not all(met.runs(op) for op in ops[len(found) : low]):
+            raise Refused("what stands in front of the calls would meet something else")
+        middle = ops[low:high]
+        if not met.then(middle):
+            middle = _sorted(middle, change, before)
+        if not all(met.runs(op) for op in middle):
+            raise Refused("no order meets the same versions")
+        found += [*ops[len(found) : low], *middle]
+    if not all(met.runs(op) for op in ops[len(found) :]):
+        raise Refused("no order meets the same versions")
+    return (*found, *ops[len(found) :])
+
+
+def _sorted(ops: Sequence[Op], change: _Change, before: Graph) -> list[Op]:
+    """In the order of their dependences, otherwise as they stand."""
+    dag = dependency_graph(Graph(change.storages, change.values, tuple(ops), before.inputs, ()))
     if not rx.is_directed_acyclic_graph(dag):
         raise Refused("a call would need its own result")
-    order = rx.lexicographical_topological_sort(dag, key=lambda node: f"{rows[low + node][0]:09d}{node:09d}")
-    found = [middle[node] for node in order]
-    if not start.then([*found, *rest]):
-        raise Refused("no order meets the same versions")
-    return (*ops[:low], *found, *rest)
+    return [ops[node] for node in rx.lexicographical_topological_sort(dag, key=lambda node: f"{node:09d}")]
 
 
 class _Met:

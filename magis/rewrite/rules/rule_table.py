@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from magis.graph import Graph, Op
 from magis.rewrite.rules.draft import Draft, Refused, build, common_module, with_merged_weights
 from magis.rewrite.rules.language import Pattern, parse_pattern
 from magis.rewrite.rules.matching import Bound, Index, occurrences
-from magis.rewrite.rules.replacement import replaced
+from magis.rewrite.rules.replacement import Edit, replaced
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,58 @@ def apply(graph: Graph, match: Match) -> Graph:
 
 def attempt(graph: Graph, match: Match) -> Graph | None:
     """The graph with the rule applied; None where the graph does not allow it."""
-    rule, bound = match.rule, match.bound
     try:
-        placed = graph if rule.find is not None else with_merged_weights(graph, rule.after, bound)
-        draft = Draft(placed, match.ops)
-        made = build(draft, rule.after, bound)
-        results = made if isinstance(made, tuple) else (made,)
-        if len(results) != len(bound.roots):
-            raise Refused("other results than before")
-        instead = {old: new for old, new in zip(bound.roots, results, strict=True) if old != new}
-        return replaced(draft, match.ops, instead)
+        return replaced([_edit(_with_weights(graph, match), match)])
     except Refused:
         return None
+
+
+def _with_weights(graph: Graph, match: Match) -> Graph:
+    """The graph with those weights side by side that the match needs so; Refused if they cannot be."""
+    return graph if match.rule.find is not None else with_merged_weights(graph, match.rule.after, match.bound)
+
+
+def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
+    """What the match changes; Refused if the new calls take no such tensors."""
+    draft = Draft(graph, match.ops, beside)
+    made = build(draft, match.rule.after, match.bound)
+    results = made if isinstance(made, tuple) else (made,)
+    if len(results) != len(match.bound.roots):
+        raise Refused("other results than before")
+    instead = {old: new for old, new in zip(match.bound.roots, results, strict=True) if old != new}
+    return Edit(draft, match.ops, instead)
+
+
+def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tuple[Graph, int]:
+    """The graph after matches of different calls, all at once, and how many apply; halves of them where that fails."""
+    if len(found) < 2:
+        after = attempt(graph, found[0]) if found else None
+        return (graph, 0) if after is None else (after, 1)
+    try:
+        return _at_once(graph, found)
+    except Refused:
+        half = len(found) // 2
+        after, count = _together(graph, found[:half], untouched)
+        rest = [match for match in found[half:] if untouched(after, match.bound)]
+        after, more = _together(after, rest, untouched)
+        return after, count + more
+
+
+def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
+    """Refused where one match does not apply after weights have been merged, or two get in each other's way."""
+    before, possible = graph, list[Match]()
+    for match in found:
+        with suppress(Refused):
+            graph = _with_weights(graph, match)
+            possible.append(match)
+    edits: list[Edit] = []
+    for match in possible:
+        try:
+            edits.append(_edit(graph, match, edits[-1].draft if edits else None))
+        except Refused:
+            if graph is not before:  # merged in vain
+                raise
+    return (replaced(edits), len(edits)) if edits else (graph, 0)
 
 
 def twins(index: Index) -> Iterator[Bound]:
@@ -303,11 +344,21 @@ def _everywhere(index: Index, each: Rule, within: str) -> tuple[Graph, int] | No
     """
     graph, count = index.graph, 0
     untouched = _Untouched(index)
-    for bound in each.occurrences(index):
-        if _is_within(index, bound, within) and untouched(graph, bound):
-            found = attempt(graph, Match(each, bound))
-            if found is not None:
-                graph, count = found, count + 1
+    waiting = [bound for bound in each.occurrences(index) if _is_within(index, bound, within)]
+    while waiting:
+        taken: set[int] = set()
+        chosen: list[Match] = []
+        later: list[Bound] = []
+        for bound in waiting:
+            if not untouched(graph, bound):
+                continue
+            if taken.isdisjoint(bound.ops):
+                chosen.append(Match(each, bound))
+                taken.update(bound.ops)
+            else:
+                later.append(bound)
+        graph, applied = _together(graph, chosen, untouched)
+        count, waiting = count + applied, later
     return (graph, count) if count else None
 
 
