@@ -37,7 +37,7 @@ from magis.simulate.problem import Problem
 # within loops are never tried.
 
 FINALISTS = 3
-"""Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
+"""Configurations that are improved by turns, the best of them thoroughly; two under a latency limit."""
 SQUEEZES = 8
 """Attempts to get below the peak of a finalist."""
 FIRST_SQUEEZE = 8
@@ -87,15 +87,18 @@ def _best(
         by_cut.setdefault(point.cut, point)
     finalists = list(by_cut.values())
     best: Divided | None = None
+    near_best: list[FissionPoint] = []
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
-        start = point.solution()
         near_by = near([other for other in points if other.cut == point.cut], wanted.goal)
-        solution, spent = (start, 0) if wanted.over() else _thoroughly(point.level, start, wanted, near_by)
+        solution, spent = _by_turns(point.level, point.solution(), wanted, near_by)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
-            best = Divided((point.cut,), point.level, solution)
+            best, near_best = Divided((point.cut,), point.level, solution), near_by
+    if best is not None and not wanted.over():
+        solution, spent = _thoroughly(best.level, best.solution, wanted, near_best)
+        best, states = replace(best, solution=solution), states + spent
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
@@ -112,11 +115,13 @@ def _thoroughly(
     if wanted.goal.memory_limit is None:
         squeezed, states = _squeezed(here, start, wanted)
         last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
-        tried, states = [squeezed, last], states + last.states
+        tried, states = [start, squeezed, last], states + last.states
     else:
         solved = _solved(here, wanted.goal, wanted)
         tried, states = [start, solved], solved.states
     best = min(tried, key=lambda each: wanted.key(each.peak, each.latency_ns))
+    if best is start:
+        return best, states
     best, spent = _by_turns(here, best, wanted, near_by)
     return best, states + spent
 

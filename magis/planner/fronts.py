@@ -48,7 +48,7 @@ def pareto(
     the name is not what builds the model, ``make`` does, from the seed.
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
-    the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
+    the work (states of each search, as for cases); after ``seconds`` of search the front is what was
     found until then, which depends on the machine. At most ``points`` plans are realized, evenly spread
     over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
     ``resume``, where a call that was cut off goes on (a ``cache`` has its own of both). Deterministic but for
@@ -112,7 +112,7 @@ def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> t
     if any(beats(point, eager) for point in points):
         return tuple(points)
     kept = [point for point in points if not beats(eager, point)]
-    if len(kept) >= most:
+    if len(kept) + 2 > most:
         del kept[-2 if len(kept) > 2 else -1]
     return (*kept, eager)
 
@@ -160,16 +160,15 @@ def _polished(
             return
         if scratch.enough(goal, best.peak, best.latency_ns):
             continue
-        asked = replace(wanted, goal=goal)
-        results, states = whole_search(
+        results, _ = whole_search(
             scratch, here.compiled.problem, goal, wanted.budget, wanted.seed, lambda: whole, over=wanted.over
         )
         plans = (plan for result in results for plan in result.judge.front())
-        yield FissionFront(tuple(FissionPoint(here, plan) for plan in plans), states - whole.states)
+        yield FissionFront(tuple(FissionPoint(here, plan) for plan in plans), sum(each.states for each in results))
         costs = results[0].peak, results[0].latency_ns
         if subject.source.device == "cpu" or scratch.enough(goal, *costs):
             continue
-        found = divide(divided, asked, known=costs)
+        found = divide(divided, replace(wanted, goal=goal), known=costs)
         if found is not None:
             point = FissionPoint(found.level, found.solution.plan, found.cuts[0], found.solution.inner)
             yield FissionFront((point,), found.states - divided.states)
@@ -182,7 +181,7 @@ def _by(goal: Objective) -> Callable[[FissionPoint], tuple[int, int]]:
 def _chosen(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoint]) -> list[FissionPoint]:
     """At most so many of a front, evenly spread over its peaks, the ``asked`` ones among them if that many fit."""
     kept = [point for point in front if any(point is each for each in (*asked, front[0], front[-1]))]
-    if len(kept) >= most:
+    if len(kept) + 2 > most:
         return spread(front, most)
     others = [point for point in front if not any(point is each for each in kept)]
     return undominated([*kept, *spread(others, most - len(kept))])
