@@ -124,11 +124,11 @@ def realized_front(
     seed: int = 0,
     points: int = POINTS,
     over: Callable[..., bool] = lambda *_: False,
-    bound: Bound | None = None,
+    latency_bound: Bound | None = None,
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
     which is asked with the share of the time that is meant, too."""
-    scratch = PlanScratch(subject, None, bound=bound)
+    scratch = PlanScratch(subject, None, latency_bound=latency_bound)
     wanted = PlanRequest(Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse

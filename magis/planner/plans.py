@@ -56,14 +56,14 @@ class PlanScratch:
     stored: Mapping[str, int] | None
     watch: Watch | None = None
     """Told every plan of the whole step that a search judges."""
-    bound: Bound | None = None
+    latency_bound: Bound | None = None
 
     def enough(self, goal: Objective, peak: int, latency_ns: int) -> bool:
         """Whether a plan is so close to eager's latency, or to the least that its memory limit allows, that searching
         on has next to nothing to win."""
         if goal.memory_limit is None or not goal.met(peak, latency_ns):
             return False
-        least = self.subject.original_ns if self.bound is None else self.bound(goal.memory_limit)
+        least = self.subject.original_ns if self.latency_bound is None else self.latency_bound(goal.memory_limit)
         return latency_ns <= ENOUGH * max(least, self.subject.original_ns)
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:

@@ -154,7 +154,7 @@ def test_a_search_ends_close_to_a_bound_of_latency() -> None:
     free = of(stored=None)
     assert free.feasible
     assert free.latency_ns > ENOUGH * subject.original_ns
-    found = of(stored=None, bound=lambda asked: free.latency_ns if asked == limit else 0)
+    found = of(stored=None, latency_bound=lambda asked: free.latency_ns if asked == limit else 0)
     assert free.latency_ns <= found.latency_ns <= ENOUGH * free.latency_ns
     assert found.states < free.states
 
