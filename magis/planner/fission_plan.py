@@ -46,7 +46,7 @@ LEAST_ROOM = 40
 """A peak less than this share of itself above what the configuration needs at least is not squeezed."""
 FAILURES = 3
 """After so many, a finalist stands."""
-TURNS = 3
+TURNS = 2
 """Of improving the step around a loop and its body."""
 
 
