@@ -25,7 +25,7 @@ POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
 WHOLE = 0.4
 """Share of a cap on seconds by which the front without fission must end."""
-MEMORY, LATENCY = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2), (1.1, 1.05)
+MEMORY, LATENCY = (0.8, 0.6, 0.4, 0.3, 0.2), (1.1, 1.05)
 """Shares of eager's peak, and of its latency, at which the front is searched as a case with that limit is."""
 
 
