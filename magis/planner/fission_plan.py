@@ -11,7 +11,8 @@ from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op
 from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, searched
 from magis.planner.subject import Subject
-from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
+from magis.search.driver import SearchResult, near, search
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.loop_nest import (
     LoopNest,
@@ -26,6 +27,7 @@ from magis.search.loop_nest import (
 from magis.search.split_at_peak import relieve
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
+from magis.simulate.problem import Problem
 
 # Fission in the search: where the step is cut into parts, into how many, and what is recomputed inside and outside.
 # A configuration is a place of the forward pass with a number of parts: everything from there to the loss and back,
@@ -34,7 +36,7 @@ from magis.simulate.evaluator import evaluate
 # within loops are never tried.
 
 FINALISTS = 3
-"""Configurations that are planned thoroughly; two under a latency limit, where that takes several searches."""
+"""Configurations that are improved by turns, the best of them thoroughly; two under a latency limit."""
 SQUEEZES = 8
 """Attempts to get below the peak of a finalist."""
 FIRST_SQUEEZE = 8
@@ -43,6 +45,8 @@ LEAST_ROOM = 40
 """A peak less than this share of itself above what the configuration needs at least is not squeezed."""
 FAILURES = 3
 """After so many, a finalist stands."""
+TURNS = 2
+"""Of improving the step around a loop and its body."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,17 +86,22 @@ def _best(
         by_cut.setdefault(point.cut, point)
     finalists = list(by_cut.values())
     best: Divided | None = None
+    near_best: list[FissionPoint] = []
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
         start = point.solution()
+        near_by = near([other for other in points if other.cut == point.cut], wanted.goal)
         done = wanted.over() or wanted.enough(start.peak, start.latency_ns)
-        solution, spent = (start, 0) if done else _thoroughly(point.level, start, wanted)
+        solution, spent = (start, 0) if done else _by_turns(point.level, start, wanted, near_by)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
-            best = Divided((point.cut,), point.level, solution)
+            best, near_best = Divided((point.cut,), point.level, solution), near_by
             if wanted.enough(solution.peak, solution.latency_ns):
                 break
+    if best is not None and not (wanted.over() or wanted.enough(best.solution.peak, best.solution.latency_ns)):
+        solution, spent = _thoroughly(best.level, best.solution, wanted, near_best)
+        best, states = replace(best, solution=solution), states + spent
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
@@ -102,15 +111,64 @@ def _key(divided: Divided, wanted: PlanRequest) -> tuple[int, int]:
     return wanted.key(divided.solution.peak, divided.solution.latency_ns)
 
 
-def _thoroughly(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
+def _thoroughly(
+    here: LoopNest, start: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
+) -> tuple[LoopNestPlan, int]:
     """The best plan for a configuration, no worse than ``start``, and the states that it took."""
-    limit = wanted.goal.memory_limit
-    if limit is None:
+    if wanted.goal.memory_limit is None:
         squeezed, states = _squeezed(here, start, wanted)
         last = squeezed if wanted.over() else to_the_end(here, squeezed, wanted)
-        return min(squeezed, last, key=lambda each: wanted.key(each.peak, each.latency_ns)), states + last.states
-    tried = _solved(here, wanted.goal, wanted, start)
-    return min(start, tried, key=lambda each: wanted.key(each.peak, each.latency_ns)), tried.states
+        tried, states = [start, squeezed, last], states + last.states
+    else:
+        solved = _solved(here, wanted.goal, wanted, start)
+        tried, states = [start, solved], solved.states
+    best = min(tried, key=lambda each: wanted.key(each.peak, each.latency_ns))
+    if best is start:
+        return best, states
+    best, spent = _by_turns(here, best, wanted, near_by)
+    return best, states + spent
+
+
+def _by_turns(
+    here: LoopNest, best: LoopNestPlan, wanted: PlanRequest, near_by: Sequence[FissionPoint]
+) -> tuple[LoopNestPlan, int]:
+    """The plan improved in turns: the step around its body, then the body for what the step around it leaves, each from
+    plans of the same configuration."""
+    around = [point.plan for point in near_by]
+    bodies = [point.body.plan for point in near_by if point.body is not None]
+    states = 0
+
+    def found(problem: Problem, goal: Objective, starts: Sequence[JudgedPlan], *, swap: bool = True) -> SearchResult:
+        budget = max(1, wanted.budget // 4)
+        return search(problem, goal, budget=budget, allow_swap=swap, seed=wanted.seed, over=wanted.over, starts=starts)
+
+    for _ in range(TURNS):
+        inner, before = best.inner, best
+        if here.inner is None or inner is None or wanted.over():
+            break
+        plan = found(best.problem, wanted.goal, [best.plan, *around])
+        if plan.key(wanted.goal) < best.plan.key(wanted.goal):
+            best = solution(here, best.problem, plan, inner)
+        left = _left_for_body(here.inner, best, inner, wanted.goal)
+        body = found(here.inner.compiled.problem, left, [inner.plan, *bodies], swap=inner.copies)
+        states += plan.states + body.states
+        other = solution(here.inner, here.inner.compiled.problem, body, None)
+        problem = with_body(here, other)
+        costs = evaluate(problem, best.plan.order, best.plan.flags)
+        if wanted.key(costs.peak, costs.latency_ns) < best.plan.key(wanted.goal):
+            plan_again = replace(best.plan, peak=costs.peak, latency_ns=costs.latency_ns)
+            best = solution(here, problem, plan_again, other)
+        if best is before:
+            break
+    return best, states
+
+
+def _left_for_body(body: LoopNest, planned: LoopNestPlan, inner: LoopNestPlan, goal: Objective) -> Objective:
+    """What a body may need such that the step around it still keeps its limit."""
+    if goal.memory_limit is not None:
+        return Objective(memory_limit=max(1, goal.memory_limit - planned.around))
+    slack = (goal.latency_limit_ns or 0) - planned.latency_ns
+    return Objective(latency_limit_ns=max(1, inner.latency_ns + slack // body.parts))
 
 
 def _squeezed(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> tuple[LoopNestPlan, int]:
@@ -150,23 +208,16 @@ def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNes
     return solve(here, replace(wanted, goal=goal, budget=max(1, wanted.budget // 4)), swap_inside=swap)
 
 
-FREE = 1.01
-"""Latency, as a multiple of the original's, up to which a plan without fission is good enough."""
-GAIN = 0.01
-"""Share of the original's latency (or of the peak, under a latency limit) that fission must win to be chosen."""
-
-
-def worth_dividing(subject: Subject, goal: Objective, plain: Plan) -> bool:
+def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
     """Whether fission has anything to win over a plan without it.
 
     Steps that run on a CPU are cut only where they fit in no other way: measured, small parts cost far more there than
     the roofline says (docs/notes/fission.md).
     """
+    subject = scratch.subject
     if not plain.feasible:
         return not subject.is_hopeless(goal)
-    if subject.source.device == "cpu":
-        return False
-    return goal.memory_limit is None or plain.latency_ns > FREE * subject.original_ns
+    return subject.source.device != "cpu" and not scratch.enough(goal, plain.peak, plain.latency_ns)
 
 
 def divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
@@ -205,7 +256,7 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
         return _without(subject, wanted, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    chosen = best if _better(goal, best, plain, subject.original_ns) else _without(subject, wanted, plain)
+    chosen = best if _key_of(goal, best) < _key_of(goal, plain) else _without(subject, wanted, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,
@@ -221,12 +272,9 @@ def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
     return replace(plain, unsplit=blocked(subject.untangled) or "no cut is worth its time")
 
 
-def _better(goal: Objective, ours: Plan, plain: Plan, original_ns: int) -> bool:
-    if ours.feasible != plain.feasible:
-        return ours.feasible
-    if goal.memory_limit is None or not ours.feasible:
-        return ours.planned.peak_bytes < (1 - GAIN) * plain.planned.peak_bytes
-    return ours.latency_ns < plain.latency_ns - GAIN * original_ns
+def _key_of(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
+    """Orders realized plans, the best first."""
+    return not plan.feasible, *goal.key(plan.peak, plan.latency_ns)
 
 
 def _of_divided(scratch: PlanScratch, wanted: PlanRequest, found: Divided) -> Callable[[Objective], Plan]:

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from magis.errors import UsageError
 from magis.planner.bench import Bench, Make, default_device
-from magis.planner.fission_plan import plan_of_level
-from magis.planner.plans import Plan, PlanScratch, searched
+from magis.planner.fission_plan import divide, plan_of_level
+from magis.planner.plans import Bound, Plan, PlanScratch, searched, whole_search
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import HASTY, MOST_OPERATORS, FissionPoint, joined, whole_front
-from magis.search.pareto_sweep import BRIEF, FULL, spread
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
+from magis.search.driver import FROM_NOTHING
+from magis.search.fission_pareto import HASTY, FissionFront, FissionPoint, joined, whole_front
 from magis.search.pareto_sweep import pareto as undominated
-from magis.units import is_number
+from magis.search.pareto_sweep import spread
+from magis.units import is_number, share_of
 
 POINTS = 32
 """Points of a front at most: each of them is realized and judged."""
 WHOLE = 0.4
 """Share of a cap on seconds by which the front without fission must end."""
+MEMORY, LATENCY = (0.8, 0.6, 0.4, 0.3, 0.2), (1.1, 1.05)
+"""Shares of eager's peak, and of its latency, at which the front is searched as a case with that limit is."""
 
 
 def pareto(
@@ -46,7 +49,7 @@ def pareto(
     the name is not what builds the model, ``make`` does, from the seed.
 
     ``device`` is the default one unless given, ``preset`` "small" on a CPU and "paper" elsewhere. ``budget`` bounds
-    the work of cutting the step into parts (states, as for cases); after ``seconds`` of search the front is what was
+    the work (states of each search, as for cases); after ``seconds`` of search the front is what was
     found until then, which depends on the machine. Plans stand copies that are slower than predicted, by ``slack``
     (`magis.results.Case`). At most ``points`` plans are realized, evenly spread
     over the peaks. ``processes`` share the work, with the same result; what they have found is kept in the folder
@@ -113,7 +116,7 @@ def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> t
     if any(beats(point, eager) for point in points):
         return tuple(points)
     kept = [point for point in points if not beats(eager, point)]
-    if len(kept) >= most:
+    if len(kept) + 2 > most:
         del kept[-2 if len(kept) > 2 else -1]
     return (*kept, eager)
 
@@ -125,36 +128,81 @@ def realized_front(
     seed: int = 0,
     points: int = POINTS,
     over: Callable[..., bool] = lambda *_: False,
+    latency_bound: Bound | None = None,
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
     which is asked with the share of the time that is meant, too."""
-    scratch = PlanScratch(subject, None)
+    scratch = PlanScratch(subject, None, latency_bound=latency_bound)
     wanted = PlanRequest(Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
-    whole = joined(hasty, subject.whole_front(known, partial(over, WHOLE)))
+    swept = subject.whole_front(known, partial(over, WHOLE))
     divided = joined(sketched, subject.divided_front(wanted))
+    polished = joined(*_polished(scratch, swept, divided, wanted))
     # on a CPU only parts that need less memory than any whole step (docs/notes/fission.md), elsewhere all
+    whole = joined(hasty, swept, FissionFront(tuple(point for point in polished.points if point.cut is None), 0))
     leanest = min((point.peak for point in whole.points), default=0)
-    in_parts = [point for point in divided.points if subject.source.device != "cpu" or point.peak < leanest]
-    chosen = spread(undominated([*whole.points, *in_parts]), points)
+    every = [*divided.points, *(point for point in polished.points if point.cut is not None)]
+    in_parts = [point for point in every if subject.source.device != "cpu" or point.peak < leanest]
+    front = undominated([*whole.points, *in_parts])
+    chosen = _chosen(front, points, [min(front, key=_by(goal)) for goal in _limits(subject)])
     plans = [_plan_of(scratch, point) for point in chosen]
-    return undominated(plans), whole.states + divided.states
+    return undominated(plans), hasty.states + swept.states + divided.states + polished.states
+
+
+def _polished(
+    scratch: PlanScratch, whole: FissionFront, divided: FissionFront, wanted: PlanRequest
+) -> Iterator[FissionFront]:
+    """What searches for single limits find, each the very search of a case with that limit. Only where a front leaves
+    overhead, so that effort goes where the overhead is."""
+    here, subject = whole.points[0].level, scratch.subject
+    known = joined(whole, divided)
+    for goal in _limits(subject):
+        best = min(known.points, key=_by(goal))
+        if wanted.over() or wanted.budget <= FROM_NOTHING:
+            return
+        if scratch.enough(goal, best.peak, best.latency_ns):
+            continue
+        results, _ = whole_search(
+            scratch, here.compiled.problem, goal, wanted.budget, wanted.seed, lambda: whole, over=wanted.over
+        )
+        plans = (plan for result in results for plan in result.judge.front())
+        yield FissionFront(tuple(FissionPoint(here, plan) for plan in plans), sum(each.states for each in results))
+        costs = results[0].peak, results[0].latency_ns
+        if subject.source.device == "cpu" or scratch.enough(goal, *costs):
+            continue
+        found = divide(divided, replace(wanted, goal=goal), known=costs)
+        if found is not None:
+            point = FissionPoint(found.level, found.solution.plan, found.cuts[0], found.solution.inner)
+            yield FissionFront((point,), found.states - divided.states)
+
+
+def _by(goal: Objective) -> Callable[[FissionPoint], tuple[int, int]]:
+    return lambda point: goal.key(point.peak, point.latency_ns)
+
+
+def _chosen(front: Sequence[FissionPoint], most: int, asked: Sequence[FissionPoint]) -> list[FissionPoint]:
+    """At most so many of a front, evenly spread over its peaks, the ``asked`` ones among them if that many fit."""
+    kept = [point for point in front if any(point is each for each in (*asked, front[0], front[-1]))]
+    if len(kept) + 2 > most:
+        return spread(front, most)
+    others = [point for point in front if not any(point is each for each in kept)]
+    return undominated([*kept, *spread(others, most - len(kept))])
+
+
+def _limits(subject: Subject) -> Iterator[Objective]:
+    """Limits that are asked for most, as a case has them; those that no plan keeps left out."""
+    original = subject.captured.original.graph
+    for ratio in MEMORY:
+        limit = share_of(ratio, subject.original.peak_bytes)
+        if limit is not None and limit >= subject.lower_bound:
+            yield Objective(memory_limit=limit)
+    for ratio in LATENCY:
+        nanoseconds = share_of(ratio, subject.latency_ns(original))
+        if nanoseconds is not None:
+            yield Objective(latency_limit_ns=max(1, nanoseconds - subject.behind_ns))
 
 
 def _plan_of(scratch: PlanScratch, point: FissionPoint) -> Plan:
     return plan_of_level(scratch, point.level, point.solution(), searched(point.level.compiled.graph))
-
-
-def best_on_front(scratch: PlanScratch, goal: Objective, plan: Plan, over: Over = never) -> Plan:
-    """The plan, or the best one of the whole step's front where that one is better under the goal."""
-    large = len(scratch.subject.normal.ops) > MOST_OPERATORS
-    front = scratch.subject.whole_front({}, over, BRIEF if large else FULL)
-    best = min(front.points, key=lambda point: goal.key(point.peak, point.latency_ns))
-    found = _plan_of(scratch, best)
-    states, stopped = plan.states + front.states, plan.stopped_by_seconds or over()
-    if goal.key(found.peak, found.latency_ns) >= goal.key(plan.peak, plan.latency_ns):
-        return replace(plan, states=states, stopped_by_seconds=stopped)
-    feasible = goal.met(found.peak, found.latency_ns)
-    return replace(found, states=states, feasible=feasible, stopped_by_seconds=stopped)

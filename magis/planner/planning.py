@@ -12,18 +12,21 @@ from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import described, divided, listed, worth_dividing
-from magis.planner.fronts import best_on_front
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, bounded, searched
+from magis.planner.plans import Bound, Plan, PlanScratch, Searched, approached, attempts, bounded, searched
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
-from magis.search.fission_pareto import any_enough
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
+from magis.search.driver import FROM_NOTHING
+from magis.search.fission_pareto import MOST_OPERATORS, FissionFront, any_enough
+from magis.search.pareto_sweep import BRIEF, FULL
 
-WHOLE, FRONT = 0.3, 0.45
-"""Shares of a cap on seconds by which the search without fission, and then the front without it, must end: some limits
-cannot be kept without fission, which has the rest. A CPU has no front, and seldom fission: all is for the search."""
+WHOLE = 0.45
+"""Share of a cap on seconds by which the search without fission must end: some limits cannot be kept without fission,
+which has the rest. On a CPU, where that is seldom: all of it."""
+FROM_NOTHING_SHARE, FRONT_SHARE = 0.6, 0.8
+"""Shares of that by which the search from nothing, and the front for the search that goes on from it, must end."""
 AT_ONCE = 1000
 """States of the search for the first plan."""
 ROUNDS = 5
@@ -52,18 +55,20 @@ def plan(
     stored: Mapping[str, int] | None,
     search: str = "magis",
     tell: Progress | None = None,
+    latency_bound: Bound | None = None,
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
 
     ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
 
-    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is.
+    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is. A search
+    under a memory limit ends close to the latency that ``latency_bound`` says no plan gets below.
     """
     started = time.perf_counter()
     behind = subject.behind_ns
     goal = Objective(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     best_so_far = None if tell is None else BestSoFar(tell, subject, goal)
-    scratch = PlanScratch(subject, stored, best_so_far)
+    scratch = PlanScratch(subject, stored, best_so_far, latency_bound)
     stage: Progress = (lambda _text: None) if best_so_far is None else best_so_far.stage
     if search == "paper":
         stage("searching as the paper")
@@ -185,25 +190,32 @@ def _searched(
         return None if seconds is None else max(share * seconds - (time.perf_counter() - started), seconds / 10)
 
     wanted = PlanRequest(goal, seed, budget, over, subject.original_ns)
-    has_front = subject.source.device != "cpu" and budget >= DEFAULT_BUDGET  # a CPU needs measured workspaces
-    share = WHOLE if has_front else 1.0
+    goes_on, on_cpu = budget > FROM_NOTHING, subject.source.device == "cpu"
+    whole = 1.0 if on_cpu else WHOLE
+    share = whole * (FROM_NOTHING_SHARE if goes_on else 1.0)
+
+    def front() -> FissionFront:
+        stage("searching among plans for all limits")
+        known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
+        effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
+        return subject.whole_front(known, partial(over, whole * FRONT_SHARE), effort)
+
     stage("searching")
-    first = at_once(scratch, wanted, loops=seconds is None) if has_front else None
+    first = at_once(scratch, wanted, loops=seconds is None) if goes_on and not on_cpu else None
     if first is not None and wanted.enough(first.peak, first.latency_ns):
         return first
-    best = plan_whole(scratch, goal, budget=budget, seed=seed, left=left)
+    best = plan_whole(
+        scratch,
+        goal,
+        budget=budget,
+        seed=seed,
+        left=left,
+        over=partial(over, whole),
+        front=front if goes_on else None,
+    )
     if first is not None and goal.key(first.peak, first.latency_ns) < goal.key(best.peak, best.latency_ns):
         best = replace(first, states=first.states + best.states, stopped_by_seconds=best.stopped_by_seconds)
-    if wanted.enough(best.peak, best.latency_ns):
-        return best
-    if has_front:
-        stage("searching among plans for all limits")
-        best = (
-            replace(best, stopped_by_seconds=True)
-            if over()
-            else best_on_front(scratch, goal, best, partial(over, FRONT))
-        )
-    if worth_dividing(subject, goal, best):
+    if not wanted.enough(best.peak, best.latency_ns) and worth_dividing(scratch, goal, best):
         stage("searching with parts of the step as loops")
         best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
     return best
@@ -216,7 +228,7 @@ def at_once(scratch: PlanScratch, wanted: PlanRequest, *, loops: bool) -> Plan:
     attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
     plain = approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
     hoped = replace(plain, latency_ns=eager_ns + (plain.latency_ns - eager_ns) * 4 // 5)
-    if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch.subject, goal, hoped):
+    if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch, goal, hoped):
         return plain
     if not loops or not any_enough(scratch.subject.sketched.points, wanted):
         return plain
@@ -230,7 +242,10 @@ def plan_whole(
     budget: int = DEFAULT_BUDGET,
     seed: int = 0,
     left: Callable[[], float | None] = lambda: None,
+    over: Over = never,
+    front: Callable[[], FissionFront] | None = None,
 ) -> Plan:
-    """The best plan without fission; ``left`` says how many seconds the search may still take."""
-    attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, left=left)
+    """The best plan without fission; ``left`` says how many seconds the search may still take before it goes on from a
+    ``front``, ``over`` ends all of it."""
+    attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, left=left, over=over, front=front)
     return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))

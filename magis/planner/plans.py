@@ -16,16 +16,22 @@ from magis.planner.traced_model import redo_graph, signatures
 from magis.results import Memory, SearchOutcome
 from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
-from magis.search.driver import search
+from magis.search.driver import FROM_NOTHING, SearchResult, near, search
+from magis.search.fission_pareto import FissionFront
 from magis.search.latency_bound import nest_latency_bound
 from magis.search.loop_nest import LoopNest
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.peak_breakdown import repeats
+from magis.simulate.problem import Problem
 from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
+ENOUGH = 1.005
+"""Latency, as a multiple of eager's or of a known bound, at which a search ends."""
+Bound = Callable[[int], int]
+"""Nanoseconds that no plan within a memory limit (bytes) gets below."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -74,6 +80,15 @@ class PlanScratch:
     stored: Mapping[str, int] | None
     watch: Watch | None = None
     """Told every plan of the whole step that a search judges."""
+    latency_bound: Bound | None = None
+
+    def enough(self, goal: Objective, peak: int, latency_ns: int) -> bool:
+        """Whether a plan is so close to eager's latency, or to the least that its memory limit allows, that searching
+        on has next to nothing to win."""
+        if goal.memory_limit is None or not goal.met(peak, latency_ns):
+            return False
+        least = self.subject.original_ns if self.latency_bound is None else self.latency_bound(goal.memory_limit)
+        return latency_ns <= ENOUGH * max(least, self.subject.original_ns)
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
         """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
@@ -120,10 +135,12 @@ def attempts(
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     brief: bool = False,
+    front: Callable[[], FissionFront] | None = None,
 ) -> Callable[[Objective], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
     ``left`` says how many seconds a search may still take, ``over`` ends one; a ``brief`` one makes few proposals.
+    Where there is a ``front`` of the same step, whose parts run whole, a search that is not `enough` goes on from it.
     """
     subject = scratch.subject
     around = searched(graph)
@@ -131,22 +148,47 @@ def attempts(
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
 
     def attempt(aim: Objective) -> Plan:
-        result = search(
-            compiled.problem, aim,
-            budget=budget, seconds=left(), seed=seed, brief=brief, over=over, watch=scratch.watch,
-        )  # fmt: skip
+        results, states = whole_search(
+            scratch, compiled.problem, aim, budget, seed, front, left=left, over=over, brief=brief
+        )
+        result = results[0]
         events = expand(compiled.problem, result.order, result.flags)
         return scratch.plan(
             realize(compiled, events),
             around,
             result.latency_ns,
-            states=result.states,
-            stopped_by_seconds=result.stopped_by_seconds,
+            states=states,
+            stopped_by_seconds=any(each.stopped_by_seconds for each in results),
             feasible=result.feasible,
             searched=Searched(LoopNest(compiled), result.peak),
         )
 
     return attempt
+
+
+def whole_search(
+    scratch: PlanScratch,
+    problem: Problem,
+    goal: Objective,
+    budget: int,
+    seed: int,
+    front: Callable[[], FissionFront] | None,
+    *,
+    left: Callable[[], float | None] = lambda: None,
+    over: Over = never,
+    brief: bool = False,
+) -> tuple[list[SearchResult], int]:
+    """Searches of a step none of whose parts is a loop, best first, and the states of all: one from nothing, and where
+    that is not `enough` one that goes on from a front. Together they evaluate ``budget`` states besides the front's."""
+    watch = scratch.watch
+    first = budget if front is None else min(budget, FROM_NOTHING)
+    found = search(problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
+    if front is None or first == budget or over() or scratch.enough(goal, found.peak, found.latency_ns):
+        return [found], found.states
+    known = front()
+    starts = [found, *(point.plan for point in near(known.points, goal))]
+    last = search(problem, goal, budget=budget - first, seed=seed, over=over, watch=watch, starts=starts)
+    return sorted((found, last), key=lambda each: each.key(goal)), found.states + known.states + last.states
 
 
 def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:

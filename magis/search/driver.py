@@ -30,10 +30,10 @@ from magis.search.budgeted_evaluator import (
     check_request,
     never,
 )
-from magis.search.moves import alternatives, climb, giving_back, reordered, saving
-from magis.search.pareto_sweep import Proposer, distinct
+from magis.search.moves import alternatives, climb, giving_back, hot, reordered, saving
+from magis.search.pareto_sweep import C, Proposer, distinct
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.problem import KEEP, Int32s, Int64s, Problem
+from magis.simulate.problem import KEEP, SWAP, Int8s, Int32s, Int64s, Problem
 
 # Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
 # A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
@@ -97,9 +97,11 @@ def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, al
     judge.use(plan.order)
 
 
-# Threshold annealing on single flags and pairs of flags, with the exact evaluator.
+# Threshold annealing with the exact evaluator. Half of the steps exchange a storage that is there at the peak for one
+# that the plan makes again or swaps: any two storages seldom have to do with the peak at all.
 
-PAIRS = 0.6  # share of steps that change two storages at once: one leaves, one returns
+EXCHANGES, AT_PEAK, BACK = 0.5, 0.6, 0.7  # up to these draws: an exchange; one leaves; one returns; else any
+PAIRS = 0.6  # share of the other steps that change two storages at once
 
 STALE = 300  # steps in a row that met only plans seen before: the neighbourhood is used up
 
@@ -116,31 +118,53 @@ def anneal(
     evaluator = judge.evaluator
     movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & _worth_moving(judge))
     options = {storage: alternatives(evaluator, storage, -1, allow_swap=allow_swap) for storage in movable.tolist()}
-    choices = [storage for storage, flags in options.items() if len(flags) > 1]
-    if not choices:
+    choices = np.array([storage for storage, flags in options.items() if len(flags) > 1], dtype=np.int64)
+    if not len(choices):
         return
     price = _Price(judge, goal, plan)
     random = np.random.Generator(np.random.PCG64(seed))
     flags = plan.flags.copy()
-    value = price.value(plan.peak, plan.latency_ns)
+    value = price.value(*judge.look(flags))
+    present, away = _present_and_away(judge, flags, choices)
     start, stop = judge.states, judge.states + states
     stale = 0
     while judge.states < stop and stale < STALE:
         known = judge.states
         threshold = price.step * (stop - judge.states) // (stop - start)
         before: list[tuple[int, int]] = []
-        for _ in range(2 if random.random() < PAIRS else 1):
-            storage = choices[int(random.integers(len(choices)))]
+        pools = _pools(random.random(), present, away)
+        for pool, back in pools or [(choices, False)] * (2 if random.random() < PAIRS else 1):
+            storage = int(pool[int(random.integers(len(pool)))])
             before.append((storage, int(flags[storage])))
-            others = [flag for flag in options[storage] if flag != flags[storage]]
+            others = [KEEP] if back else [flag for flag in options[storage] if flag != flags[storage]]
             flags[storage] = others[int(random.integers(len(others)))]
         found = price.value(*judge.cost(flags))
-        stale = stale + 1 if judge.states == known else 0
+        new = judge.states > known
+        stale = 0 if new else stale + 1
         if found <= value + threshold:
             value = found
+            if not new:
+                judge.look(flags)
+            present, away = _present_and_away(judge, flags, choices)
         else:
             for storage, flag in reversed(before):
                 flags[storage] = flag
+
+
+def _present_and_away(judge: BudgetedEvaluator, flags: Int8s, choices: Int64s) -> tuple[Int64s, Int64s]:
+    """Of the choices, those in memory at the peak of the plan judged last, and those that it makes again or swaps."""
+    evaluator = judge.evaluator
+    away = (evaluator.recomputed() | ((flags == SWAP) & evaluator.step.swappable)) & (flags != KEEP)
+    return choices[hot(evaluator)[choices]], choices[away[choices]]
+
+
+def _pools(draw: float, present: Int64s, away: Int64s) -> list[tuple[Int64s, bool]]:
+    """Where a step's storages come from, and whether one returns; empty: from anywhere."""
+    if draw >= BACK or (draw >= AT_PEAK and not len(away)) or (draw < AT_PEAK and not len(present)):
+        return []
+    if draw >= AT_PEAK:
+        return [(away, True)]
+    return [(present, False), (away, True)] if draw < EXCHANGES and len(away) else [(present, False)]
 
 
 def _worth_moving(judge: BudgetedEvaluator) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -184,6 +208,10 @@ APPROACHES = 3
 SQUEEZES = 4
 FIRST_POLISH = 1000  # states of best-first search, and of annealing, in the first polish; twice as many in the next
 POLISHES = 10
+FROM_NOTHING = 10_000
+"""States of the first part of a search, which starts from nothing, where the rest starts from plans of a front."""
+NEIGHBOURS = 8
+"""Plans of a front, on each side of the best one, that a search starts from."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +226,8 @@ class SearchResult(JudgedPlan):
     """The limit is kept."""
     lower_bound: int
     """Bytes that no plan avoids."""
+    judge: BudgetedEvaluator
+    """Has every plan that was judged."""
 
 
 def search(
@@ -211,11 +241,13 @@ def search(
     brief: bool = False,
     over: Over = never,
     watch: Watch | None = None,
+    starts: Sequence[JudgedPlan] = (),
 ) -> SearchResult:
     """The fastest plan within a memory limit (bytes), or the leanest within a latency limit (ns).
 
     Where the limit cannot be kept, the plan that exceeds it least. A ``brief`` search makes a tenth of the proposals:
-    good enough to tell promising problems from others. Of large steps fewer plans than the ``budget`` says are judged
+    good enough to tell promising problems from others. With ``starts``, plans of this problem, it makes none: these
+    are mixed and polished, and nothing worse comes out. Of large steps fewer plans than the ``budget`` says are judged
     (`affordable`). However little time ``seconds`` and ``over`` leave, the step as it stands is judged. ``watch`` is
     told every plan that is. UsageError unless exactly one limit is given.
     """
@@ -224,7 +256,7 @@ def search(
     judge = BudgetedEvaluator(problem, goal, states, seconds, over=over, watch=watch)
     allow_swap = allow_swap and problem.xfer_ns_per_byte > 0.0
     with contextlib.suppress(SearchOver):
-        _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief).run()
+        _Search(judge, allow_swap=allow_swap, seed=seed, brief=brief, starts=starts).run()
     best = judge.best
     if best is None:
         raise VerifyError("a search judged no plan")
@@ -237,14 +269,26 @@ def search(
         stopped_by_seconds=judge.stopped_by_seconds,
         feasible=best.met(goal),
         lower_bound=lower_bound(problem),
+        judge=judge,
     )
+
+
+def near(front: Sequence[C], goal: Objective) -> list[C]:
+    """Plans of a front, by rising peak, around the best one under a goal."""
+    if not front:
+        return []
+    best = min(range(len(front)), key=lambda at: goal.key(front[at].peak, front[at].latency_ns))
+    return list(front[max(0, best - NEIGHBOURS) : best + NEIGHBOURS + 1])
 
 
 class _Search:
     """The stages of one search; every stage ends early by SearchOver when the budget does."""
 
-    def __init__(self, judge: BudgetedEvaluator, *, allow_swap: bool, seed: int, brief: bool) -> None:
+    def __init__(
+        self, judge: BudgetedEvaluator, *, allow_swap: bool, seed: int, brief: bool, starts: Sequence[JudgedPlan]
+    ) -> None:
         self.judge = judge
+        self.starts = starts
         self.brief = brief
         self.goal = judge.goal
         self.allow_swap = allow_swap
@@ -258,6 +302,21 @@ class _Search:
         base = judge.plan(judge.untouched)
         if goal.memory_limit is not None and base.met(goal):
             return  # nothing to pay for
+        plans = self.proposals(base) if not self.starts else self.make.mix(self.judged_starts(), goal)
+        plans = distinct(plans, goal)
+        for polish in range(POLISHES):
+            before = judge.states
+            share = FIRST_POLISH << polish  # not a share of the budget: with more of it no search ends worse
+            best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
+            best = self.best(plans)[0]
+            anneal(judge, goal, best, share, seed=self.seed + polish, allow_swap=self.allow_swap)
+            self.climb_best()
+            if judge.states == before:
+                return  # nothing is left to try
+
+    def proposals(self, base: JudgedPlan) -> list[JudgedPlan]:
+        """Plans from nothing, in program order and re-ordered around its peak."""
+        judge, goal = self.judge, self.goal
         orders = [base.order]
         base = reordered(judge, base)
         if not np.array_equal(base.order, orders[0]):  # best without recomputation, not always with it
@@ -271,16 +330,16 @@ class _Search:
                 judge.use(order)
                 plans += self.make.mix(self.bisect(judge.plan(judge.untouched)), goal)
                 plans += self.squeeze(order)
-        plans = distinct(plans, goal)
-        for polish in range(POLISHES):
-            before = judge.states
-            share = FIRST_POLISH << polish  # not a share of the budget: with more of it no search ends worse
-            best_first(judge, goal, [*self.best(plans), *plans[:8]], share, allow_swap=self.allow_swap)
-            best = self.best(plans)[0]
-            anneal(judge, goal, best, share, seed=self.seed + polish, allow_swap=self.allow_swap)
-            self.climb_best()
-            if judge.states == before:
-                return  # nothing is left to try
+        return plans
+
+    def judged_starts(self) -> list[JudgedPlan]:
+        """The plans to start from by this problem's costs, best first, all on the order of the best."""
+        judge = self.judge
+        for start in self.starts:
+            judge.use(start.order)
+            judge.cost(start.flags)
+        judge.use(self.best([])[0].order)
+        return distinct([judge.plan(start.flags) for start in self.starts], self.goal)
 
     def best(self, plans: list[JudgedPlan]) -> list[JudgedPlan]:
         """The best plan so far, first of a list."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -12,10 +13,12 @@ from magis.cases.run_case import run_case
 from magis.graph import verify
 from magis.planner import planning
 from magis.planner.bench import Bench
+from magis.planner.fission_plan import divided
 from magis.planner.planning import plan
-from magis.planner.plans import Plan
+from magis.planner.plans import ENOUGH, Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.results import Case
+from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.simulate.simulator import replay
 
 BLOCKS = "tests.api.nets:few_blocks"
@@ -126,9 +129,17 @@ def test_a_cap_that_is_not_reached_changes_nothing_on_a_cpu(clocked: Callable[..
     assert (capped.peak, capped.latency_ns, capped.states) == (free.peak, free.latency_ns, free.states)
 
 
-@pytest.mark.parametrize(("device", "share"), [("cpu", 1.0), ("sim:rtx3090", planning.WHOLE)])
-def test_the_search_without_fission_has_its_share_of_a_cap(
-    monkeypatch: pytest.MonkeyPatch, device: str, share: float
+@pytest.mark.parametrize(
+    ("device", "budget", "share"),
+    [
+        ("cpu", 500, 1.0),
+        ("cpu", None, planning.FROM_NOTHING_SHARE),
+        ("sim:rtx3090", 500, planning.WHOLE),
+        ("sim:rtx3090", None, planning.WHOLE * planning.FROM_NOTHING_SHARE),
+    ],
+)
+def test_the_search_from_nothing_has_its_share_of_a_cap(
+    monkeypatch: pytest.MonkeyPatch, device: str, budget: int | None, share: float
 ) -> None:
     class Given(Exception):  # noqa: N818 (what was given is all that is asked)
         pass
@@ -138,9 +149,35 @@ def test_the_search_without_fission_has_its_share_of_a_cap(
 
     monkeypatch.setattr(planning, "plan_whole", spied)
     with pytest.raises(Given) as caught:
-        planned(shared(BLOCKS, device), 0.9, None, 200.0)
+        planned(shared(BLOCKS, device), 0.9, budget, 200.0)
     (seconds,) = caught.value.args
     assert 0.9 * share * 200 < seconds <= share * 200
+
+
+def test_a_search_ends_close_to_a_bound_of_latency() -> None:
+    """Far above eager's latency, which alone would let it go on."""
+    subject = shared(BLOCKS, "sim:rtx3090")
+    limit = int(0.5 * subject.original.peak_bytes)
+    of = partial(plan, subject, memory_limit=limit, latency_limit_ns=None, budget=12_000, seconds=None, seed=0)
+    free = of(stored=None)
+    assert free.feasible
+    assert free.latency_ns > ENOUGH * subject.original_ns
+    found = of(stored=None, latency_bound=lambda asked: free.latency_ns if asked == limit else 0)
+    assert free.latency_ns <= found.latency_ns <= ENOUGH * free.latency_ns
+    assert found.states < free.states
+
+
+def test_a_plan_with_loops_wins_by_a_nanosecond_and_not_when_it_is_as_good() -> None:
+    subject = shared(PROJECTED, "sim:rtx3090")
+    scratch, limit = PlanScratch(subject, None), int(0.3 * subject.original.peak_bytes)
+    wanted = PlanRequest(Objective(memory_limit=limit), 0, 1000)
+    plain = planned(subject, 1.0, 1, None)
+    assert not plain.feasible or plain.peak > limit
+    cut = divided(scratch, wanted, replace(plain, feasible=False))
+    assert cut.fission
+    for more, wins in ((0, False), (1, True)):
+        as_good = replace(plain, planned=cut.planned, latency_ns=cut.latency_ns + more, feasible=cut.feasible)
+        assert bool(divided(scratch, wanted, as_good).fission) == wins
 
 
 def test_an_interrupt_leaves_nothing_half_made(clocked: Callable[..., Clock]) -> None:

@@ -12,10 +12,13 @@ from magis.cases.comparison import compare_by_kind
 from magis.errors import UsageError
 from magis.graph import Graph, verify
 from magis.models import GATE_NAMES, SEED_NAMES
+from magis.planner import planning
 from magis.planner.bench import Bench
-from magis.planner.fronts import realized_front
+from magis.planner.fronts import MEMORY, realized_front
+from magis.planner.plans import ENOUGH
 from magis.results import Case
 from magis.rewrite.rules.merged_weights import MERGED
+from magis.search.budgeted_evaluator import Objective
 
 BLOCKS = "tests.api.nets:few_blocks"
 PROJECTED = "tests.api.nets:projected"
@@ -23,7 +26,7 @@ PROJECTED = "tests.api.nets:projected"
 
 @pytest.mark.parametrize(("model", "device"), [(BLOCKS, "cpu"), ("seed-unet", "sim:rtx3090")])
 def test_a_front_is_monotone_and_between_the_bound_and_eager(model: str, device: str) -> None:
-    front = magis.pareto(model, device=device, preset="small", points=10)
+    front = magis.pareto(model, device=device, preset="small", points=10, budget=12_000)
     assert (front.model, front.device, front.preset, front.dtype) == (model, device, "small", "float32")
     assert 4 < len(front.points) <= 10
     for lean, wide in itertools.pairwise(front.points):
@@ -31,7 +34,7 @@ def test_a_front_is_monotone_and_between_the_bound_and_eager(model: str, device:
         assert lean.latency_ms > wide.latency_ms
     assert front.lower_bound_bytes <= front.points[0].peak_bytes < 0.8 * front.original.peak_bytes
     assert front.points[-1].latency_ms <= front.original.latency_ms * 1.001
-    again = magis.pareto(model, device=device, preset="small", points=10)
+    again = magis.pareto(model, device=device, preset="small", points=10, budget=12_000)
     assert (again.points, again.states) == (front.points, front.states)
 
 
@@ -62,6 +65,27 @@ def test_plans_of_merged_calls_run_in_their_bytes_with_eagers_numbers() -> None:
         step = subject.generated(plan.graph)
         assert compare_by_kind(subject, plan.graph, subject.eager(), step, 0) == "within tolerance"
         assert subject.measure(step) == subject.simulate_graph(plan.graph) == plan.planned
+
+
+def test_a_front_is_no_worse_than_a_search_for_a_limit_that_is_asked_for_most() -> None:
+    budget = 12_000
+    subject = Bench().subject(Case(PROJECTED, "magis", "sim:rtx3090", "small"))
+    front = realized_front(subject, budget=budget, points=32)[0]
+    for ratio in MEMORY:
+        goal = Objective(memory_limit=int(ratio * subject.original.peak_bytes))
+        case = planning.plan(
+            subject,
+            memory_limit=goal.memory_limit,
+            latency_limit_ns=None,
+            budget=budget,
+            seconds=None,
+            seed=0,
+            stored=None,
+        )
+        best = min(goal.key(point.peak, point.latency_ns) for point in front)
+        assert best <= goal.key(case.peak, int(ENOUGH * max(case.latency_ns, subject.original_ns)))
+        if case.latency_ns > ENOUGH * subject.original_ns:
+            assert best <= goal.key(case.peak, case.latency_ns)
 
 
 def test_a_cap_on_seconds_leaves_a_front_of_what_was_found() -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 
 from magis.errors import UsageError
 from magis.search.budgeted_evaluator import Objective
-from magis.search.driver import SearchResult, search
+from magis.search.driver import SearchResult, near, search
 from magis.search.moves import alternatives
+from magis.search.pareto_sweep import BRIEF, sweep
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, lower_bound
 from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int32s, Problem
 from tests.search.networks import Tape, resnet, transformer, unet
@@ -198,6 +200,30 @@ def test_seconds_are_an_extra_cap() -> None:
     result = checked(problem, search(problem, Objective(memory_limit=base // 2), seconds=0.05))
     assert result.stopped_by_seconds
     assert not search(problem, Objective(memory_limit=base * 8 // 10), budget=200, seconds=1000.0).stopped_by_seconds
+
+
+@pytest.mark.parametrize(
+    "goal_of", [lambda peak, _: Objective(peak * 6 // 10), lambda _, ns: Objective(None, ns * 21 // 20)]
+)
+def test_a_search_from_plans_is_no_worse_than_they_are_and_repeats(goal_of: Callable[[int, int], Objective]) -> None:
+    problem, _ = NETWORKS["resnet"]
+    goal = goal_of(*untouched(problem))
+    front = sweep(problem, BRIEF).points
+    starts = near(front, goal)
+    best = min(plan.key(goal) for plan in front)
+    assert best in [plan.key(goal) for plan in starts]
+    assert len(starts) < len(front)
+    before = best
+    for budget in (100, 1000, 5000):  # a larger budget is never worse
+        found, again = (checked(problem, search(problem, goal, budget=budget, starts=starts)) for _ in range(2))
+        assert found.key(goal) <= before
+        assert (found.states, found.flags.tobytes()) == (again.states, again.flags.tobytes())
+        before = found.key(goal)
+    assert before < best
+
+
+def test_a_front_without_plans_has_none_near_a_goal() -> None:
+    assert near([], Objective(memory_limit=1)) == []
 
 
 def test_no_cap_is_too_short_for_the_plan_to_begin_with() -> None:
