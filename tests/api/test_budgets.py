@@ -19,6 +19,7 @@ from magis.planner.plans import ENOUGH, Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, PlanRequest
+from magis.search.driver import FROM_NOTHING
 from magis.simulate.simulator import replay
 
 BLOCKS = "tests.api.nets:few_blocks"
@@ -158,12 +159,12 @@ def test_a_search_ends_close_to_a_bound_of_latency() -> None:
     """Far above eager's latency, which alone would let it go on."""
     subject = shared(BLOCKS, "sim:rtx3090")
     limit = int(0.5 * subject.original.peak_bytes)
-    of = partial(plan, subject, memory_limit=limit, latency_limit_ns=None, budget=12_000, seconds=None, seed=0)
-    free = of(stored=None)
-    assert free.feasible
-    assert free.latency_ns > ENOUGH * subject.original_ns
-    found = of(stored=None, latency_bound=lambda asked: free.latency_ns if asked == limit else 0)
-    assert free.latency_ns <= found.latency_ns <= ENOUGH * free.latency_ns
+    of = partial(plan, subject, memory_limit=limit, latency_limit_ns=None, seconds=None, seed=0, stored=None)
+    free, first = of(budget=12_000), of(budget=FROM_NOTHING)
+    assert first.feasible
+    assert first.latency_ns > ENOUGH * subject.original_ns
+    found = of(budget=12_000, latency_bound=lambda asked: first.latency_ns if asked == limit else 0)
+    assert free.latency_ns <= found.latency_ns <= ENOUGH * first.latency_ns
     assert found.states < free.states
 
 

@@ -72,8 +72,8 @@ def large_convnext() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...],
 
 
 def large_super_resolution() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:
-    """A picture of 256 x 256 to one of 1024 x 1024."""
-    return super_resolution(16, times=4), (torch.randn(1, 3, 256, 256),), (), squared
+    """A picture of 512 x 512 to one of 2048 x 2048."""
+    return super_resolution(16, times=4), (torch.randn(1, 3, 512, 512),), (), squared
 
 
 def small_super_resolution() -> tuple[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...], object]:

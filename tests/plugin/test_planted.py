@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-WIDTH, LAYERS, BATCH = 1024, 12, 8192
+WIDTH, LAYERS, BATCH = 1024, 14, 8192
 
 
 class Layer(nn.Module):

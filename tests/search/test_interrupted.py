@@ -168,7 +168,7 @@ def test_a_front_of_loops_that_is_over_before_it_begins_has_a_hasty_look_at_one_
     made = step("blocks")
     wanted = PlanRequest(Objective(memory_limit=0), 0, BUDGET, lambda: True)
     points = divided_front(made.graph, made.costs, wanted, reuse=True).points
-    assert len({point.cut for point in points}) == 1
+    assert len({point.cut and (point.cut.at, point.cut.number) for point in points}) == 1
     for point in points:
         assert point.cut is not None
         verify_fission(point.level.compiled.graph, made.graph)

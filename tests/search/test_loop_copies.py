@@ -13,8 +13,8 @@ from magis.cost.profile_store import Profile
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.fission_pareto import FissionPoint, divided_front
-from magis.search.loop_nest import realize_level, repeats
-from magis.simulate.peak_breakdown import changes
+from magis.search.loop_nest import realize_level
+from magis.simulate.peak_breakdown import changes, repeats
 from magis.simulate.simulator import rounded
 from magis.simulate.timeline import elapsed_ns
 from tests.search.subjects import BUDGET, step
@@ -63,6 +63,6 @@ def moved(graph: Graph, rounding: int) -> int:
 
 
 def test_figures_count_every_part() -> None:
-    for point, graph in points():
+    for _, graph in points():
         assert sum(row.nbytes for row in changes(graph) if row.kind == "swapped") == moved(graph, 1)
-        assert repeats(point.level, point.solution())[1] == moved(graph, COSTS.rounding)
+        assert repeats(graph)[1] == moved(graph, 1)
