@@ -157,7 +157,7 @@ def test_one_percent_more_memory_is_red_hardly_slower_and_explained(gate, kept, 
     assert int(found["seen"].replace(",", "")) == int(gate.rows()[0]["ori peak bytes"])
     assert ["latency" in line for line in said_of_eager(result)] == [False]
     why = next(line for line in result.outlines if line.startswith("grew at the peak: "))
-    where = "; the peak is at aten.sum.dim_IntList of layers.11.down (backward, planted_net.py:16)"
+    where = "; the peak is at aten.sum.dim_IntList of layers.13.down (backward, planted_net.py:16)"
     assert why == f"grew at the peak: {', '.join(GREW[changes])}{where}"
     assert why in gate.rows()[0]["note"]
 
