@@ -239,7 +239,8 @@ class SearchOutcome:
     """Why nothing runs in parts although the search tried, in words."""
     latency_bound_ns: int | None = None
     """No plan of the step, cut into parts like this one, has a lower simulated latency within the memory limit (within
-    this plan's peak, where there is only a latency limit); on simulated devices, where the limit is met."""
+    this plan's peak, where there is only a latency limit) and stands the slack; on simulated devices, where the limit
+    is met."""
 
 
 @dataclass(frozen=True)

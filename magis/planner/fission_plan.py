@@ -269,6 +269,8 @@ def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
     """The plan without fission, with the reason."""
     if wanted.over():
         return replace(plain, unsplit="the cap on seconds came first", stopped_by_seconds=True)
+    if plain.fission:
+        return plain
     return replace(plain, unsplit=blocked(subject.untangled) or "no cut is worth its time")
 
 

@@ -116,7 +116,7 @@ def _with_eager(points: Sequence[FrontPoint], eager: FrontPoint, most: int) -> t
     if any(beats(point, eager) for point in points):
         return tuple(points)
     kept = [point for point in points if not beats(eager, point)]
-    if len(kept) + 2 > most:
+    if len(kept) >= most:
         del kept[-2 if len(kept) > 2 else -1]
     return (*kept, eager)
 
@@ -133,7 +133,9 @@ def realized_front(
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
     which is asked with the share of the time that is meant, too."""
     scratch = PlanScratch(subject, None, latency_bound=latency_bound)
-    wanted = PlanRequest(Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over)
+    wanted = PlanRequest(
+        Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over, subject.original_ns
+    )
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
     hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched

@@ -129,6 +129,7 @@ def within_reserved(
     return replace(
         best,
         feasible=nbytes <= limit,
+        latency_bound_ns=None,  # those are of limits on the peak
         states=sum(each.states for _, each in tried),
         seconds=time.perf_counter() - started,
         stopped_by_seconds=stopped or any(each.stopped_by_seconds for _, each in tried),
@@ -213,9 +214,11 @@ def _searched(
         over=partial(over, whole),
         front=front if goes_on else None,
     )
-    if first is not None and goal.key(first.peak, first.latency_ns) < goal.key(best.peak, best.latency_ns):
-        best = replace(first, states=first.states + best.states, stopped_by_seconds=best.stopped_by_seconds)
-    if not wanted.enough(best.peak, best.latency_ns) and worth_dividing(scratch, goal, best):
+    if first is not None:
+        better = goal.key(first.peak, first.latency_ns) < goal.key(best.peak, best.latency_ns)
+        states, stopped = first.states + best.states, best.stopped_by_seconds
+        best = replace(first if better else best, states=states, stopped_by_seconds=stopped)
+    if worth_dividing(scratch, goal, best):
         stage("searching with parts of the step as loops")
         best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
     return best

@@ -146,6 +146,7 @@ def attempts(
     around = searched(graph)
     known = scratch.known((subject.captured.original.graph, *around))
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
+    looped = any(op.body is not None for op in graph.ops)  # a bound must let bodies be planned anew
 
     def attempt(aim: Objective) -> Plan:
         results, states = whole_search(
@@ -160,7 +161,7 @@ def attempts(
             states=states,
             stopped_by_seconds=any(each.stopped_by_seconds for each in results),
             feasible=result.feasible,
-            searched=Searched(LoopNest(compiled), result.peak),
+            searched=None if looped else Searched(LoopNest(compiled), result.peak),
         )
 
     return attempt
