@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 
 from magis.cost.devices import DeviceModel, find_device
+from magis.cost.machines import worst
 from magis.cost.operator_latency import ESTIMATED, INTERPOLATED, MEASURED, MERGING, Price, Prices
 from magis.cost.profile_store import Profile
 from magis.cost.signature import signature
@@ -134,13 +135,15 @@ class RooflineCosts:
     def link_bytes_per_s(self) -> float:
         """Host link in one direction, bytes a second; 0: nothing is swapped on this device."""
         measured = 0 if self.profile is None else self.profile.link
-        return float(measured or self.device.link_bytes_per_s) * (1 - self.slack) * (1 - self.slack / 2)
+        link, kernels = worst(self.slack)
+        return float(measured or self.device.link_bytes_per_s) * link * kernels
 
     @property
     def copy_ns(self) -> int:
         """What a copy takes besides its bytes."""
         measured = 0 if self.profile is None else self.profile.copy_ns
-        return round((measured or self.device.copy_ns) / (1 - self.slack / 2))
+        _, kernels = worst(self.slack)
+        return round((measured or self.device.copy_ns) / kernels)
 
     @property
     def nominal(self) -> RooflineCosts:

@@ -51,7 +51,12 @@ class Machine:
         return round(self.times.nanoseconds(op, values) * self.kernels)
 
 
+def worst(slack: float) -> tuple[float, float]:
+    """How many times as fast the link is, and how many times as long kernels take, on the worst machine of a slack."""
+    return 1 - slack, 1 - slack / 2
+
+
 def machines(times: Times, slack: float) -> tuple[Machine, ...]:
     """The nominal one, the one with a slower link, the one with quicker kernels, and the one with both."""
-    link, kernels = 1 - slack, 1 - slack / 2
+    link, kernels = worst(slack)
     return Machine(times), Machine(times, link), Machine(times, kernels=kernels), Machine(times, link, kernels)

@@ -152,12 +152,9 @@ def _by_turns(
         left = _left_for_body(here.inner, best, inner, wanted.goal)
         body = found(here.inner.compiled.problem, left, [inner.plan, *bodies], swap=inner.copies)
         states += plan.states + body.states
-        other = solution(here.inner, here.inner.compiled.problem, body, None)
-        problem = with_body(here, other)
-        costs = evaluate(problem, best.plan.order, best.plan.flags)
-        if wanted.key(costs.peak, costs.latency_ns) < best.plan.key(wanted.goal):
-            plan_again = replace(best.plan, peak=costs.peak, latency_ns=costs.latency_ns)
-            best = solution(here, problem, plan_again, other)
+        other = _around(here, best, solution(here.inner, here.inner.compiled.problem, body, None))
+        if other.plan.key(wanted.goal) < best.plan.key(wanted.goal):
+            best = other
         if best is before:
             break
     return best, states
@@ -195,11 +192,15 @@ def to_the_end(here: LoopNest, start: LoopNestPlan, wanted: PlanRequest) -> Loop
     inner, limit = start.inner, wanted.goal.latency_limit_ns
     if here.inner is None or inner is None or limit is None or start.latency_ns > limit:
         return replace(start, states=0)
-    left = Objective(latency_limit_ns=inner.latency_ns + (limit - start.latency_ns) // here.inner.parts)
-    body = _solved(here.inner, left, wanted, start)
-    problem = with_body(here, body)
-    found = evaluate(problem, start.plan.order, start.plan.flags)
-    return solution(here, problem, replace(start.plan, peak=found.peak, latency_ns=found.latency_ns), body, states=1)
+    body = _solved(here.inner, _left_for_body(here.inner, start, inner, wanted.goal), wanted, start)
+    return _around(here, start, body, states=1)
+
+
+def _around(here: LoopNest, planned: LoopNestPlan, body: LoopNestPlan, states: int = 0) -> LoopNestPlan:
+    """The plan of the step around the loop as it is, around another body."""
+    problem, plan = with_body(here, body), planned.plan
+    found = evaluate(problem, plan.order, plan.flags)
+    return solution(here, problem, replace(plan, peak=found.peak, latency_ns=found.latency_ns), body, states)
 
 
 def _solved(here: LoopNest, goal: Objective, wanted: PlanRequest, start: LoopNestPlan) -> LoopNestPlan:
