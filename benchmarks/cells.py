@@ -70,14 +70,14 @@ class Limit:
     def goal(self, subject: Subject) -> Objective:
         if self.memory is not None:
             return Objective(memory_limit=int(self.memory * subject.original.peak_bytes))
-        return Objective(latency_limit_ns=int((self.latency or 0.0) * subject.latency_ns(subject.captured.graph)))
+        return Objective(latency_limit_ns=int((self.latency or 0.0) * subject.original_ns))
 
     def figure(self, subject: Subject, peak: int, latency_ns: float) -> float | None:
         """The peak ratio or the overhead; None if the limit is not kept."""
         if not self.goal(subject).met(peak, int(latency_ns)):
             return None
         if self.memory is not None:
-            return latency_ns / subject.latency_ns(subject.captured.graph) - 1.0
+            return latency_ns / subject.original_ns - 1.0
         return peak / subject.original.peak_bytes
 
     def paper(self, model: str) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from magis.errors import UsageError
 from magis.planner.bench import Bench, Make, default_device
 from magis.planner.fission_plan import divide, plan_of_level
-from magis.planner.plans import Bound, Plan, PlanScratch, searched, whole_search
+from magis.planner.plans import Plan, PlanScratch, searched, whole_search
 from magis.planner.subject import Subject
 from magis.results import Case, FrontPoint, ParetoFront
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, PlanRequest
@@ -128,11 +128,10 @@ def realized_front(
     seed: int = 0,
     points: int = POINTS,
     over: Callable[..., bool] = lambda *_: False,
-    latency_bound: Bound | None = None,
 ) -> tuple[list[Plan], int]:
     """The plan of every point, realized and verified, and the states that were judged; those found until ``over``,
     which is asked with the share of the time that is meant, too."""
-    scratch = PlanScratch(subject, None, latency_bound=latency_bound)
+    scratch = PlanScratch(subject, None)
     wanted = PlanRequest(
         Objective(memory_limit=0), seed, DEFAULT_BUDGET if budget is None else budget, over, subject.original_ns
     )

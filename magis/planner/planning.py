@@ -13,7 +13,7 @@ from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
 from magis.planner.fission_plan import described, divided, listed, worth_dividing
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Bound, Plan, PlanScratch, Searched, approached, attempts, bounded, searched
+from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, bounded, searched
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
@@ -55,20 +55,18 @@ def plan(
     stored: Mapping[str, int] | None,
     search: str = "magis",
     tell: Progress | None = None,
-    latency_bound: Bound | None = None,
 ) -> Plan:
     """The winner of a search under exactly one of the limits, realized; ``stored`` as from ``planning_workspaces``.
 
     ``search`` is "magis", or "paper" for the method as it was published (`magis.paper`).
 
-    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is. A search
-    under a memory limit ends close to the latency that ``latency_bound`` says no plan gets below.
+    Where the subject keeps plans, one that was kept stands for the search. ``tell`` is told how far it is.
     """
     started = time.perf_counter()
     behind = subject.behind_ns
     goal = Objective(memory_limit, None if latency_limit_ns is None else max(1, latency_limit_ns - behind))
     best_so_far = None if tell is None else BestSoFar(tell, subject, goal)
-    scratch = PlanScratch(subject, stored, best_so_far, latency_bound)
+    scratch = PlanScratch(subject, stored, best_so_far)
     stage: Progress = (lambda _text: None) if best_so_far is None else best_so_far.stage
     if search == "paper":
         stage("searching as the paper")

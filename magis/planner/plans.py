@@ -18,7 +18,7 @@ from magis.rewrite.realize import realize
 from magis.search.budgeted_evaluator import Objective, Over, Watch, never
 from magis.search.driver import FROM_NOTHING, SearchResult, near, search
 from magis.search.fission_pareto import FissionFront
-from magis.search.latency_bound import nest_latency_bound
+from magis.search.latency_bound import latency_lower_bound, nest_latency_bound
 from magis.search.loop_nest import LoopNest
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
@@ -28,10 +28,10 @@ from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
 """Searches at most: an operator that takes over its input's memory may have another workspace than its plain form."""
+BOUNDED_NODES = 2_000
+"""Steps of more nodes are not bounded while they are searched: that would take as long as the search."""
 ENOUGH = 1.005
 """Latency, as a multiple of eager's or of a known bound, at which a search ends."""
-Bound = Callable[[int], int]
-"""Nanoseconds that no plan within a memory limit (bytes) gets below."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,15 +80,13 @@ class PlanScratch:
     stored: Mapping[str, int] | None
     watch: Watch | None = None
     """Told every plan of the whole step that a search judges."""
-    latency_bound: Bound | None = None
 
-    def enough(self, goal: Objective, peak: int, latency_ns: int) -> bool:
-        """Whether a plan is so close to eager's latency, or to the least that its memory limit allows, that searching
-        on has next to nothing to win."""
+    def enough(self, goal: Objective, peak: int, latency_ns: int, least_ns: int = 0) -> bool:
+        """Whether a plan is so close to eager's latency, or to the ``least_ns`` that its memory limit allows, that
+        searching on has next to nothing to win."""
         if goal.memory_limit is None or not goal.met(peak, latency_ns):
             return False
-        least = self.subject.original_ns if self.latency_bound is None else self.latency_bound(goal.memory_limit)
-        return latency_ns <= ENOUGH * max(least, self.subject.original_ns)
+        return latency_ns <= ENOUGH * max(least_ns, self.subject.original_ns)
 
     def known(self, graphs: Iterable[Graph]) -> Mapping[str, int]:
         """Workspaces of every operator of the graphs; a stored table leaves out zeros."""
@@ -186,6 +184,10 @@ def whole_search(
     found = search(problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
     if front is None or first == budget or over() or scratch.enough(goal, found.peak, found.latency_ns):
         return [found], found.states
+    if found.feasible and goal.memory_limit is not None and problem.n_nodes <= BOUNDED_NODES:
+        least = latency_lower_bound(problem, goal.memory_limit)
+        if scratch.enough(goal, found.peak, found.latency_ns, least):
+            return [found], found.states
     known = front()
     starts = [found, *(point.plan for point in near(known.points, goal))]
     last = search(problem, goal, budget=budget - first, seed=seed, over=over, watch=watch, starts=starts)

@@ -11,7 +11,7 @@ import pytest
 
 from magis.cases.run_case import run_case
 from magis.graph import verify
-from magis.planner import planning
+from magis.planner import planning, plans
 from magis.planner.bench import Bench
 from magis.planner.fission_plan import divided
 from magis.planner.planning import plan
@@ -155,7 +155,7 @@ def test_the_search_from_nothing_has_its_share_of_a_cap(
     assert 0.9 * share * 200 < seconds <= share * 200
 
 
-def test_a_search_ends_close_to_a_bound_of_latency() -> None:
+def test_a_search_ends_close_to_the_bound_of_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far above eager's latency, which alone would let it go on."""
     subject = shared(BLOCKS, "sim:rtx3090")
     limit = int(0.5 * subject.original.peak_bytes)
@@ -163,7 +163,8 @@ def test_a_search_ends_close_to_a_bound_of_latency() -> None:
     free, first = of(budget=12_000), of(budget=FROM_NOTHING)
     assert first.feasible
     assert first.latency_ns > ENOUGH * subject.original_ns
-    found = of(budget=12_000, latency_bound=lambda asked: first.latency_ns if asked == limit else 0)
+    monkeypatch.setattr(plans, "latency_lower_bound", lambda _, asked: first.latency_ns if asked == limit else 0)
+    found = of(budget=12_000)
     assert free.latency_ns <= found.latency_ns <= ENOUGH * first.latency_ns
     assert found.states < free.states
 
