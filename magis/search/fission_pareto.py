@@ -302,16 +302,8 @@ def place_front(
     """The front of one region, cut into the numbers of parts that are given.
 
     The step around the loop is swept for the first and the last of these, with the leanest plan of the body. Where
-    ``over`` ends that, there is at least one plan of the first. Copies around a body that makes its own must be over
-    before it begins, so bodies without any are tried, too.
+    ``over`` ends that, there is at least one plan of the first.
     """
-    if not (efforts.body.swap and any(here.compiled.problem.xfer_ns_per_byte > 0.0 for _, here in levels)):
-        return _place_front(levels, efforts, over)
-    around = _place_front(levels, replace(efforts, body=replace(efforts.body, swap=False)), over)
-    return around if over() else joined(around, _place_front(levels, efforts, over))
-
-
-def _place_front(levels: Sequence[tuple[LoopPlace, LoopNest]], efforts: Efforts, over: Over) -> FissionFront:
     model: LoopNest | None = None
     inside: Sequence[JudgedPlan] = ()
     around: list[JudgedPlan] = []
