@@ -6,7 +6,8 @@
 The seven networks of the seed at the paper's sizes on a simulated RTX 3090. Under a latency limit a figure is the peak
 as a share of eager's, under a memory limit the latency beyond eager's as a share of it. The paper's are read off its
 charts (+-0.01). *method*: `magis.run_case` of a case with search "paper" and so many simulated states, *ours*: "magis";
-both plans are realized, verified and simulated by the same simulator. Seconds are one core's.
+both plans are realized, verified and simulated by the same simulator. Seconds are one core's. Where the paper's peak is
+below ours, the lower bound of latency at that peak stands under the table.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ import torch
 
 import magis
 from magis.planner.bench import Bench
+from magis.planner.subject import Subject
 from magis.results import Case, CaseResult
+from magis.search.fission_pareto import levels_at, work_of
+from magis.search.latency_bound import nest_latency_bound
+from magis.search.loop_nest import LoopNest
+from magis.simulate.compiled_problem import compile_problem
 
 DEVICE = "sim:rtx3090"
 BEGIN, END = "<!-- BEGIN paper -->", "<!-- END paper -->"
@@ -61,11 +67,22 @@ def _figure(result: CaseResult) -> float | None:
     return result.memory_ratio if result.case.memory_ratio is None else result.latency_ratio - 1.0
 
 
+def least_ratio(subject: Subject, share: float) -> float:
+    """No plan within this share of eager's peak is below this latency, as a ratio to eager's, be the step whole or cut
+    at one place into any number of parts that a search tries."""
+    limit = int(share * subject.original.peak_bytes)
+    work = work_of(subject.aggregated, subject.roofline, reuse=subject.source.reuse)
+    cut = (level for number in range(len(work.places)) for _, level in levels_at(work, number))
+    whole = LoopNest(compile_problem(subject.normal, subject.roofline, reuse=subject.source.reuse))
+    return min(nest_latency_bound(each, limit) for each in (whole, *cut)) / subject.original_ns
+
+
 def rows(models: list[str], latency: list[float], memory: list[float], states: int) -> Iterator[str]:
     """The table's lines, as they are found."""
     yield "| network | limit | paper | its method here | ours | seconds: method, ours | method runs in parts |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     wins = count = 0
+    bounds: list[str] = []
     for model in models:
         bench = Bench()
         for limit in (*(("lat", each) for each in latency), *(("mem", each) for each in memory)):
@@ -77,15 +94,22 @@ def rows(models: list[str], latency: list[float], memory: list[float], states: i
             ours = reached(case, bench)
             paper = known.get(model)
             count += 1
-            wins += ours.figure is not None and all(
+            won = ours.figure is not None and all(
                 other is None or ours.figure <= other for other in (paper, theirs.figure)
             )
+            wins += won
+            if not won and kind == "lat" and paper is not None:
+                least = least_ratio(bench.subject(case), paper)
+                bounds.append(
+                    f"{model} within {paper:.3f} of eager's peak takes at least {least:.4f} times its latency."
+                )
             yield (
                 f"| {model} | {kind} {ratio:g} | {'-' if paper is None else f'{paper:.3f}'} | {theirs} | {ours}"
                 f" | {theirs.seconds:.0f}, {ours.seconds:.0f} | {theirs.fission or 'nothing'} |"
             )
     yield ""
     yield f"Ours is at least as good as both in {wins} of {count} cells."
+    yield from bounds
 
 
 def main() -> None:

@@ -208,7 +208,7 @@ def sketch(work: DivisibleStep) -> FissionFront:
     if not work.places:
         return FissionFront((), 0)
     hasty = work.efforts.hasty
-    return place_front(list(_levels(work, 0)), Efforts(replace(hasty, watch=None), hasty))
+    return place_front(list(levels_at(work, 0)), Efforts(replace(hasty, watch=None), hasty))
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
@@ -240,14 +240,14 @@ def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
 
 
 def _place(work: DivisibleStep, number: int, over: Over = never) -> FissionFront:
-    return place_front(list(_levels(work, number, over)), work.efforts, over)
+    return place_front(list(levels_at(work, number, over)), work.efforts, over)
 
 
 def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
     """The points of findings; VerifyError if they are not of this step."""
     for number in sorted({each.cut.number for each in found}):
         ours = [each for each in found if each.cut.number == number]
-        levels = list(_levels(work, number))
+        levels = list(levels_at(work, number))
         if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
             raise VerifyError(STRANGE, hint=DELETE)
         for cut, here in levels:
@@ -269,7 +269,7 @@ def _check(problem: Problem, plan: JudgedPlan) -> None:
     raise VerifyError(STRANGE, hint=DELETE)
 
 
-def _levels(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
+def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:
     """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
     ``over``."""
     place = work.places[number]
