@@ -9,11 +9,12 @@ from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op
-from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, searched
+from magis.planner.plans import BOUNDED_NODES, ENOUGH, Plan, PlanScratch, Searched, approached, attempts, searched
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
 from magis.search.driver import SearchResult, near, search
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
+from magis.search.latency_bound import nest_latency_bound
 from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
@@ -87,24 +88,48 @@ def _best(
     finalists = list(by_cut.values())
     best: Divided | None = None
     near_best: list[FissionPoint] = []
+    best_least_ns = 0
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
+        least_ns = _least_ns(point, wanted.goal)
+        if _beaten(wanted.key(0, least_ns), best, known, wanted):
+            continue  # by whatever plan it has
         start = point.solution()
         near_by = near([other for other in points if other.cut == point.cut], wanted.goal)
-        done = wanted.over() or wanted.enough(start.peak, start.latency_ns)
+        done = wanted.over() or _ended(start, least_ns, wanted)
         solution, spent = (start, 0) if done else _by_turns(point.level, start, wanted, near_by)
         states += spent
         if best is None or wanted.key(solution.peak, solution.latency_ns) < _key(best, wanted):
-            best, near_best = Divided((point.cut,), point.level, solution), near_by
+            best, near_best, best_least_ns = Divided((point.cut,), point.level, solution), near_by, least_ns
             if wanted.enough(solution.peak, solution.latency_ns):
                 break
-    if best is not None and not (wanted.over() or wanted.enough(best.solution.peak, best.solution.latency_ns)):
+    if best is not None and not (wanted.over() or _ended(best.solution, best_least_ns, wanted)):
         solution, spent = _thoroughly(best.level, best.solution, wanted, near_best)
         best, states = replace(best, solution=solution), states + spent
     if best is None or (known is not None and _key(best, wanted) >= wanted.key(*known)):
         return None
     return replace(best, states=states)
+
+
+def _least_ns(point: FissionPoint, goal: Objective) -> int:
+    """A bound of the latency of a point's configuration within a memory limit; 0 where none is worth its time."""
+    if goal.memory_limit is None or point.level.compiled.problem.n_nodes > BOUNDED_NODES:
+        return 0
+    return nest_latency_bound(point.level, goal.memory_limit)
+
+
+def _beaten(key: tuple[int, int], best: Divided | None, known: tuple[int, int] | None, wanted: PlanRequest) -> bool:
+    """Whether a plan that is known already is at least as good as one of this key."""
+    return (known is not None and wanted.key(*known) <= key) or (best is not None and _key(best, wanted) <= key)
+
+
+def _ended(found: LoopNestPlan, least_ns: int, wanted: PlanRequest) -> bool:
+    """Whether a plan costs no time, or next to nothing more than its configuration's bound."""
+    goal = wanted.goal
+    if goal.memory_limit is None or not goal.met(found.peak, found.latency_ns):
+        return False
+    return wanted.enough(found.peak, found.latency_ns) or found.latency_ns <= ENOUGH * least_ns
 
 
 def _key(divided: Divided, wanted: PlanRequest) -> tuple[int, int]:
