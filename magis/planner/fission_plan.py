@@ -265,7 +265,7 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     known = (plain.planned.peak_bytes, plain.latency_ns)
     front = subject.sketched
     if not any_enough(front.points, wanted):
-        front = joined(front, subject.divided_front(wanted))
+        front = joined(front, subject.divided_front(wanted, known))
     found = divide(front, wanted, known=known)
     attempt, states = None, 0
     if found is not None:

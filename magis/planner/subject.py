@@ -122,13 +122,13 @@ class Subject(TracedModel):
         """A first, hasty answer to what parts of the step in loops give."""
         found = sketch(self._work)
         if self._work.efforts.middling and not self._tried.fronts:  # nothing more would be tried there
-            self._tried.fronts.append(found)
+            self._tried.fronts[0] = found
         return found
 
-    def divided_front(self, wanted: PlanRequest) -> FissionFront:
-        """The front of the step cut into parts, without the hasty look; places are kept, since cases of one model share
-        them."""
-        return places_front(self._work, wanted, self._share, self._tried)
+    def divided_front(self, wanted: PlanRequest, known: tuple[int, int] | None = None) -> FissionFront:
+        """The front of the step cut into parts, without the hasty look and without places where no plan is better than
+        a ``known`` one (its peak and latency); places are kept, since cases of one model share them."""
+        return places_front(self._work, wanted, self._share, self._tried, known)
 
     @cached_property
     def normal(self) -> Graph:

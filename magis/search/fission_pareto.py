@@ -9,9 +9,8 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -31,7 +30,16 @@ from magis.search.budgeted_evaluator import (
     Watch,
     never,
 )
-from magis.search.loop_nest import LoopNest, LoopNestPlan, PlanCosts, level, other_parts, solution, with_body
+from magis.search.loop_nest import (
+    LoopNest,
+    LoopNestPlan,
+    PlanCosts,
+    least_ns,
+    level,
+    other_parts,
+    solution,
+    with_body,
+)
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
@@ -44,8 +52,6 @@ MOST_OPERATORS = 3000
 """Of a step for whose places all is tried."""
 BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
-
-
 STRANGE, DELETE = "findings of another step were handed over", "delete the folder that they were kept in"
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
@@ -129,10 +135,13 @@ Findings: TypeAlias = Front[PointRecord]
 
 @dataclass(frozen=True, eq=False)
 class TriedPlaces:
-    """Fronts of the first places of a step, as this process found them or as others handed them over."""
+    """Fronts of places of a step by their numbers, as this process found them or as others handed them over; the
+    latency that no plan of a place avoids, in nanoseconds; levels of the place that is to be tried next."""
 
-    fronts: list[FissionFront] = field(default_factory=list)
-    findings: list[Findings] = field(default_factory=list)
+    fronts: dict[int, FissionFront] = field(default_factory=dict)
+    findings: dict[int, Findings] = field(default_factory=dict)
+    least_ns: dict[int, int] = field(default_factory=dict)
+    levels: dict[int, list[tuple[LoopPlace, LoopNest]]] = field(default_factory=dict)
 
 
 class Share(Protocol):
@@ -176,30 +185,66 @@ def joined(*fronts: FissionFront) -> FissionFront:
 
 
 def places_front(
-    work: DivisibleStep, wanted: PlanRequest, share: Share | None = None, tried: TriedPlaces | None = None
+    work: DivisibleStep,
+    wanted: PlanRequest,
+    share: Share | None = None,
+    tried: TriedPlaces | None = None,
+    known: tuple[int, int] | None = None,
 ) -> FissionFront:
     """The front of all places, tried until one has a plan that is enough, a few times the budget of states is spent, or
     ``wanted.over`` says so (what was found until then is kept; of places that other processes compute only whole ones).
 
-    Places that were ``tried`` before are not tried again; those of this call are added.
+    Places that were ``tried`` before are not tried again; those of this call are added. Nor are those tried whose loops
+    alone last longer than a ``known`` plan (its peak in bytes and its latency in ns).
     """
     tried = TriedPlaces() if tried is None else tried
+    numbers = _promising(work, wanted, tried, known)
     if share is not None:
-        numbers = range(len(tried.findings), len(work.places))
-        with contextlib.closing(share(work, numbers, wanted.over)) as shared:
-            found, spent = _until_spent(chain([*tried.findings], _noted(shared, tried.findings, wanted)), wanted)
+        every = list(numbers)
+        tried.levels.clear()  # those are made where the places are tried
+        with contextlib.closing(share(work, [n for n in every if n not in tried.findings], wanted.over)) as shared:
+            fronts = _in_turn(every, tried.findings, lambda _: next(shared, None), wanted)
+            found, spent = _until_spent(fronts, wanted)
         return FissionFront(tuple(pareto(_restored(work, found))), spent)
-    numbers = range(len(tried.fronts), len(work.places))
-    fronts = _noted((_place(work, number, wanted.over) for number in numbers), tried.fronts, wanted)
-    points, spent = _until_spent(chain([*tried.fronts], fronts), wanted)
+
+    def made(number: int) -> FissionFront:
+        levels = tried.levels.pop(number, None) or levels_at(work, number, wanted.over)
+        return place_front(list(levels), work.efforts, wanted.over)
+
+    points, spent = _until_spent(_in_turn(numbers, tried.fronts, made, wanted), wanted)
     return FissionFront(tuple(pareto(points)), spent)
 
 
-def _noted(fronts: Iterator[Front[C]], noted: list[Front[C]], wanted: PlanRequest) -> Iterator[Front[C]]:
-    """The fronts as they come; whole ones are noted."""
-    for front in fronts:
-        if not wanted.over():
-            noted.append(front)
+def _promising(
+    work: DivisibleStep, wanted: PlanRequest, tried: TriedPlaces, known: tuple[int, int] | None
+) -> Iterator[int]:
+    """Numbers of the places that may have a better plan than the known one."""
+    for number in range(len(work.places)):
+        if known is not None and wanted.goal.met(*known):
+            if number not in tried.least_ns:
+                levels = list(levels_at(work, number, wanted.over))
+                if wanted.over():  # they may be incomplete
+                    return
+                tried.levels[number] = levels
+                tried.least_ns[number] = min((least_ns(here) for _, here in levels), default=0)
+            if wanted.key(*known) <= wanted.key(0, tried.least_ns[number]):
+                tried.levels.pop(number, None)
+                continue
+        yield number
+
+
+def _in_turn(
+    numbers: Iterable[int], noted: dict[int, Front[C]], made: Callable[[int], Front[C] | None], wanted: PlanRequest
+) -> Iterator[Front[C]]:
+    """The fronts of places as they come; whole ones are noted."""
+    for number in numbers:
+        front = noted.get(number)
+        if front is None:
+            front = made(number)
+            if front is None:
+                return
+            if not wanted.over():
+                noted[number] = front
         yield front
 
 
@@ -230,17 +275,13 @@ def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
 
 def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
     """The front of one of a step's places."""
-    front = _place(work, number, over)
+    front = place_front(list(levels_at(work, number, over)), work.efforts, over)
     points = (
         PointRecord(point.cut, point.plan, point.body.plan)
         for point in front.points
         if point.cut is not None and point.body is not None
     )
     return Findings(tuple(points), front.states)
-
-
-def _place(work: DivisibleStep, number: int, over: Over = never) -> FissionFront:
-    return place_front(list(levels_at(work, number, over)), work.efforts, over)
 
 
 def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:

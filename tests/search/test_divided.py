@@ -161,6 +161,22 @@ def test_no_place_is_tried_behind_one_that_costs_nothing() -> None:
     assert [point.plan for point in again.points] == [point.plan for point in first.points], "not tried again"
 
 
+def test_places_whose_loops_alone_last_longer_than_a_known_plan_are_not_tried() -> None:
+    given = step("seed-unet")
+    work = work_of(given.graph, given.costs, reuse=True)
+    wanted = PlanRequest(Objective(memory_limit=given.peak * 3 // 4), 0, BUDGET)
+    every, some = TriedPlaces(), TriedPlaces()
+    front = places_front(work, wanted, tried=every)
+    fastest = {number: min(each.latency_ns for each in found.points) for number, found in every.fronts.items()}
+    known = (given.peak // 2, sorted(fastest.values())[len(fastest) // 2])  # faster than half of the places are
+    better = [point.plan.key(wanted.goal) for point in front.points if wanted.key(point.peak, point.latency_ns) < known]
+    found = places_front(work, wanted, tried=some, known=known)
+    assert len(some.fronts) < len(every.fronts)
+    assert set(better) <= {point.plan.key(wanted.goal) for point in found.points}
+    assert places_front(work, wanted, tried=some).points, "those that were left out are tried when nothing is known"
+    assert some.fronts.keys() == every.fronts.keys()
+
+
 def test_the_same_request_gives_the_same_plan() -> None:
     given = step("seed-unet")
     goal = Objective(memory_limit=int(0.6 * given.peak))
