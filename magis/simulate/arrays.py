@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from magis.simulate.problem import MOST_COPIES, Bools, Int32s, Int64s, Problem, Rows, int64s, rows_of
+from magis.simulate.problem import Bools, Int32s, Int64s, Problem, Rows, int64s, rows_of
 
 
 class NodeStep(NamedTuple):
@@ -64,7 +64,9 @@ class WorkingArrays(NamedTuple):
     redo_at: Int32s  # [s] event that made the last further copy, -1: none did
     last_use: Int32s  # [2 s] last event that uses the first, the last further copy; its own event if none does
     replaced: Int32s  # [s] further copies that another one followed
-    between: Int32s  # [capacity - n, 3] all of these: storage, event that made it, last event that uses it
+    between: (
+        Int32s  # [capacity - n, 3] all of these: storage, event that made it, last event that uses it; [0, 3]: no room
+    )
     free: Int64s  # [capacity] bytes that die with an event; all 0 between two plans
     level: Int64s  # [capacity] bytes at the worst moment of an event or the blocks behind it
     reuse: Int32s  # [capacity] storage whose memory the event's output takes over, or -1
@@ -122,12 +124,12 @@ def _readers_of_writes(problem: Problem) -> list[list[int]]:
     ]
 
 
-def make_scratch(step: NodeStep) -> WorkingArrays:
+def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
     """Working memory for every plan of a step, whatever its flags."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)
-    further = MOST_COPIES * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of these
+    further = copies * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of these
     capacity = n + further
 
     def i32(*shape: int) -> Int32s:
@@ -146,7 +148,7 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
         redo_at=i32(s),
         last_use=i32(2 * s),
         replaced=i32(s),
-        between=i32(further, 3),
+        between=i32(further if copies > 1 else 0, 3),
         free=i64(capacity),
         level=i64(capacity),
         reuse=i32(capacity),

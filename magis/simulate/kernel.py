@@ -1,9 +1,9 @@
 """The compiled passes of the evaluator: from a plan to its events, peak and latency.
 
 Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream for each
-direction, bytes. All of it is integer arithmetic on preallocated arrays. The whole compiled part of the evaluator
-stands in this file, since numba's cache on disk notices changes of a compiled function's own file only. Arrays are
-bound to local names because numba counts references on every access through a tuple, which costs more than the work.
+direction, bytes. All is integer arithmetic on preallocated arrays. The whole compiled part stands in this file, since
+numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound to local names because
+numba counts references on every access through a tuple, which costs more than the work.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Up to which position first copies are there, from which on others stay; returns whether any is to be swapped."""
     start, end, last = gaps
+    scratch.result[N_BETWEEN] = 0
     until, redo_at, redoable, stays_from = scratch.until, scratch.redo_at, step.redoable, scratch.stays_from
     swaps = False
     for storage in range(len(flags)):
@@ -79,6 +80,7 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
         elif redoable[storage] and flag != KEEP:
             until[storage] = start[storage] if flag != DROP and start[storage] >= 0 else last[storage]
             if flag == REPEAT:
+                scratch.result[N_BETWEEN] = 1
                 stays_from[storage] = end[storage] if start[storage] >= 0 else FOREVER
                 scratch.replaced[storage] = 0
     return swaps
@@ -88,8 +90,7 @@ def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays)
 def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between: int) -> int:
     """The last further copy of a storage is about to have a successor: it dies with its last use, whose output may take
     over its memory. Returns how many copies there are in ``between`` now."""
-    reuse_ptr, reuse_idx = step.reuses
-    event, reuse = scratch.event, scratch.reuse
+    (reuse_ptr, reuse_idx), event, reuse = step.reuses, scratch.event, scratch.reuse
     used_at = scratch.last_use[len(step.nbytes) + storage]
     scratch.free[used_at] += step.nbytes[storage]
     node = event[used_at] >> 1
@@ -116,9 +117,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     first_at, again_at, redo_at = scratch.first_at, scratch.again_at, scratch.redo_at
     last_use, free, reuse, stays_from = scratch.last_use, scratch.free, scratch.reuse, scratch.stays_from
     storages = len(nbytes)
-    between = 0
-    spent = 0
-    count = 0
+    between = spent = count = 0
     for position in range(len(order)):
         node = order[position]
         for k in range(in_ptr[node], in_ptr[node + 1]):
@@ -406,12 +405,15 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 
 @numba.njit(cache=True)
-def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> None:
-    """Judge a plan; all that is to be known of it is then in ``scratch``."""
+def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
+    """Judge a plan; what is to be known of it is then in ``scratch``. False where REPEAT finds no room in that."""
     swaps = _set_until(step, gaps, flags, scratch)
+    if scratch.result[N_BETWEEN] > len(scratch.between):
+        return False
     count = _expand(step, order, scratch)
     _place_blocks(step, scratch, count)
     scratch.result[N_SWAPS] = 0
     if swaps:
         _place_swaps(step, flags, scratch, count)
     _count_bytes(step, scratch, swaps, count)
+    return True

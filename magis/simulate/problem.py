@@ -271,9 +271,7 @@ KEEP = 0  # in memory from its production to its last use, be that a recomputati
 RECOMPUTE = 1  # leaves at the start of its gap; made again, with all that is missing for it, when next needed
 SWAP = 2  # copied to the host at the start of its longest gap, back before its end; as KEEP otherwise
 DROP = 3  # leaves after its last use by a node; made again if a recomputation needs it later
-REPEAT = (
-    4  # as RECOMPUTE or else DROP; a copy made before the end of its gap serves the next node alone, and goes again
-)
+REPEAT = 4  # as RECOMPUTE or else DROP; copies made before the end of the gap serve the next node alone, and go again
 
 MOST_COPIES = 4  # further copies of a storage under REPEAT: the last one stays to its last use
 

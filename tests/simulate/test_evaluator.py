@@ -337,3 +337,15 @@ def test_compiled_and_interpreted_agree(repository: Path) -> None:
         here.append(str(evaluate(problem, random_order(problem, rng), flags)))
     assert done.stdout.splitlines() == here
     assert len(set(here)) > 20, list(itertools.islice(here, 3))
+
+
+def test_room_for_more_copies_is_made_once_a_plan_needs_it() -> None:
+    """The same evaluator judges plans without REPEAT, with it, and without it again."""
+    problem, _ = transformer(3, batch=2)
+    order = np.arange(problem.n_nodes, dtype=np.int32)
+    evaluator, copies = Evaluator(problem, order), list[int]()
+    for flag in (RECOMPUTE, REPEAT, DROP):
+        flags = np.full(problem.n_storages, flag, dtype=np.int8)
+        assert evaluator.evaluate(flags) == evaluate(problem, order, flags)
+        copies.append(len(evaluator.between))
+    assert copies[0] == copies[2] == 0 < copies[1]
