@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from magis.graph import BITS, GENERATOR, ITEM_SIZE, PERSISTENT_KINDS, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.graph.hazards import dependency_graph
-from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Int8s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Int8s, Problem
 from tests.nets import FORWARD, Block, Net
 
 
@@ -244,6 +244,12 @@ def reordered(graph: Graph, order: Sequence[int]) -> Graph:
 
 def random_flags(problem: Problem, rng: np.random.Generator) -> Int8s:
     """A plan's flags, with more or less recomputation and swapping."""
-    shares = ([0.5, 0.3, 0.05, 0.15], [0.3, 0.5, 0.1, 0.1], [0.4, 0.0, 0.6, 0.0], [0.0, 1.0, 0.0, 0.0])
+    shares = (
+        [0.5, 0.3, 0.05, 0.15, 0.0],
+        [0.2, 0.4, 0.1, 0.1, 0.2],
+        [0.4, 0.0, 0.6, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0, 0.0],
+        [0.1, 0.0, 0.1, 0.1, 0.7],
+    )
     share = shares[int(rng.integers(len(shares)))]
-    return rng.choice([KEEP, RECOMPUTE, SWAP, DROP], size=problem.n_storages, p=share).astype(np.int8)
+    return rng.choice([KEEP, RECOMPUTE, SWAP, DROP, REPEAT], size=problem.n_storages, p=share).astype(np.int8)

@@ -30,10 +30,20 @@ from magis.search.budgeted_evaluator import (
     check_request,
     never,
 )
-from magis.search.moves import alternatives, climb, giving_back, hot, reordered, saving
+from magis.search.moves import (
+    alternatives,
+    climb,
+    giving_back,
+    hot,
+    reordered,
+    repeating,
+    saving,
+    with_makers,
+    worth_repeating,
+)
 from magis.search.pareto_sweep import C, Proposer, distinct
 from magis.simulate.evaluator import lower_bound
-from magis.simulate.problem import KEEP, SWAP, Int8s, Int32s, Int64s, Problem
+from magis.simulate.problem import KEEP, REPEAT, SWAP, Int8s, Int32s, Int64s, Problem
 
 # Best-first search over plans (paper, Algorithm 3), and threshold annealing on flags.
 # A priority queue of plans by the goal's key. A popped plan has its children generated as moves, which are scored
@@ -85,9 +95,12 @@ def _children(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, *, al
     moves += [(storage, KEEP) for storage in giving_back(evaluator, plan.flags)[:CHILDREN]]
     leads = judge.best is None or plan.key(goal) <= judge.best.key(goal)
     orders = list(window_orders(evaluator)) if leads else []  # dearer than a move, and seldom better
-    for storage, flag in moves:
+    again = repeating(evaluator, plan.flags, CHILDREN) if worth_repeating(goal, plan) else []
+    changes = [([storage], flag) for storage, flag in moves]
+    changes += [(with_makers(evaluator, plan.flags, storage), REPEAT) for storage in again]
+    for storages, flag in changes:
         flags = plan.flags.copy()
-        flags[storage] = flag
+        flags[storages] = flag
         yield JudgedPlan(plan.order, flags, *judge.cost(flags))
     for order in orders:
         judge.use(order)
@@ -118,6 +131,9 @@ def anneal(
     evaluator = judge.evaluator
     movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & _worth_moving(judge))
     options = {storage: alternatives(evaluator, storage, -1, allow_swap=allow_swap) for storage in movable.tolist()}
+    if worth_repeating(goal, plan):
+        for storage in np.flatnonzero(evaluator.step.redoable[movable]).tolist():
+            options[int(movable[storage])].append(REPEAT)
     choices = np.array([storage for storage, flags in options.items() if len(flags) > 1], dtype=np.int64)
     if not len(choices):
         return
@@ -135,9 +151,11 @@ def anneal(
         pools = _pools(random.random(), present, away)
         for pool, back in pools or [(choices, False)] * (2 if random.random() < PAIRS else 1):
             storage = int(pool[int(random.integers(len(pool)))])
-            before.append((storage, int(flags[storage])))
             others = [KEEP] if back else [flag for flag in options[storage] if flag != flags[storage]]
-            flags[storage] = others[int(random.integers(len(others)))]
+            flag = others[int(random.integers(len(others)))]
+            for each in with_makers(evaluator, flags, storage) if flag == REPEAT else [storage]:
+                before.append((each, int(flags[each])))
+                flags[each] = flag
         found = price.value(*judge.cost(flags))
         new = judge.states > known
         stale = 0 if new else stale + 1

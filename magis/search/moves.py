@@ -17,7 +17,7 @@ from magis.schedule.stretches import wide_orders
 from magis.schedule.window import window_orders
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective
 from magis.simulate.evaluator import Evaluator
-from magis.simulate.problem import DROP, KEEP, RECOMPUTE, SWAP, Bools, Int8s, Int32s, Int64s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, SWAP, Bools, Int8s, Int32s, Int64s, Problem
 
 
 def alternatives(evaluator: Evaluator, storage: int, flag: int, *, allow_swap: bool) -> list[int]:
@@ -37,6 +37,8 @@ def hot(evaluator: Evaluator) -> Bools:
     birth, death = evaluator.lifetimes()
     at = evaluator.peak_run
     alive: Bools = np.any((birth <= at) & (at <= death), axis=0)
+    storages, made, used = evaluator.between.T
+    alive[storages[(made <= at) & (at <= used)]] = True
     return alive
 
 
@@ -72,8 +74,39 @@ def saving(evaluator: Evaluator, flags: Int8s, most: int, *, allow_swap: bool) -
     return [(storage, flag) for _, storage, flag in found if flags[storage] != flag][:most]
 
 
+def with_makers(evaluator: Evaluator, flags: Int8s, storage: int) -> list[int]:
+    """A storage, and what is there only to make it again: DROP would keep that for the next time."""
+    problem, found = evaluator.problem, [storage]
+    for each in found:
+        used = problem.inputs(int(problem.producer[each]))
+        only = (flags[used] == DROP) & evaluator.step.redoable[used] & (evaluator.gaps.start[used] < 0)
+        found += [other for other in used[only].tolist() if other not in found]
+    return found
+
+
+def repeating(evaluator: Evaluator, flags: Int8s, most: int) -> list[int]:
+    """Storages that lie idle at the peak of the plan judged last after they were made again, and may be made again once
+    more instead (`with_makers`), most bytes per nanosecond first."""
+    birth, death = evaluator.lifetimes()
+    at = evaluator.peak_run
+    first = (evaluator.runs & 1) == 0
+    position = np.cumsum(first) - first  # of the node that each run serves
+    made, gaps = birth[1], evaluator.gaps
+    idle = (made >= 0) & (made <= at) & (at <= death[1]) & ((flags == RECOMPUTE) | (flags == DROP))
+    idle &= position[made] < np.where(gaps.start >= 0, np.minimum(gaps.end, position[at]), position[at])
+    found = np.flatnonzero(idle & (evaluator.step.nbytes > 0))
+    redo_ns = evaluator.problem.redo_ns[evaluator.problem.producer[found]]
+    score = -evaluator.step.nbytes[found] / (1 + redo_ns)
+    return found[np.argsort(score, kind="stable")][:most].tolist()  # type: ignore[no-any-return]
+
+
 SINGLE_MOVES = 512
 """Moves, or groups, that are judged one by one; where there are more, many of them together."""
+
+
+def worth_repeating(goal: Objective, plan: JudgedPlan) -> bool:
+    """Whether moves shall have storages made again more than once: where plans do without, they only cost states."""
+    return goal.memory_limit is not None and (not plan.met(goal) or bool((plan.flags == REPEAT).any()))
 
 
 def climb(
@@ -89,26 +122,30 @@ def climb(
             flags = plan.flags.copy()
             judge.look(flags)
             spent = giving_back(judge.evaluator, flags)[:SINGLE_MOVES]
-        moves = [(s, KEEP) for s in spent]
+        moves = [([s], KEEP) for s in spent]
         if goal.memory_limit is None or not plan.met(goal):
             judge.look(flags)
-            moves += saving(judge.evaluator, flags, most, allow_swap=allow_swap)
-        better: list[tuple[tuple[int, int], int, int]] = []
-        for storage, flag in moves:
-            before, flags[storage] = int(flags[storage]), flag
+            moves += [([s], flag) for s, flag in saving(judge.evaluator, flags, most, allow_swap=allow_swap)]
+            again = repeating(judge.evaluator, flags, most) if worth_repeating(goal, plan) else []
+            moves += [(with_makers(judge.evaluator, flags, s), REPEAT) for s in again]
+        better: list[tuple[tuple[int, int], list[int], int]] = []
+        for storages, flag in moves:
+            before = flags[storages]
+            flags[storages] = flag
             key = goal.key(*judge.cost(flags))
-            flags[storage] = before
+            flags[storages] = before
             if key < plan.key(goal):
-                better.append((key, storage, flag))
+                better.append((key, storages, flag))
         if not better:
             return plan
-        for _, storage, flag in sorted(better):  # together as many as fit, the best first
-            before, flags[storage] = int(flags[storage]), flag
+        for _, storages, flag in sorted(better):  # together as many as fit, the best first
+            before = flags[storages]
+            flags[storages] = flag
             found = judge.cost(flags)
             if goal.key(*found) < plan.key(goal):
                 plan = JudgedPlan(judge.evaluator.order, flags.copy(), *found)
             else:
-                flags[storage] = before
+                flags[storages] = before
 
 
 def _kept_together(judge: BudgetedEvaluator, goal: Objective, plan: JudgedPlan, storages: list[int]) -> JudgedPlan:

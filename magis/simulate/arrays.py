@@ -56,12 +56,17 @@ class WorkingArrays(NamedTuple):
     """
 
     event: Int32s  # [capacity]
-    until: Int32s  # [s] last position at which the first copy is there
+    until: Int32s  # [s] last position at which the current copy is there
+    stays_from: Int32s  # [s] from this position on what is made again stays to its last use
     stack: Int32s  # [n, 2] node being recomputed, its next input to look at
     first_at: Int32s  # [n] event of the first run
     again_at: Int32s  # [n] event of the last run
-    redo_at: Int32s  # [s] event that made the second copy, -1: none did
-    last_use: Int32s  # [2 s] last event that uses the first, the second copy; its own event if none does
+    redo_at: Int32s  # [s] event that made the last further copy, -1: none did
+    last_use: Int32s  # [2 s] last event that uses the first, the last further copy; its own event if none does
+    replaced: Int32s  # [s] further copies that another one followed
+    between: (
+        Int32s  # [capacity - n, 3] all of these: storage, event that made it, last event that uses it; [0, 3]: no room
+    )
     free: Int64s  # [capacity] bytes that die with an event; all 0 between two plans
     level: Int64s  # [capacity] bytes at the worst moment of an event or the blocks behind it
     reuse: Int32s  # [capacity] storage whose memory the event's output takes over, or -1
@@ -83,7 +88,7 @@ class WorkingArrays(NamedTuple):
     wait_next: Int32s  # [s]
     load_head: Int32s  # [capacity]
     load_next: Int32s  # [s]
-    result: Int64s  # [7] see kernel
+    result: Int64s  # [8] see kernel
 
 
 def make_step(problem: Problem) -> NodeStep:
@@ -119,12 +124,13 @@ def _readers_of_writes(problem: Problem) -> list[list[int]]:
     ]
 
 
-def make_scratch(step: NodeStep) -> WorkingArrays:
+def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
     """Working memory for every plan of a step, whatever its flags."""
     n = step.ns.shape[1]
     s = len(step.nbytes)
     b = len(step.blk_ns)
-    capacity = n + s  # a recomputation makes at least one second copy, and each storage has one at most
+    further = copies * int(np.count_nonzero(step.redoable))  # a recomputation makes at least one of these
+    capacity = n + further
 
     def i32(*shape: int) -> Int32s:
         return np.full(shape, -1, dtype=np.int32)
@@ -135,11 +141,14 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
     return WorkingArrays(
         event=i32(capacity),
         until=i32(s),
+        stays_from=i32(s),
         stack=i32(n, 2),
         first_at=i32(n),
         again_at=i32(n),
         redo_at=i32(s),
         last_use=i32(2 * s),
+        replaced=i32(s),
+        between=i32(further if copies > 1 else 0, 3),
         free=i64(capacity),
         level=i64(capacity),
         reuse=i32(capacity),
@@ -161,5 +170,5 @@ def make_scratch(step: NodeStep) -> WorkingArrays:
         wait_next=i32(s),
         load_head=i32(capacity),
         load_next=i32(s),
-        result=i64(7),
+        result=i64(8),
     )

@@ -17,11 +17,12 @@ from magis.simulate import kernel
 from magis.simulate.arrays import NodeStep, make_scratch, make_step
 from magis.simulate.problem import (
     BLOCK,
-    DROP,
     FIRST,
     KEEP,
     LOAD,
+    MOST_COPIES,
     REDO,
+    REPEAT,
     STORE,
     WAIT,
     Bools,
@@ -68,7 +69,10 @@ class Evaluator:
 
     def quick(self, flags: Int8s) -> tuple[int, int]:
         """Peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
-        kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch)
+        if not kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch):
+            self._scratch = make_scratch(self.step, MOST_COPIES)  # few plans need it, and it takes a while
+            self._result = self._scratch.result
+            kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch)
         # -1: nothing runs at all
         return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])
 
@@ -100,7 +104,7 @@ class Evaluator:
         return levels
 
     def lifetimes(self) -> tuple[Int32s, Int32s]:
-        """First and last run, [3, s] each, of every copy (first, recomputed, loaded); -1, -1: there is none."""
+        """First and last run, [3, s] each, of copies: the first, the last recomputed, the loaded; -1, -1: none is."""
         scratch, step = self._scratch, self.step
         storages = len(step.nbytes)
         birth = np.full((3, storages), -1, dtype=np.int32)
@@ -126,8 +130,13 @@ class Evaluator:
         leaves: Bools = self._scratch.wait_at >= 0
         return leaves
 
+    @property
+    def between(self) -> Int32s:
+        """[c, 3] storage, first and last run of recomputed copies that another one follows."""
+        return self._scratch.between[: int(self._result[kernel.N_BETWEEN])].copy()
+
     def recomputed(self) -> Bools:
-        """[s] which storages get a second copy."""
+        """[s] which storages get a further copy."""
         made: Bools = self._scratch.redo_at >= 0
         return made
 
@@ -135,13 +144,14 @@ class Evaluator:
         """The schedule of the plan judged last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
+        made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
         found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, whose memory is taken over, what is renewed
         for at, run in enumerate(self.runs.tolist()):
             node, again = run >> 1, run & 1
             if swaps:
                 found += [(WAIT, storage, -1, []) for storage in _chain(scratch.wait_head[at], scratch.wait_next)]
                 found += [(LOAD, storage, -1, []) for storage in _chain(scratch.load_head[at], scratch.load_next)]
-            renewed = [s for s in self.problem.outputs(node).tolist() if scratch.redo_at[s] == at] if again else []
+            renewed = [s for s in self.problem.outputs(node).tolist() if (s, at) in made] if again else []
             found.append((REDO if again else FIRST, node, int(scratch.reuse[at]), renewed))
             if swaps:
                 found += [(STORE, storage, -1, []) for storage in _chain(scratch.store_head[at], scratch.store_next)]
@@ -202,6 +212,6 @@ def lower_bound(problem: Problem) -> int:
 
 def _checked(problem: Problem, order: Int32s, flags: Int8s) -> Evaluator:
     check_order(problem, order)
-    if len(flags) != problem.n_storages or np.any((flags < KEEP) | (flags > DROP)):
-        raise VerifyError(f"a plan needs one flag in {KEEP}..{DROP} for each of {problem.n_storages} storages")
+    if len(flags) != problem.n_storages or np.any((flags < KEEP) | (flags > REPEAT)):
+        raise VerifyError(f"a plan needs one flag in {KEEP}..{REPEAT} for each of {problem.n_storages} storages")
     return Evaluator(problem, order)

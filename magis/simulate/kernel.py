@@ -1,9 +1,9 @@
 """The compiled passes of the evaluator: from a plan to its events, peak and latency.
 
 Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream for each
-direction, bytes. All of it is integer arithmetic on preallocated arrays. The whole compiled part of the evaluator
-stands in this file, since numba's cache on disk notices changes of a compiled function's own file only. Arrays are
-bound to local names because numba counts references on every access through a tuple, which costs more than the work.
+direction, bytes. All is integer arithmetic on preallocated arrays. The whole compiled part stands in this file, since
+numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound to local names because
+numba counts references on every access through a tuple, which costs more than the work.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numba
 import numpy as np
 
 from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
-from magis.simulate.problem import DROP, RECOMPUTE, SWAP, Int8s, Int32s
+from magis.simulate.problem import DROP, KEEP, MOST_COPIES, REPEAT, SWAP, Int8s, Int32s
 
 FOREVER = 2**31 - 1
 
 # Slots of the result array.
-PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS = range(7)
+PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN = range(8)
 
 
 @numba.njit(cache=True)
@@ -65,22 +65,47 @@ def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
 
 @numba.njit(cache=True)
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
-    """Up to which position first copies are there; returns whether any storage is to be swapped."""
-    start, _, last = gaps
-    until, redo_at, redoable = scratch.until, scratch.redo_at, step.redoable
+    """Up to which position first copies are there, from which on others stay; returns whether any is to be swapped."""
+    start, end, last = gaps
+    scratch.result[N_BETWEEN] = 0
+    until, redo_at, redoable, stays_from = scratch.until, scratch.redo_at, step.redoable, scratch.stays_from
     swaps = False
     for storage in range(len(flags)):
         flag = flags[storage]
         redo_at[storage] = -1
         until[storage] = FOREVER
+        stays_from[storage] = 0
         if flag == SWAP:
             swaps = True
-        elif redoable[storage]:
-            if flag == RECOMPUTE and start[storage] >= 0:
-                until[storage] = start[storage]
-            elif flag == RECOMPUTE or flag == DROP:  # noqa: PLR1714, SIM109 (compiled: no containers)
-                until[storage] = last[storage]
+        elif redoable[storage] and flag != KEEP:
+            until[storage] = start[storage] if flag != DROP and start[storage] >= 0 else last[storage]
+            if flag == REPEAT:
+                scratch.result[N_BETWEEN] = 1
+                stays_from[storage] = end[storage] if start[storage] >= 0 else FOREVER
+                scratch.replaced[storage] = 0
     return swaps
+
+
+@numba.njit(cache=True)
+def _replace_copy(step: NodeStep, scratch: WorkingArrays, storage: int, between: int) -> int:
+    """The last further copy of a storage is about to have a successor: it dies with its last use, whose output may take
+    over its memory. Returns how many copies there are in ``between`` now."""
+    (reuse_ptr, reuse_idx), event, reuse = step.reuses, scratch.event, scratch.reuse
+    used_at = scratch.last_use[len(step.nbytes) + storage]
+    scratch.free[used_at] += step.nbytes[storage]
+    node = event[used_at] >> 1
+    for k in range(reuse_ptr[node], reuse_ptr[node + 1]):
+        if reuse_idx[k] == reuse[used_at]:
+            break  # another one that dies there comes first
+        if reuse_idx[k] == storage:
+            reuse[used_at] = storage
+    scratch.between[between, 0] = storage
+    scratch.between[between, 1] = scratch.redo_at[storage]
+    scratch.between[between, 2] = used_at
+    scratch.replaced[storage] += 1
+    if scratch.replaced[storage] == MOST_COPIES - 1:
+        scratch.stays_from[storage] = 0
+    return between + 1
 
 
 @numba.njit(cache=True)
@@ -90,15 +115,14 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     producer, nbytes, redo_ns = step.producer, step.nbytes, step.ns[1]
     until, stack, event = scratch.until, scratch.stack, scratch.event
     first_at, again_at, redo_at = scratch.first_at, scratch.again_at, scratch.redo_at
-    last_use, free = scratch.last_use, scratch.free
+    last_use, free, reuse, stays_from = scratch.last_use, scratch.free, scratch.reuse, scratch.stays_from
     storages = len(nbytes)
-    spent = 0
-    count = 0
+    between = spent = count = 0
     for position in range(len(order)):
         node = order[position]
         for k in range(in_ptr[node], in_ptr[node + 1]):
             wanted = in_idx[k]
-            if until[wanted] >= position or redo_at[wanted] >= 0:
+            if until[wanted] >= position:
                 continue
             stack[0, 0] = producer[wanted]
             stack[0, 1] = in_ptr[producer[wanted]]
@@ -107,7 +131,7 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
                 maker = stack[depth - 1, 0]
                 at = stack[depth - 1, 1]
                 end = in_ptr[maker + 1]
-                while at < end and (until[in_idx[at]] >= position or redo_at[in_idx[at]] >= 0):
+                while at < end and until[in_idx[at]] >= position:
                     at += 1
                 if at < end:  # first make that input; then look at the next ones
                     stack[depth - 1, 1] = at
@@ -118,29 +142,35 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
                 depth -= 1
                 for j in range(in_ptr[maker], end):
                     used = in_idx[j]
-                    last_use[used if until[used] >= position else storages + used] = count
+                    last_use[used if redo_at[used] < 0 else storages + used] = count
                 for j in range(out_ptr[maker], out_ptr[maker + 1]):
                     made = out_idx[j]
-                    if until[made] < position and redo_at[made] < 0:
+                    if until[made] < position:
+                        if redo_at[made] >= 0:
+                            between = _replace_copy(step, scratch, made, between)
+                        until[made] = FOREVER if position >= stays_from[made] else position
                         redo_at[made] = count
                         last_use[storages + made] = count
                     else:
                         free[count] += nbytes[made]
                 again_at[maker] = count
+                reuse[count] = -1
                 event[count] = 2 * maker + 1
                 spent += redo_ns[maker]
                 count += 1
         for k in range(in_ptr[node], in_ptr[node + 1]):
             used = in_idx[k]
-            last_use[used if until[used] >= position else storages + used] = count
+            last_use[used if redo_at[used] < 0 else storages + used] = count
         for k in range(out_ptr[node], out_ptr[node + 1]):
             last_use[out_idx[k]] = count
         first_at[node] = count
         again_at[node] = count
+        reuse[count] = -1
         event[count] = 2 * node
         count += 1
     scratch.result[N_EVENTS] = count
     scratch.result[N_REDOS] = count - len(order)
+    scratch.result[N_BETWEEN] = between
     scratch.result[LATENCY] = spent + step.ns[0].sum() + step.blk_ns.sum()
     return count
 
@@ -308,25 +338,13 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
     """Pass 4: bytes event by event. LOAD and WAIT need no look: the event behind them is never below them."""
     nbytes, to_end, out_bytes, ws, tensor = step.nbytes, step.to_end, step.out_bytes, step.ws, step.tensor
     (blk_in_ptr, blk_in_idx), (reuse_ptr, reuse_idx) = step.block_inputs, step.reuses
-    blk_ws, blk_tensor, blk_late_ws, blk_late_tensor = (
-        step.blk_ws,
-        step.blk_tensor,
-        step.blk_late_ws,
-        step.blk_late_tensor,
-    )
+    blk_ws, blk_tensor = step.blk_ws, step.blk_tensor
+    blk_late_ws, blk_late_tensor = step.blk_late_ws, step.blk_late_tensor
     event, last_use, redo_at, free = scratch.event, scratch.last_use, scratch.redo_at, scratch.free
-    held_by, blk_place, blk_head, blk_next = (
-        scratch.held_by,
-        scratch.blk_place,
-        scratch.blk_head,
-        scratch.blk_next,
-    )
-    waits, wait_next, loads, load_next = (
-        scratch.wait_head,
-        scratch.wait_next,
-        scratch.load_head,
-        scratch.load_next,
-    )
+    held_by, blk_place = scratch.held_by, scratch.blk_place
+    blk_head, blk_next = scratch.blk_head, scratch.blk_next
+    waits, wait_next = scratch.wait_head, scratch.wait_next
+    loads, load_next = scratch.load_head, scratch.load_next
     levels, reuse = scratch.level, scratch.reuse
     storages = len(nbytes)
     for storage in range(storages):
@@ -350,11 +368,10 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
                 storage = load_next[storage]
         node = event[at] >> 1
         level += out_bytes[node]
-        reuse[at] = -1
         saved = 0
         for k in range(reuse_ptr[node], reuse_ptr[node + 1]):
             used = reuse_idx[k]
-            dies = last_use[used] == at or (redo_at[used] >= 0 and last_use[storages + used] == at)
+            dies = last_use[used] == at or (redo_at[used] >= 0 and last_use[storages + used] == at) or reuse[at] == used
             held = held_by[used] >= 0 and blk_place[held_by[used]] >= at
             if dies and not held and not to_end[used]:
                 reuse[at] = used
@@ -388,12 +405,15 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 
 @numba.njit(cache=True)
-def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> None:
-    """Judge a plan; all that is to be known of it is then in ``scratch``."""
+def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
+    """Judge a plan; what is to be known of it is then in ``scratch``. False where REPEAT finds no room in that."""
     swaps = _set_until(step, gaps, flags, scratch)
+    if scratch.result[N_BETWEEN] > len(scratch.between):
+        return False
     count = _expand(step, order, scratch)
     _place_blocks(step, scratch, count)
     scratch.result[N_SWAPS] = 0
     if swaps:
         _place_swaps(step, flags, scratch, count)
     _count_bytes(step, scratch, swaps, count)
+    return True

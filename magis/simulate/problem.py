@@ -263,13 +263,17 @@ def _last_write(index: int, row: StorageRow, producer: list[int], nodes: Sequenc
 # Plans, and the complete schedules that they expand to.
 # A plan is an order of the nodes and one flag per temporary storage. ``expand`` (see ``evaluator``) makes a
 # schedule of it: a sequence of events in which nothing is left to decide. At every event there is one *current
-# copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does.
+# copy* of each storage that somebody still reads; REDO and LOAD replace it, nothing else does. What REDO makes stays to
+# its last use, but for storages under REPEAT.
 
 # What a plan says of a storage. Its gap is the longest idle stretch between two touches.
 KEEP = 0  # in memory from its production to its last use, be that a recomputation
 RECOMPUTE = 1  # leaves at the start of its gap; made again, with all that is missing for it, when next needed
 SWAP = 2  # copied to the host at the start of its longest gap, back before its end; as KEEP otherwise
 DROP = 3  # leaves after its last use by a node; made again if a recomputation needs it later
+REPEAT = 4  # as RECOMPUTE or else DROP; copies made before the end of the gap serve the next node alone, and go again
+
+MOST_COPIES = 4  # further copies of a storage under REPEAT: the last one stays to its last use
 
 # Kinds of events; each has one argument.
 FIRST = 0  # node runs as in the original step

@@ -16,8 +16,10 @@ from magis.simulate.problem import (
     FIRST,
     KEEP,
     LOAD,
+    MOST_COPIES,
     RECOMPUTE,
     REDO,
+    REPEAT,
     STORE,
     SWAP,
     WAIT,
@@ -168,7 +170,7 @@ def _ordered(problem: Problem, take: Callable[[list[int]], int]) -> Int32s:
 def plans(draw: st.DrawFn, most_nodes: int = 12) -> tuple[Problem, Int32s, Int8s]:
     problem = draw(problems(most_nodes))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    flags = rng.choice([KEEP, RECOMPUTE, RECOMPUTE, SWAP, DROP], size=problem.n_storages)
+    flags = rng.choice([KEEP, RECOMPUTE, RECOMPUTE, SWAP, DROP, REPEAT, REPEAT], size=problem.n_storages)
     return problem, random_order(problem, rng), flags.astype(np.int8)
 
 
@@ -197,11 +199,11 @@ def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int
     """Last position at which the plan leaves the first copy in memory."""
     maker = int(problem.producer[storage])
     in_block = storage in problem.block_inputs.idx
-    if flags[storage] not in (RECOMPUTE, DROP) or problem.pinned[storage] or problem.to_end[storage]:
+    if flags[storage] not in (RECOMPUTE, DROP, REPEAT) or problem.pinned[storage] or problem.to_end[storage]:
         return math.inf
     if not problem.redo_ok[maker] or in_block:
         return math.inf
-    if flags[storage] == RECOMPUTE and longest_gap(problem, order, storage) is not None:
+    if flags[storage] != DROP and longest_gap(problem, order, storage) is not None:
         return longest_gap(problem, order, storage)[0]  # type: ignore[index]
     return touches(problem, order, storage)[-1]
 
@@ -209,16 +211,22 @@ def first_copy_until(problem: Problem, order: Int32s, flags: Int8s, storage: int
 def reference_runs(problem: Problem, order: Int32s, flags: Int8s) -> list[tuple[int, int]]:
     """(FIRST or REDO, node) by plain recursion."""
     until = [first_copy_until(problem, order, flags, s) for s in range(problem.n_storages)]
-    again: set[int] = set()
+    copies = [0] * problem.n_storages
     runs: list[tuple[int, int]] = []
 
     def provide(node: int, position: int) -> None:
         for used in problem.inputs(node).tolist():
-            if until[used] < position and used not in again:
-                maker = int(problem.producer[used])
-                provide(maker, position)
+            if until[used] < position:
+                provide(maker := int(problem.producer[used]), position)
                 runs.append((REDO, maker))
-                again.update(s for s in problem.outputs(maker).tolist() if until[s] < position)
+                for made in problem.outputs(maker).tolist():
+                    if until[made] < position:
+                        copies[made] += 1
+                        gap = longest_gap(problem, order, made)
+                        again = (
+                            flags[made] == REPEAT and copies[made] < MOST_COPIES and (gap is None or position < gap[1])
+                        )
+                        until[made] = position if again else math.inf
 
     for position, node in enumerate(order.tolist()):
         provide(node, position)

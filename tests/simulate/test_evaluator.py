@@ -24,6 +24,7 @@ from magis.simulate.problem import (
     LOAD,
     RECOMPUTE,
     REDO,
+    REPEAT,
     STORE,
     SWAP,
     WAIT,
@@ -79,7 +80,7 @@ def test_a_plan_costs_what_its_schedule_says_and_the_schedule_does_what_the_plan
     evaluator = Evaluator(problem, order)
     check_gaps(evaluator)
     # whatever was judged before
-    evaluator.quick(np.random.default_rng(seed).integers(0, 4, problem.n_storages).astype(np.int8))
+    evaluator.quick(np.random.default_rng(seed).integers(0, 5, problem.n_storages).astype(np.int8))
     assert evaluator.evaluate(flags) == found
     check_levels(evaluator, events, truth.levels)
     for flag in (KEEP, DROP):  # nothing is recomputed unless the plan says so
@@ -106,7 +107,7 @@ def judged(plan: Plan) -> tuple[Evaluation, Events, Replayed]:
 def test_many_swaps_share_the_two_copy_streams(seed: int, xfer_ns_per_byte: float) -> None:
     rng = np.random.default_rng(seed)
     problem = replace(random_problem(rng, 25), xfer_ns_per_byte=xfer_ns_per_byte)
-    flags = rng.choice([KEEP, RECOMPUTE, SWAP], p=[0.1, 0.2, 0.7], size=problem.n_storages).astype(np.int8)
+    flags = rng.choice([KEEP, REPEAT, SWAP], p=[0.1, 0.2, 0.7], size=problem.n_storages).astype(np.int8)
     order = random_order(problem, rng)
     found, events, truth = judged((problem, order, flags))
     evaluator = Evaluator(problem, order)
@@ -172,11 +173,15 @@ def check_levels(evaluator: Evaluator, events: Events, replayed: list[int]) -> N
     truth = [at for at, kind in enumerate(events.kind.tolist()) if kind in (FIRST, REDO)]
     for run, (code, event) in enumerate(zip(evaluator.runs.tolist(), truth, strict=True)):
         alive = ((birth <= run) & (run <= death)).sum(axis=0)
+        for storage, made_at, used_at in evaluator.between.tolist():
+            alive[storage] += made_at <= run <= used_at
         exact = int((alive * problem.nbytes).sum()) + problem.persistent_bytes
         node, again = code >> 1, code & 1
         exact += int((problem.redo_ws if again else problem.node_ws)[node])
         made = problem.outputs(node)
-        exact += sum(int(problem.nbytes[s]) for s in made.tolist() if again and birth[1, s] != run)
+        current = {int(s) for s, made_at, _ in evaluator.between.tolist() if made_at == run}
+        current |= set(np.flatnonzero(birth[1] == run).tolist())
+        exact += sum(int(problem.nbytes[s]) for s in made.tolist() if again and s not in current)
         taken = int(events.reuse[event])
         assert replayed[event] == exact - (int(problem.nbytes[taken]) if taken >= 0 else 0)
     there = birth >= 0
@@ -260,10 +265,10 @@ def test_an_update_waits_for_recomputations_that_read_its_weight() -> None:
 def test_plans_that_are_none_are_refused() -> None:
     problem = chain([8, 8, 8], backward=[(0,)])
     flags = np.zeros(problem.n_storages, dtype=np.int8)
-    with pytest.raises(VerifyError, match=r"one flag in 0\.\.3 for each of 4 storages"):
+    with pytest.raises(VerifyError, match=r"one flag in 0\.\.4 for each of 4 storages"):
         evaluate(problem, base(problem), flags[:-1])
     with pytest.raises(VerifyError, match="one flag"):
-        expand(problem, base(problem), flags + np.int8(4))
+        expand(problem, base(problem), flags + np.int8(5))
     with pytest.raises(VerifyError, match="each of 4 nodes once"):
         check_order(problem, np.array([0, 1, 1, 3], dtype=np.int32))
     with pytest.raises(VerifyError, match="node 2 stands before node 1"):
@@ -299,7 +304,7 @@ def test_a_real_sized_step_equals_its_replay() -> None:
     rng = np.random.default_rng(1)
     for _ in range(3):
         order = random_order(problem, rng)
-        flags = rng.choice([KEEP, RECOMPUTE, SWAP, DROP], size=problem.n_storages).astype(np.int8)
+        flags = rng.choice([KEEP, RECOMPUTE, SWAP, DROP, REPEAT], size=problem.n_storages).astype(np.int8)
         found, truth = evaluate(problem, order, flags), replay(problem, expand(problem, order, flags))
         assert (found.peak, found.tensor_peak, found.latency_ns) == (truth.peak, truth.tensor_peak, truth.latency_ns)
         assert found.redos > 0
@@ -313,7 +318,7 @@ def test_compiled_and_interpreted_agree(repository: Path) -> None:
         "for seed in range(40):\n"
         "    rng = np.random.default_rng(seed)\n"
         "    problem = random_problem(rng, 12)\n"
-        "    flags = rng.integers(0, 4, problem.n_storages).astype(np.int8)\n"
+        "    flags = rng.integers(0, 5, problem.n_storages).astype(np.int8)\n"
         "    print(evaluate(problem, random_order(problem, rng), flags))\n"
     )
     done = subprocess.run(
@@ -328,7 +333,19 @@ def test_compiled_and_interpreted_agree(repository: Path) -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, 12)
-        flags = rng.integers(0, 4, problem.n_storages).astype(np.int8)
+        flags = rng.integers(0, 5, problem.n_storages).astype(np.int8)
         here.append(str(evaluate(problem, random_order(problem, rng), flags)))
     assert done.stdout.splitlines() == here
     assert len(set(here)) > 20, list(itertools.islice(here, 3))
+
+
+def test_room_for_more_copies_is_made_once_a_plan_needs_it() -> None:
+    """The same evaluator judges plans without REPEAT, with it, and without it again."""
+    problem, _ = transformer(3, batch=2)
+    order = np.arange(problem.n_nodes, dtype=np.int32)
+    evaluator, copies = Evaluator(problem, order), list[int]()
+    for flag in (RECOMPUTE, REPEAT, DROP):
+        flags = np.full(problem.n_storages, flag, dtype=np.int8)
+        assert evaluator.evaluate(flags) == evaluate(problem, order, flags)
+        copies.append(len(evaluator.between))
+    assert copies[0] == copies[2] == 0 < copies[1]

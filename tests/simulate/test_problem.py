@@ -14,6 +14,7 @@ from magis.simulate import kernel
 from magis.simulate.arrays import make_scratch, make_step
 from magis.simulate.evaluator import Evaluation, evaluate
 from magis.simulate.problem import (
+    MOST_COPIES,
     BlockRow,
     NodeRow,
     StorageRow,
@@ -136,22 +137,28 @@ def test_blocks_and_totals_that_break_a_promise_are_refused() -> None:
         build_problem([], storages)
 
 
-def test_working_memory_is_as_large_as_the_longest_schedule() -> None:
+@pytest.mark.parametrize("copies", [1, MOST_COPIES])
+def test_working_memory_is_as_large_as_the_longest_schedule(copies: int) -> None:
     """Compiled code checks no bounds. Of each array the size for 2 nodes, 5 storages, 3 blocks."""
-    nodes = [NodeRow((), (0, 1, 2), 1), NodeRow((), (3, 4), 1)]
+    nodes = [NodeRow((), (0, 1, 2), 1), NodeRow((), (3, 4), 1, redo_ok=True)]
     problem = build_problem(nodes, [StorageRow(8)] * 5, [BlockRow((0,), (), 1)] * 3)
-    per_storage = "until redo_at held_by gap_ns gap_from gap_to touched wait_at load_at store_next wait_next load_next"
+    per_storage = (
+        "until stays_from replaced redo_at held_by gap_ns gap_from"
+        " gap_to touched wait_at load_at store_next wait_next load_next"
+    )
+    further = 2 * copies  # of the two that may be made again
     sizes = {
-        "event free level reuse blk_head store_head wait_head load_head copying": (2 + 5,),  # all run, all come again
-        "start_ns": (2 + 5 + 1,),  # and the end of the last run
+        "event free level reuse blk_head store_head wait_head load_head copying": (2 + further,),  # all run
+        "start_ns": (2 + further + 1,),  # and the end of the last run
+        "between": (further if copies > 1 else 0, 3),
         "stack": (2, 2),
         "first_at again_at": (2,),
         "blk_place blk_next": (3,),
         per_storage: (5,),
         "last_use": (2 * 5,),
-        "result": (max(kernel.PEAK, kernel.N_SWAPS) + 1,),
+        "result": (max(kernel.PEAK, kernel.N_BETWEEN) + 1,),
     }
-    found = make_scratch(make_step(problem))
+    found = make_scratch(make_step(problem), copies)
     expected = [(name, size) for names, size in sizes.items() for name in names.split()]
     assert sorted((name, array.shape) for name, array in found._asdict().items()) == sorted(expected)
     assert all(np.all(array == (0 if array.dtype == np.int64 else -1)) for array in found)  # -1: there is none

