@@ -79,7 +79,10 @@ def loop(work: Workload, stack: ExitStack, blocks: tuple[str, ...] = (), *, earl
 
 
 def _optimizer(work: Workload, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    groups = (replace(each, parameters=tuple(set(each.parameters) & set(named))) for each in work.optimizer.groups)
+    groups = (
+        replace(each, parameters=tuple(name for name in each.parameters if name in named))
+        for each in work.optimizer.groups
+    )
     rule = replace(work.optimizer, groups=tuple(each for each in groups if each.parameters))
     found = torch_optimizer(rule, named)
     if found is None:

@@ -9,7 +9,17 @@ from magis.errors import VerifyError
 from magis.fission.loss_suffix import blocked
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op
-from magis.planner.plans import BOUNDED_NODES, ENOUGH, Plan, PlanScratch, Searched, approached, attempts, searched
+from magis.planner.plans import (
+    BOUNDED_NODES,
+    ENOUGH,
+    Plan,
+    PlanScratch,
+    Searched,
+    approached,
+    attempts,
+    coarse,
+    searched,
+)
 from magis.planner.subject import Subject
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
 from magis.search.driver import SearchResult, near, search
@@ -92,7 +102,7 @@ def _best(
     for point in finalists[: FINALISTS if wanted.goal.memory_limit is not None else FINALISTS - 1]:
         if point.cut is None:
             continue
-        least_ns = _least_ns(point, wanted.goal)
+        least_ns = _least_ns(point, wanted)
         if _beaten(wanted.key(0, least_ns), best, known, wanted):
             continue  # by whatever plan it has
         start = point.solution()
@@ -112,11 +122,12 @@ def _best(
     return replace(best, states=states)
 
 
-def _least_ns(point: FissionPoint, goal: Objective) -> int:
+def _least_ns(point: FissionPoint, wanted: PlanRequest) -> int:
     """A bound of the latency of a point's configuration within a memory limit; 0 where none is worth its time."""
-    if goal.memory_limit is None or point.level.compiled.problem.n_nodes > BOUNDED_NODES:
+    limit, levels = wanted.goal.memory_limit, [point.level, *(body for _, body in point.level.loops)]
+    if limit is None or wanted.over() or sum(each.compiled.problem.n_nodes for each in levels) > BOUNDED_NODES:
         return 0
-    return nest_latency_bound(point.level, goal.memory_limit)
+    return coarse(nest_latency_bound(point.level, limit), wanted.eager_ns)
 
 
 def _beaten(key: tuple[int, int], best: Divided | None, known: tuple[int, int] | None, wanted: PlanRequest) -> bool:

@@ -60,6 +60,13 @@ class Searched:
     peak: int
 
 
+def coarse(bound_ns: int, eager_ns: int) -> int:
+    """A bound that decides how a search goes on: down to a thousandth of eager's latency, so that the last digits of a
+    solver, which may differ from machine to machine, decide next to nothing."""
+    step = max(1, eager_ns // 1000)
+    return bound_ns // step * step
+
+
 def bounded(plan: Plan, memory_limit: int | None) -> Plan:
     """The plan with the lower bound of its latency."""
     found, limit = plan.searched, memory_limit
@@ -185,7 +192,7 @@ def whole_search(
     if front is None or first == budget or over() or scratch.enough(goal, found.peak, found.latency_ns):
         return [found], found.states
     if found.feasible and goal.memory_limit is not None and problem.n_nodes <= BOUNDED_NODES:
-        least = latency_lower_bound(problem, goal.memory_limit)
+        least = coarse(latency_lower_bound(problem, goal.memory_limit), scratch.subject.original_ns)
         if scratch.enough(goal, found.peak, found.latency_ns, least):
             return [found], found.states
     known = front()

@@ -26,7 +26,7 @@ from magis.units import MIB
 
 # What a kept result depends on besides its case: the code that makes it.
 
-DECIDE = ("numpy", "numba", "rustworkx")
+DECIDE = ("numpy", "numba", "rustworkx", "scipy")
 """Packages that take part in a search."""
 
 

@@ -225,10 +225,11 @@ def _promising(
                 levels = list(levels_at(work, number, wanted.over))
                 if wanted.over():  # they may be incomplete
                     return
-                tried.levels[number] = levels
                 tried.least_ns[number] = min((least_ns(here) for _, here in levels), default=0)
+                tried.levels.clear()
+                if number not in tried.fronts:
+                    tried.levels[number] = levels
             if wanted.key(*known) <= wanted.key(0, tried.least_ns[number]):
-                tried.levels.pop(number, None)
                 continue
         yield number
 

@@ -64,9 +64,7 @@ class WorkingArrays(NamedTuple):
     redo_at: Int32s  # [s] event that made the last further copy, -1: none did
     last_use: Int32s  # [2 s] last event that uses the first, the last further copy; its own event if none does
     replaced: Int32s  # [s] further copies that another one followed
-    between: (
-        Int32s  # [capacity - n, 3] all of these: storage, event that made it, last event that uses it; [0, 3]: no room
-    )
+    between: Int32s  # [capacity - n, 3] those: storage, event that made it, last event that uses it; [0, 3]: no room
     free: Int64s  # [capacity] bytes that die with an event; all 0 between two plans
     level: Int64s  # [capacity] bytes at the worst moment of an event or the blocks behind it
     reuse: Int32s  # [capacity] storage whose memory the event's output takes over, or -1

@@ -8,18 +8,28 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from magis.capture import capture
+from magis.cost.cost_model import RooflineCosts
+from magis.cost.devices import find_device
 from magis.errors import UsageError
+from magis.ops.optimizers import OptimizerSpec
+from magis.rewrite.functionalize import functionalize, untangle
+from magis.search import driver, moves
 from magis.search.budgeted_evaluator import Objective
 from magis.search.driver import SearchResult, near, search
 from magis.search.moves import alternatives
 from magis.search.pareto_sweep import BRIEF, sweep
+from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, lower_bound
-from magis.simulate.problem import DROP, KEEP, RECOMPUTE, Int32s, Problem
+from magis.simulate.problem import DROP, KEEP, RECOMPUTE, REPEAT, Int32s, Problem
 from tests.search.networks import Tape, resnet, transformer, unet
 from tests.simulate.plans import random_problem
 
@@ -265,3 +275,26 @@ def test_processes_agree_whatever_their_hash_seed(repository: Path) -> None:
         check=True,
     )
     assert other.stdout.splitlines() == digests()
+
+
+def test_a_limit_that_needs_a_tensor_made_again_twice_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = perceptron(5)
+    least, most = lower_bound(problem), sweep(problem, BRIEF).points[-1].peak
+    goal = Objective(memory_limit=int(least + 0.4 * (most - least)))
+    found = search(problem, goal, budget=BUDGET)
+    assert found.feasible
+    assert evaluate(problem, found.order, found.flags).peak == found.peak
+    assert (found.flags == REPEAT).any()
+    for module in (driver, moves):
+        monkeypatch.setattr(module, "worth_repeating", lambda *_: False)
+    assert not search(problem, goal, budget=BUDGET).feasible
+
+
+def perceptron(layers: int) -> Problem:
+    """A training step of equal layers, on a device without a link to the host."""
+    module = nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(512, 512), nn.Tanh())))
+    batch, target = torch.zeros(4096, 512), torch.zeros(4096, 512)
+    step = capture(module, (batch,), (target,), nn.functional.mse_loss, OptimizerSpec("sgd", lr=0.1)).graph
+    costs = RooflineCosts(find_device("sim:rtx3090", ""), None, {})
+    found: Problem = compile_problem(untangle(functionalize(step)), costs, reuse=True).problem
+    return replace(found, xfer_ns_per_byte=0.0)
