@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,8 +33,8 @@ from torch import nn
 import magis
 from magis.capture import Workload
 from magis.models import GATE_NAMES, PRESETS, get
-from magis.ops.optimizers import torch_optimizer
 from magis.runtime.measure import collector_spared, window_peak
+from magis.strategies.distributed import held_by, make_optimizer, trained
 from magis.strategies.single_device import blocks_of, checkpointed
 
 HEAD = f"{'model':9} {'checkpointing':22} {'peak':>6} {'time':>6} | {'peak':>6} {'time':>6} {'less':>6}"
@@ -58,36 +58,28 @@ def loop(work: Workload, stack: ExitStack, blocks: tuple[str, ...] = (), *, earl
     """A plain training loop on a copy of the module, warmed up."""
     module = copy.deepcopy(work.module)
     stack.enter_context(checkpointed(module, blocks))
-    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    each_alone = [(name,) for name in named] if early else [tuple(named)]
-    optimizers = {names: _optimizer(work, {name: named[name] for name in names}) for names in each_alone}
+    named = trained(module)
+    updated = [{name: each} for name, each in named.items()] if early else [named]
+    optimizers = [make_optimizer(work, each, "checkpointing") for each in updated]
     if early:
-        for (name,), optimizer in optimizers.items():
-            named[name].register_post_accumulate_grad_hook(partial(_updated, optimizer))
+        for parameter, optimizer in zip(named.values(), optimizers, strict=True):
+            parameter.register_post_accumulate_grad_hook(partial(_updated, optimizer))
 
     def step() -> None:
         work.loss_fn(module(*work.inputs), *work.targets).backward()
         if not early:
-            for optimizer in optimizers.values():
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
     step()
-    state = (value for each in optimizers.values() for kept in each.state.values() for value in kept.values())
-    tensors = (*module.parameters(), *module.buffers(), *work.inputs, *work.targets, *state)
-    return Loop(step, sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
+    return Loop(step, _held(module, work, optimizers))
 
 
-def _optimizer(work: Workload, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    groups = (
-        replace(each, parameters=tuple(name for name in each.parameters if name in named))
-        for each in work.optimizer.groups
-    )
-    rule = replace(work.optimizer, groups=tuple(each for each in groups if each.parameters))
-    found = torch_optimizer(rule, named)
-    if found is None:
-        raise SystemExit(f"{work.name} has no optimizer")
-    return found
+def _held(module: nn.Module, work: Workload, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Bytes of what stays from step to step."""
+    held = {id(tensor): tensor.nbytes for each in optimizers for _, tensor in held_by(module, each, work)}
+    return sum(held.values())
 
 
 def _updated(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
@@ -98,14 +90,11 @@ def _updated(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
 def planned(work: Workload, limit: int) -> Loop:
     """The step of `magis.optimize` on a copy of the module within so many bytes."""
     module = copy.deepcopy(work.module)
-    named = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    optimizer = _optimizer(work, named)
+    optimizer = make_optimizer(work, trained(module), "magis")
     step = magis.optimize(module, work.loss_fn, optimizer, (work.inputs, work.targets), memory_limit=limit)
     call = partial(step, work.inputs, work.targets)
     call()
-    state = (value for kept in optimizer.state.values() for value in kept.values())
-    tensors = (*module.parameters(), *module.buffers(), *work.inputs, *work.targets, *state)
-    return Loop(call, sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor)))
+    return Loop(call, _held(module, work, [optimizer]))
 
 
 def rows(name: str, *, preset: str, rounds: int, shares: list[float]) -> Iterator[str]:

@@ -132,8 +132,8 @@ def anneal(
     movable = np.flatnonzero((evaluator.step.redoable | evaluator.step.swappable) & _worth_moving(judge))
     options = {storage: alternatives(evaluator, storage, -1, allow_swap=allow_swap) for storage in movable.tolist()}
     if worth_repeating(goal, plan):
-        for storage in np.flatnonzero(evaluator.step.redoable[movable]).tolist():
-            options[int(movable[storage])].append(REPEAT)
+        for storage in movable[evaluator.step.redoable[movable]].tolist():
+            options[storage].append(REPEAT)
     choices = np.array([storage for storage, flags in options.items() if len(flags) > 1], dtype=np.int64)
     if not len(choices):
         return

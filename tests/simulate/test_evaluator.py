@@ -107,7 +107,7 @@ def judged(plan: Plan) -> tuple[Evaluation, Events, Replayed]:
 def test_many_swaps_share_the_two_copy_streams(seed: int, xfer_ns_per_byte: float) -> None:
     rng = np.random.default_rng(seed)
     problem = replace(random_problem(rng, 25), xfer_ns_per_byte=xfer_ns_per_byte)
-    flags = rng.choice([KEEP, REPEAT, SWAP], p=[0.1, 0.2, 0.7], size=problem.n_storages).astype(np.int8)
+    flags = rng.choice([KEEP, RECOMPUTE, REPEAT, SWAP], p=[0.1, 0.1, 0.1, 0.7], size=problem.n_storages).astype(np.int8)
     order = random_order(problem, rng)
     found, events, truth = judged((problem, order, flags))
     evaluator = Evaluator(problem, order)
