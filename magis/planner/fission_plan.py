@@ -293,7 +293,7 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
         return _without(subject, wanted, plain)
     best = approached(goal, attempt)
     verify_fission(best.graph)
-    chosen = best if _key_of(goal, best) < _key_of(goal, plain) else _without(subject, wanted, plain)
+    chosen = best if key_of(goal, best) < key_of(goal, plain) else _without(subject, wanted, plain)
     return replace(
         chosen,
         states=plain.states + states + best.states,
@@ -311,7 +311,7 @@ def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
     return replace(plain, unsplit=blocked(subject.untangled) or "no cut is worth its time")
 
 
-def _key_of(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
+def key_of(goal: Objective, plan: Plan) -> tuple[bool, int, int]:
     """Orders realized plans, the best first."""
     return not plan.feasible, *goal.key(plan.peak, plan.latency_ns)
 

@@ -11,9 +11,9 @@ from magis.errors import UsageError, VerifyError
 from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
-from magis.planner.fission_plan import described, divided, listed, worth_dividing
+from magis.planner.fission_plan import described, divided, key_of, listed, worth_dividing
 from magis.planner.kept_plans import KeptPlans
-from magis.planner.plans import Plan, PlanScratch, Searched, approached, attempts, bounded, searched
+from magis.planner.plans import Begun, Plan, PlanScratch, Searched, approached, attempts, bounded, searched
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
@@ -203,23 +203,36 @@ def _searched(
     first = at_once(scratch, wanted, loops=seconds is None) if goes_on and not on_cpu else None
     if first is not None and wanted.enough(first.peak, first.latency_ns):
         return first
-    best = plan_whole(
-        scratch,
-        goal,
-        budget=budget,
-        seed=seed,
-        left=left,
-        over=partial(over, whole),
-        front=front if goes_on else None,
-    )
-    if first is not None:
-        better = goal.key(first.peak, first.latency_ns) < goal.key(best.peak, best.latency_ns)
-        states, stopped = first.states + best.states, best.stopped_by_seconds
-        best = replace(first if better else best, states=states, stopped_by_seconds=stopped)
+    begun = Begun()
+    by = partial(plan_whole, scratch, goal, seed=seed, left=left, over=partial(over, whole), begun=begun)
+    loops_first = goes_on and not on_cpu and goal.memory_limit is not None
+    plain = by(budget=FROM_NOTHING) if loops_first else by(budget=budget, front=front if goes_on else None)
+    best = plain if first is None else _better(goal, plain, first)
     if worth_dividing(scratch, goal, best):
         stage("searching with parts of the step as loops")
         best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
+    if loops_first and not (over(whole) or _beats_all(scratch, begun, goal, best, plain)):
+        # the search that goes on from a front is worth its time only where loops leave something to win
+        best = _better(goal, best, by(budget=budget, front=front))
     return best
+
+
+def _better(goal: Objective, one: Plan, other: Plan) -> Plan:
+    """The better plan of two, the first if they are equal, with what both took."""
+    best = other if key_of(goal, other) < key_of(goal, one) else one
+    return replace(
+        best,
+        states=one.states + other.states,
+        stopped_by_seconds=one.stopped_by_seconds or other.stopped_by_seconds,
+    )
+
+
+def _beats_all(scratch: PlanScratch, begun: Begun, goal: Objective, best: Plan, plain: Plan) -> bool:
+    """Whether no plan without loops, as the ``plain`` one, beats the best by more than searching is worth."""
+    if not best.feasible or plain.searched is None:
+        return False
+    least = begun.least(scratch, plain.searched.step.compiled.problem, goal)
+    return scratch.enough(goal, best.peak, best.latency_ns, least)
 
 
 def at_once(scratch: PlanScratch, wanted: PlanRequest, *, loops: bool) -> Plan:
@@ -245,8 +258,11 @@ def plan_whole(
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     front: Callable[[], FissionFront] | None = None,
+    begun: Begun | None = None,
 ) -> Plan:
     """The best plan without fission; ``left`` says how many seconds the search may still take before it goes on from a
     ``front``, ``over`` ends all of it."""
-    attempt = attempts(scratch, scratch.subject.normal, budget=budget, seed=seed, left=left, over=over, front=front)
+    attempt = attempts(
+        scratch, scratch.subject.normal, budget=budget, seed=seed, left=left, over=over, front=front, begun=begun
+    )
     return approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))

@@ -6,7 +6,8 @@ A plan is only believed when the realized graph evaluates to no more bytes than 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from magis.cost.machines import machines
@@ -131,6 +132,29 @@ def searched(graph: Graph) -> tuple[Graph, Graph]:
     return graph, redo_graph(graph)
 
 
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What searches of one step have found from nothing, by goal, and the latency in ns that no plan avoids there."""
+
+    results: dict[Objective, SearchResult] = field(default_factory=dict)
+    least_ns: dict[Objective, int] = field(default_factory=dict)
+
+    def result(self, goal: Objective, begin: Callable[[], SearchResult]) -> SearchResult:
+        """The search from nothing; `begin` runs it."""
+        if goal not in self.results:
+            self.results[goal] = begin()
+        return self.results[goal]
+
+    def least(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
+        """That latency within a memory limit; 0 where finding it would take as long as the search."""
+        if goal.memory_limit is None or problem.n_nodes > BOUNDED_NODES:
+            return 0
+        if goal not in self.least_ns:
+            found = latency_lower_bound(problem, goal.memory_limit)
+            self.least_ns[goal] = coarse(found, scratch.subject.original_ns)
+        return self.least_ns[goal]
+
+
 def attempts(
     scratch: PlanScratch,
     graph: Graph,
@@ -141,11 +165,13 @@ def attempts(
     over: Over = never,
     brief: bool = False,
     front: Callable[[], FissionFront] | None = None,
+    begun: Begun | None = None,
 ) -> Callable[[Objective], Plan]:
     """Plans of a graph for one goal after another; loops in it stay as they are, each a node of the search.
 
     ``left`` says how many seconds a search may still take, ``over`` ends one; a ``brief`` one makes few proposals.
     Where there is a ``front`` of the same step, whose parts run whole, a search that is not `enough` goes on from it.
+    What ``begun`` knows is not searched for again.
     """
     subject = scratch.subject
     around = searched(graph)
@@ -155,7 +181,7 @@ def attempts(
 
     def attempt(aim: Objective) -> Plan:
         results, states = whole_search(
-            scratch, compiled.problem, aim, budget, seed, front, left=left, over=over, brief=brief
+            scratch, compiled.problem, aim, budget, seed, front, left=left, over=over, brief=brief, begun=begun
         )
         result = results[0]
         events = expand(compiled.problem, result.order, result.flags)
@@ -183,18 +209,18 @@ def whole_search(
     left: Callable[[], float | None] = lambda: None,
     over: Over = never,
     brief: bool = False,
+    begun: Begun | None = None,
 ) -> tuple[list[SearchResult], int]:
     """Searches of a step none of whose parts is a loop, best first, and the states of all: one from nothing, and where
     that is not `enough` one that goes on from a front. Together they evaluate ``budget`` states besides the front's."""
-    watch = scratch.watch
-    first = budget if front is None else min(budget, FROM_NOTHING)
-    found = search(problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
+    watch, begun = scratch.watch, Begun() if begun is None else begun
+    first = min(budget, FROM_NOTHING) if front is not None else budget
+    begin = partial(search, problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
+    found = begun.result(goal, begin)
     if front is None or first == budget or over() or scratch.enough(goal, found.peak, found.latency_ns):
         return [found], found.states
-    if found.feasible and goal.memory_limit is not None and problem.n_nodes <= BOUNDED_NODES:
-        least = coarse(latency_lower_bound(problem, goal.memory_limit), scratch.subject.original_ns)
-        if scratch.enough(goal, found.peak, found.latency_ns, least):
-            return [found], found.states
+    if found.feasible and scratch.enough(goal, found.peak, found.latency_ns, begun.least(scratch, problem, goal)):
+        return [found], found.states
     known = front()
     starts = [found, *(point.plan for point in near(known.points, goal))]
     last = search(problem, goal, budget=budget - first, seed=seed, over=over, watch=watch, starts=starts)

@@ -112,7 +112,7 @@ def _made(graph: Graph, op: Op, known: Mapping[int, Owner], merged: Mapping[int,
             yield value, merged.get(value) or _own(graph, op)
     elif op.target in ("magis.store", "magis.load"):  # on either side it is the same tensor
         (taken,) = op.inputs()
-        owner = known.get(graph.values[taken].storage, _own(graph, op))
+        owner = known.get(graph.values[taken].storage) or _own(graph, op)
         yield from ((value, owner) for value in op.made())
     elif not is_pure_view(graph, op):
         yield from ((value, _own(graph, op)) for value in op.made())

@@ -15,7 +15,7 @@ from magis.errors import VerifyError
 from magis.graph import Arg, Graph, Op, Ref, Storage, Value
 from magis.rewrite.rules.language import CallPattern, Each, Pattern, Var, calls
 from magis.rewrite.rules.matching import Bound
-from magis.rewrite.rules.merged_weights import Window, is_weight, merge
+from magis.rewrite.rules.merged_weights import Merging, Window, is_weight, window_of
 from magis.rewrite.rules.operator_forms import BRINGS_LITERALS, made_call, made_like
 
 
@@ -103,10 +103,10 @@ class Draft:
         weights = [is_weight(self.storages, each) for each in looks]
         if not any(weights):
             return self.emit(*made_call("cat", tuple(values), dim, self.values, ()))[0]
-        found = merge(self.graph, looks, dim) if all(weights) else None
-        if found is None or found[0] is not self.graph:
+        found = window_of(self.graph, looks, dim) if all(weights) else None
+        if found is None:
             raise Refused("a weight would be copied in every step")
-        return self._window(found[1])
+        return self._window(found)
 
     def _window(self, window: Window) -> int:
         """Views from the merged weight to the window on it."""
@@ -224,8 +224,8 @@ CHANNELS = -3
 """The dimension of an image's channels; those of the result are the first dimension, -4, of a convolution's weight."""
 
 
-def with_merged_weights(graph: Graph, pattern: Pattern, bound: Bound) -> Graph:
-    """The graph with those weights side by side that the pattern concatenates; Refused if they cannot be.
+def merge_weights(merging: Merging, pattern: Pattern, bound: Bound) -> None:
+    """Put those weights side by side that the pattern concatenates; Refused if they cannot be, some maybe moved.
 
     What the pattern concatenates from results of its own is no weight.
     """
@@ -233,17 +233,14 @@ def with_merged_weights(graph: Graph, pattern: Pattern, bound: Bound) -> Graph:
         if call.form != "cat" or not isinstance(call.dim, (int, str)):
             continue
         members = _leaves(call, bound)
-        looks = [graph.values[value] for value in members]
-        if len(looks) < 2 or not all(is_weight(graph.storages, each) for each in looks):
+        looks = [merging.values[value] for value in members]
+        if len(looks) < 2 or not all(is_weight(merging.storages, each) for each in looks):
             continue
         dim = bound.dims[call.dim] if isinstance(call.dim, str) else call.dim
         if len(looks[0].shape) + dim < 0:
             raise Refused("the weights have too few dimensions")
-        found = merge(graph, looks, dim + len(looks[0].shape))
-        if found is None:
+        if merging.merge(looks, dim + len(looks[0].shape)) is None:
             raise Refused("these weights cannot lie side by side")
-        graph = found[0]
-    return graph
 
 
 def _leaves(call: CallPattern, bound: Bound) -> Sequence[int]:

@@ -61,6 +61,134 @@ def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Windo
     The very same graph where they lie so already. None where their layouts, or what else lies on their memory, forbid
     it.
     """
+    found = window_of(graph, values, dim)
+    if found is not None:
+        return graph, found
+    merging = Merging(graph)
+    window = merging.merge(values, dim)
+    return None if window is None else (merging.graph(), window)
+
+
+def window_of(graph: Graph, values: Sequence[Value], dim: int) -> Window | None:
+    """The window that shows tensors which lie side by side along ``dim`` already; None if they do not."""
+    runs = _runs(values, dim)
+    return _shown(graph.values, graph.inputs, *runs[0]) if runs is not None and len(runs) == 1 else None
+
+
+class Merging:
+    """A graph whose weights are put side by side, many of them one after the other: each costs no walk through the
+    step, for what touches a storage is looked up."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._before = graph
+        self.moves = 0
+        """How often storages have been put together."""
+        self.values, self._storages = dict(graph.values), dict(graph.storages)
+        self._inputs = list(graph.inputs)
+        self._ops, self._slices = list(graph.ops), list[Op]()
+        self._next = max(self.values) + 1, max(self._storages) + 1, max((op.id for op in graph.ops), default=0) + 1
+        self._on: dict[int, list[int]] = {}  # storage -> its values
+        for number, value in graph.values.items():
+            self._on.setdefault(value.storage, []).append(number)
+        self._touching: dict[int, list[int]] = {}  # storage -> positions of the operators that pin a version of it
+        self._placing: set[int] = set()  # storages that calls meet which name absolute places
+        for position, op in enumerate(graph.ops):
+            for storage in {pair[0] for pair in (*op.reads, *op.writes)}:
+                self._touching.setdefault(storage, []).append(position)
+            if op.target.startswith((ABSOLUTE, "magis.")):
+                self._placing.update(graph.values[value].storage for value in op.inputs())
+
+    @property
+    def storages(self) -> Mapping[int, Storage]:
+        return self._storages
+
+    def merge(self, values: Sequence[Value], dim: int) -> Window | None:
+        """Put the tensors side by side along ``dim`` unless they lie so; None where they cannot."""
+        runs = _runs(values, dim)
+        if runs is None:
+            return None
+        if len(runs) > 1:
+            storage = self._moved(runs, values[0].dtype)
+            if storage is None:
+                return None
+            runs = [(storage, replace(runs[0][1], low=0, rows=sum(layout.rows for _, layout in runs)))]
+        on = self._on[runs[0][0]]
+        return _shown(self.values, [number for number in self._inputs if number in on], *runs[0])
+
+    def graph(self) -> Graph:
+        """The graph by now; the very same one if nothing lies elsewhere."""
+        if not self.moves:
+            return self._before
+        ops, inputs = (*reversed(self._slices), *self._ops), tuple(self._inputs)
+        return replace(self._before, storages=dict(self._storages), values=dict(self.values), ops=ops, inputs=inputs)
+
+    def _moved(self, runs: Sequence[tuple[int, _Layout]], dtype: str) -> int | None:
+        """The new storage, in which whole storages lie one behind the other."""
+        old = [storage for storage, _ in runs]
+        if len(set(old)) < len(old) or any(self._storages[storage].kind != "parameter" for storage in old):
+            return None
+        size, row = ITEM_SIZE[dtype], runs[0][1].row
+        if any(rows.low != 0 or rows.high * size != self._storages[storage].nbytes for storage, rows in runs):
+            return None
+        shown = [number for storage in old for number in self._on[storage]]
+        if any(self.values[number].dtype != dtype for number in shown):
+            return None  # offsets are counted in elements
+        if not self._placing.isdisjoint(old):
+            # a call that names an absolute place, which would be another one; a loop, whose body knows it; a swap
+            return None
+        given = [number for number in self._inputs if self.values[number].storage in old]
+        merged = [number for number in given if _is_merged(self.values[number])]
+        if any(self.values[number].shape[1:] != row for number in merged):
+            return None
+        self.moves += 1
+        value, new, call = self._next
+        self._next = value + 1, new + 1, call + len(merged)
+        shifts, shift = {}, 0
+        for storage, rows in runs:
+            shifts[storage] = shift
+            shift += rows.high
+        self._storages[new] = Storage(new, shift * size, "parameter")
+        for number in shown:
+            looks = self.values[number]
+            self.values[number] = replace(looks, storage=new, offset=looks.offset + shifts[looks.storage])
+        self._recount(old, new)
+        for storage in old:
+            del self._storages[storage], self._on[storage]
+        parts = sorted((self.values[number].offset, number) for number in given if number not in merged)
+        name = MERGED + ",".join(self.values[number].name for _, number in parts)
+        stride = tuple(prod(row[at:]) for at in range(len(row) + 1))
+        self.values[value] = Value(value, (shift // prod(row), *row), stride, dtype, new, 0, name)
+        self._on[new] = [*shown, value]
+        # What was merged before is now a window on the rows of the larger one.
+        for at, number in enumerate(merged):
+            looks = self.values[number]
+            low = looks.offset // prod(row)
+            args = (Ref(value), 0, low, low + looks.shape[0])
+            self.values[number] = replace(looks, name="")
+            self._slices.append(Op(call + at, "aten.slice.Tensor", args, (), (number,)))
+            self._inputs.remove(number)
+        self._inputs.append(value)
+        return new
+
+    def _recount(self, old: Sequence[int], new: int) -> None:
+        """Count the versions of the old storages together, in program order."""
+        gone, version = frozenset(old), 0
+        positions = sorted({position for storage in old for position in self._touching.pop(storage, ())})
+        for position in positions:
+            op = self._ops[position]
+            reads = {pair for pair in op.reads if pair[0] not in gone}
+            writes = {pair for pair in op.writes if pair[0] not in gone}
+            if len(reads) < len(op.reads):
+                reads.add((new, version))
+            if len(writes) < len(op.writes):
+                version += 1
+                writes.add((new, version))
+            self._ops[position] = replace(op, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
+        self._touching[new] = positions
+
+
+def _runs(values: Sequence[Value], dim: int) -> list[tuple[int, _Layout]] | None:
+    """Storages, and the rows of each that follow one another in the tensors side by side; None if they lie unlike."""
     layouts = [_layout(value, dim) for value in values]
     first = layouts[0]
     if first is None or len({value.dtype for value in values}) > 1:
@@ -68,7 +196,7 @@ def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Windo
     known = [each for each in layouts if each is not None and (each.row, each.dims) == (first.row, first.dims)]
     if len(known) < len(values) or prod(first.row) == 0:
         return None
-    runs: list[tuple[int, _Layout]] = []  # storage, and the rows of it that follow one another
+    runs: list[tuple[int, _Layout]] = []
     for value, layout in zip(values, known, strict=True):
         if runs and runs[-1][0] == value.storage:
             if runs[-1][1].high != layout.low:
@@ -76,14 +204,7 @@ def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Windo
             runs[-1] = (value.storage, replace(runs[-1][1], rows=runs[-1][1].rows + layout.rows))
         else:
             runs.append((value.storage, layout))
-    if len(runs) > 1:
-        moved = _moved(graph, runs, values[0].dtype)
-        if moved is None:
-            return None
-        graph, storage = moved
-        runs = [(storage, replace(first, low=0, rows=sum(layout.rows for _, layout in runs)))]
-    window = _shown(graph, *runs[0])
-    return None if window is None else (graph, window)
+    return runs
 
 
 def _layout(value: Value, dim: int) -> _Layout | None:
@@ -106,11 +227,11 @@ def _layout(value: Value, dim: int) -> _Layout | None:
     return _Layout(value.offset, value.shape[dim], row, tuple(memory.index(d) for d in range(rank)))
 
 
-def _shown(graph: Graph, storage: int, rows: _Layout) -> Window | None:
+def _shown(values: Mapping[int, Value], inputs: Sequence[int], storage: int, rows: _Layout) -> Window | None:
     """The window on an input that shows the rows: of the merged weight, or of a parameter that holds them all."""
     unit = prod(rows.row)
-    for number in graph.inputs:
-        value = graph.values[number]
+    for number in inputs:
+        value = values[number]
         if value.storage != storage or not value.shape or value.shape[1:] != rows.row:
             continue
         own = _layout(value, 0)
@@ -122,76 +243,5 @@ def _shown(graph: Graph, storage: int, rows: _Layout) -> Window | None:
     return None
 
 
-def _moved(graph: Graph, runs: Sequence[tuple[int, _Layout]], dtype: str) -> tuple[Graph, int] | None:
-    """The graph with whole storages put one behind the other, and the new storage."""
-    old = [storage for storage, _ in runs]
-    if len(set(old)) < len(old) or any(graph.storages[storage].kind != "parameter" for storage in old):
-        return None
-    size = ITEM_SIZE[dtype]
-    if any(rows.low != 0 or rows.high * size != graph.storages[storage].nbytes for storage, rows in runs):
-        return None
-    shown = {key: value for key, value in graph.values.items() if value.storage in old}
-    if any(value.dtype != dtype for value in shown.values()):
-        return None  # offsets are counted in elements
-    if any(_places_itself(graph, op, old) for op in graph.ops):
-        return None
-    new = max(graph.storages) + 1
-    shifts, shift = {}, 0
-    for storage, rows in runs:
-        shifts[storage] = shift
-        shift += rows.high
-    storages = {**graph.storages, new: Storage(new, shift * size, "parameter")}
-    for each in old:
-        del storages[each]
-    moved = {key: replace(each, storage=new, offset=each.offset + shifts[each.storage]) for key, each in shown.items()}
-    values = {**graph.values, **moved}
-    number = max(values) + 1
-    given = [key for key in graph.inputs if key in moved]
-    parts = sorted((values[key].offset, key) for key in given if not _is_merged(values[key]))
-    row = runs[0][1].row
-    name = MERGED + ",".join(values[key].name for _, key in parts)
-    stride = tuple(prod(row[at:]) for at in range(len(row) + 1))
-    values[number] = Value(number, (shift // prod(row), *row), stride, dtype, new, 0, name)
-    ops = list(_recounted(graph.ops, shifts, new))
-    merged = [key for key in given if _is_merged(values[key])]
-    inputs = [key for key in graph.inputs if key not in merged]
-    next_id = max((op.id for op in graph.ops), default=0) + 1
-    # What was merged before is now a window on the rows of the larger one.
-    for at, key in enumerate(merged):
-        value = values[key]
-        low = value.offset // prod(row)
-        args = (Ref(number), 0, low, low + value.shape[0])
-        if value.shape[1:] != row:
-            return None
-        values[key] = replace(value, name="")
-        ops.insert(0, Op(next_id + at, "aten.slice.Tensor", args, (), (key,)))
-    return replace(graph, storages=storages, values=values, ops=tuple(ops), inputs=(*inputs, number)), new
-
-
 def _is_merged(value: Value) -> bool:
     return value.name.startswith(MERGED)
-
-
-def _places_itself(graph: Graph, op: Op, storages: Sequence[int]) -> bool:
-    """Whether a call names an absolute place in one of the storages, which would be another one afterwards, or is a
-    loop, whose body knows them, or a swap."""
-    if not op.target.startswith((ABSOLUTE, "magis.")):
-        return False
-    return any(graph.values[value].storage in storages for value in op.inputs())
-
-
-def _recounted(ops: Sequence[Op], shifts: Mapping[int, int], new: int) -> list[Op]:
-    """The operators with the versions of the old storages counted together, in program order."""
-    version, found = 0, list(ops)
-    for at, op in enumerate(ops):
-        if shifts.keys().isdisjoint(dict(op.reads)) and shifts.keys().isdisjoint(dict(op.writes)):
-            continue
-        reads = {pair for pair in op.reads if pair[0] not in shifts}
-        writes = {pair for pair in op.writes if pair[0] not in shifts}
-        if len(reads) < len(op.reads):
-            reads.add((new, version))
-        if len(writes) < len(op.writes):
-            version += 1
-            writes.add((new, version))
-        found[at] = replace(op, reads=tuple(sorted(reads)), writes=tuple(sorted(writes)))
-    return found

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 from magis.graph import Graph, Op
-from magis.rewrite.rules.draft import Draft, Refused, build, common_module, with_merged_weights
+from magis.rewrite.rules.draft import Draft, Refused, build, common_module, merge_weights
 from magis.rewrite.rules.language import Pattern, parse_pattern
 from magis.rewrite.rules.matching import Bound, Index, occurrences
+from magis.rewrite.rules.merged_weights import Merging
 from magis.rewrite.rules.replacement import Edit, replaced
 
 
@@ -83,14 +83,29 @@ def apply(graph: Graph, match: Match) -> Graph:
 def attempt(graph: Graph, match: Match) -> Graph | None:
     """The graph with the rule applied; None where the graph does not allow it."""
     try:
-        return replaced([_edit(_with_weights(graph, match), match)])
+        return replaced([_edit(_with_weights(graph, [match])[0], match)])
     except Refused:
         return None
 
 
-def _with_weights(graph: Graph, match: Match) -> Graph:
-    """The graph with those weights side by side that the match needs so; Refused if they cannot be."""
-    return graph if match.rule.find is not None else with_merged_weights(graph, match.rule.after, match.bound)
+def _with_weights(graph: Graph, found: Sequence[Match]) -> tuple[Graph, list[Match]]:
+    """The graph with those weights side by side that the matches need so, but for matches whose weights cannot be."""
+    possible: list[Match] = []
+    if all(match.rule.find is not None for match in found):
+        return graph, [*found]
+    merging = Merging(graph)
+    for match in found:
+        moves = merging.moves
+        try:
+            merge_weights(merging, match.rule.after, match.bound)
+        except Refused:
+            if merging.moves > moves:  # some of its weights are side by side now, in vain
+                merging = Merging(graph)
+                for each in possible:
+                    merge_weights(merging, each.rule.after, each.bound)
+        else:
+            possible.append(match)
+    return merging.graph(), possible
 
 
 def _edit(graph: Graph, match: Match, beside: Draft | None = None) -> Edit:
@@ -121,11 +136,8 @@ def _together(graph: Graph, found: Sequence[Match], untouched: _Untouched) -> tu
 
 def _at_once(graph: Graph, found: Sequence[Match]) -> tuple[Graph, int]:
     """Refused where one match does not apply after weights have been merged, or two get in each other's way."""
-    before, possible = graph, list[Match]()
-    for match in found:
-        with suppress(Refused):
-            graph = _with_weights(graph, match)
-            possible.append(match)
+    before = graph
+    graph, possible = _with_weights(graph, found)
     edits: list[Edit] = []
     for match in possible:
         try:
