@@ -34,7 +34,8 @@ from magis.planner.bench import Bench
 from magis.planner.subject import Subject
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import HASTY, Efforts, divided_front, whole_front
+from magis.search.fission_pareto import HASTY, Efforts, whole_front
+from magis.search.loop_places import divided_front
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
 Plans = list[tuple[int, int]]

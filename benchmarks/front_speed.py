@@ -33,7 +33,8 @@ from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.report.pictures import EAGER, OURS, TEXT, across, framed, label
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import divided_front, whole_front
+from magis.search.fission_pareto import whole_front
+from magis.search.loop_places import divided_front
 from magis.simulate.compiled_problem import compile_problem
 
 TITLE = "Seconds of planning, by the operators of a step"

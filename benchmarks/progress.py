@@ -38,7 +38,8 @@ from magis.report.pictures import BOUND, EAGER, OURS, across, framed, label
 from magis.results import Case
 from magis.rewrite.rules.rule_table import quickest
 from magis.search.budgeted_evaluator import Objective, PlanRequest, Watch
-from magis.search.fission_pareto import HASTY, Efforts, places_front, sketch, whole_front, work_of
+from magis.search.fission_pareto import HASTY, Efforts, whole_front, work_of
+from magis.search.loop_places import places_front, sketch
 from magis.search.pareto_sweep import BODY, BRIEF, FULL, Effort
 
 PAPER_SECONDS = 180.0

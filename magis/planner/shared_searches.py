@@ -1,6 +1,6 @@
 """Pieces of a search shared among processes, and kept in a folder so that a search that was cut off goes on.
 
-A piece is one place of a step (``magis.search.fission_pareto``). Who computes it, in which order and when, changes
+A piece is one place of a step (``magis.search.loop_places``). Who computes it, in which order and when, changes
 nothing of the result. A worker that dies leaves its pieces to this process; a file that is not whole is made again. No
 worker outlives the search that it works for, nor the process that asked.
 """
@@ -28,7 +28,8 @@ from magis.errors import UsageError
 from magis.graph import digest
 from magis.report.text_store import Bounds, Kept
 from magis.search.budgeted_evaluator import JudgedPlan, Over, never
-from magis.search.fission_pareto import DivisibleStep, Findings, LoopPlace, PointRecord, findings
+from magis.search.fission_pareto import DivisibleStep, LoopPlace
+from magis.search.loop_places import Findings, PointRecord, findings
 
 BOUNDS = Bounds(total_bytes=1 << 50, entry_bytes=1 << 28, entries=1 << 30)
 """Nothing makes room for anything: a search that goes on needs all of its pieces."""
@@ -36,7 +37,7 @@ POLL_S = 0.2
 
 
 class Compute(Protocol):
-    """``magis.search.fission_pareto.findings``, or what stands for it."""
+    """``magis.search.loop_places.findings``, or what stands for it."""
 
     def __call__(self, work: DivisibleStep, number: int, over: Over = never) -> Findings: ...
 

@@ -31,15 +31,8 @@ from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
 from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
-from magis.search.fission_pareto import (
-    DivisibleStep,
-    FissionFront,
-    TriedPlaces,
-    places_front,
-    sketch,
-    whole_front,
-    work_of,
-)
+from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of
+from magis.search.loop_places import TriedPlaces, hastily, places_front, sketch
 from magis.search.pareto_sweep import FULL, Effort
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
@@ -68,7 +61,7 @@ class Subject(TracedModel):
         self.slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
-        self._tried = TriedPlaces()
+        self._tried, self._briefly = TriedPlaces(), TriedPlaces()
         self._whole: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
         self.memo = Memo()
 
@@ -121,14 +114,17 @@ class Subject(TracedModel):
     def sketched(self) -> FissionFront:
         """A first, hasty answer to what parts of the step in loops give."""
         found = sketch(self._work)
-        if self._work.efforts.middling and not self._tried.fronts:  # nothing more would be tried there
-            self._tried.fronts[0] = found
+        for tried in (self._briefly, self._tried) if self._work.efforts.middling else (self._briefly,):
+            tried.fronts.setdefault(0, found)  # nothing more would be tried there
         return found
 
-    def divided_front(self, wanted: PlanRequest, known: tuple[int, int] | None = None) -> FissionFront:
-        """The front of the step cut into parts, without the hasty look and without places where no plan is better than
-        a ``known`` one (its peak and latency); places are kept, since cases of one model share them."""
-        return places_front(self._work, wanted, self._share, self._tried, known)
+    def divided_front(
+        self, wanted: PlanRequest, known: tuple[int, int] | None = None, *, brief: bool = False
+    ) -> FissionFront:
+        """The front of the step cut into parts, without the hasty look and places where no plan is better than a
+        ``known`` one (its peak and latency); ``brief``: with the effort of that look. Cases share what is found."""
+        work, tried = (hastily(self._work), self._briefly) if brief else (self._work, self._tried)
+        return places_front(work, wanted, self._share, tried, known)
 
     @cached_property
     def normal(self) -> Graph:

@@ -8,10 +8,9 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -34,25 +33,20 @@ from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
     PlanCosts,
-    least_ns,
     level,
     other_parts,
     solution,
     with_body,
 )
-from magis.search.pareto_sweep import BODY, BRIEF, FULL, C, Costed, Effort, Front, pareto, spread, sweep
+from magis.search.pareto_sweep import BODY, BRIEF, FULL, Costed, Effort, Front, pareto, spread, sweep
 from magis.simulate.compiled_problem import Costs, compile_problem
-from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import Problem
 
 PARTS = (2, 4, 8, 16, 32)
-SCREENING = 100
-"""Times the budget, in states, after which no further place is tried."""
 MOST_OPERATORS = 3000
 """Of a step for whose places all is tried."""
 BODIES = 32
 """Plans of a loop's body that are tried in the step around it."""
-STRANGE, DELETE = "findings of another step were handed over", "delete the folder that they were kept in"
 AROUND = 32
 """Plans of the step around a loop, of each sweep, that are tried for other bodies."""
 
@@ -120,55 +114,6 @@ class DivisibleStep:
     efforts: Efforts = USUAL
 
 
-@dataclass(frozen=True, eq=False)
-class PointRecord(PlanCosts):
-    """A point without its graphs: what another process, or a file, hands over."""
-
-    cut: LoopPlace
-    plan: JudgedPlan
-    body: JudgedPlan
-
-
-Findings: TypeAlias = Front[PointRecord]
-"""The front of one place."""
-
-
-@dataclass(frozen=True, eq=False)
-class TriedPlaces:
-    """Fronts of places of a step by their numbers, as this process found them or as others handed them over; the
-    latency that no plan of a place avoids, in nanoseconds; levels of the place that is to be tried next."""
-
-    fronts: dict[int, FissionFront] = field(default_factory=dict)
-    findings: dict[int, Findings] = field(default_factory=dict)
-    least_ns: dict[int, int] = field(default_factory=dict)
-    levels: dict[int, list[tuple[LoopPlace, LoopNest]]] = field(default_factory=dict)
-
-
-class Share(Protocol):
-    """Has ``findings`` computed for places of a step, and hands them over in their order, until ``over``."""
-
-    def __call__(self, work: DivisibleStep, numbers: Sequence[int], over: Over) -> Generator[Findings, None, None]: ...
-
-
-def divided_front(
-    graph: Graph,
-    costs: Costs,
-    wanted: PlanRequest,
-    *,
-    reuse: bool,
-    efforts: Efforts = USUAL,
-    share: Share | None = None,
-) -> FissionFront:
-    """The front of a step cut along its batch from some place on (a batch of one picture: along height or width);
-    without any points where nothing can be cut.
-
-    ``graph`` must be in functional form and free of needless constraints (``rewrite.untangle``). A hasty look at the
-    first place comes before all others. The goal itself plays no part, nor does it matter who computes the places.
-    """
-    work = work_of(graph, costs, reuse=reuse, efforts=efforts)
-    return joined(sketch(work), places_front(work, wanted, share))
-
-
 def work_of(graph: Graph, costs: Costs, *, reuse: bool, efforts: Efforts = USUAL) -> DivisibleStep:
     """A step with the places at which it may be cut; of a large step fewer, for which less is tried."""
     if len(graph.ops) <= MOST_OPERATORS:
@@ -184,131 +129,9 @@ def joined(*fronts: FissionFront) -> FissionFront:
     return FissionFront(tuple(pareto(points)), sum(front.states for front in fronts))
 
 
-def places_front(
-    work: DivisibleStep,
-    wanted: PlanRequest,
-    share: Share | None = None,
-    tried: TriedPlaces | None = None,
-    known: tuple[int, int] | None = None,
-) -> FissionFront:
-    """The front of all places, tried until one has a plan that is enough, a few times the budget of states is spent, or
-    ``wanted.over`` says so (what was found until then is kept; of places that other processes compute only whole ones).
-
-    Places that were ``tried`` before are not tried again; those of this call are added. Nor are those tried whose loops
-    alone last longer than a ``known`` plan (its peak in bytes and its latency in ns).
-    """
-    tried = TriedPlaces() if tried is None else tried
-    numbers = _promising(work, wanted, tried, known)
-    if share is not None:
-        every = list(numbers)
-        tried.levels.clear()  # those are made where the places are tried
-        with contextlib.closing(share(work, [n for n in every if n not in tried.findings], wanted.over)) as shared:
-            fronts = _in_turn(every, tried.findings, lambda _: next(shared, None), wanted)
-            found, spent = _until_spent(fronts, wanted)
-        return FissionFront(tuple(pareto(_restored(work, found))), spent)
-
-    def made(number: int) -> FissionFront:
-        levels = tried.levels.pop(number, None) or levels_at(work, number, wanted.over)
-        return place_front(list(levels), work.efforts, wanted.over)
-
-    points, spent = _until_spent(_in_turn(numbers, tried.fronts, made, wanted), wanted)
-    return FissionFront(tuple(pareto(points)), spent)
-
-
-def _promising(
-    work: DivisibleStep, wanted: PlanRequest, tried: TriedPlaces, known: tuple[int, int] | None
-) -> Iterator[int]:
-    """Numbers of the places that may have a better plan than the known one."""
-    for number in range(len(work.places)):
-        if known is not None and wanted.goal.met(*known):
-            if number not in tried.least_ns:
-                levels = list(levels_at(work, number, wanted.over))
-                if wanted.over():  # they may be incomplete
-                    return
-                tried.least_ns[number] = min((least_ns(here) for _, here in levels), default=0)
-                tried.levels.clear()
-                if number not in tried.fronts:
-                    tried.levels[number] = levels
-            if wanted.key(*known) <= wanted.key(0, tried.least_ns[number]):
-                continue
-        yield number
-
-
-def _in_turn(
-    numbers: Iterable[int], noted: dict[int, Front[C]], made: Callable[[int], Front[C] | None], wanted: PlanRequest
-) -> Iterator[Front[C]]:
-    """The fronts of places as they come; whole ones are noted."""
-    for number in numbers:
-        front = noted.get(number)
-        if front is None:
-            front = made(number)
-            if front is None:
-                return
-            if not wanted.over():
-                noted[number] = front
-        yield front
-
-
-def sketch(work: DivisibleStep) -> FissionFront:
-    """A first answer: the first place with little effort."""
-    if not work.places:
-        return FissionFront((), 0)
-    hasty = work.efforts.hasty
-    return place_front(list(levels_at(work, 0)), Efforts(replace(hasty, watch=None), hasty))
-
-
-def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:
-    """What the places have, until that is enough, a few times the budget of states is spent or the search is over."""
-    points: list[C] = []
-    spent = 0
-    while not (wanted.over() or spent > SCREENING * wanted.budget or any_enough(points, wanted)):
-        front = next(fronts, None)
-        if front is None:
-            break
-        points, spent = pareto([*points, *front.points]), spent + front.states
-    return points, spent
-
-
 def any_enough(points: Sequence[Costed], wanted: PlanRequest) -> bool:
     """Whether one of them is within a memory limit and costs no time."""
     return any(wanted.enough(point.peak, point.latency_ns) for point in points)
-
-
-def findings(work: DivisibleStep, number: int, over: Over = never) -> Findings:
-    """The front of one of a step's places."""
-    front = place_front(list(levels_at(work, number, over)), work.efforts, over)
-    points = (
-        PointRecord(point.cut, point.plan, point.body.plan)
-        for point in front.points
-        if point.cut is not None and point.body is not None
-    )
-    return Findings(tuple(points), front.states)
-
-
-def _restored(work: DivisibleStep, found: Sequence[PointRecord]) -> Iterator[FissionPoint]:
-    """The points of findings; VerifyError if they are not of this step."""
-    for number in sorted({each.cut.number for each in found}):
-        ours = [each for each in found if each.cut.number == number]
-        levels = list(levels_at(work, number))
-        if not {each.cut for each in ours} <= {cut for cut, _ in levels}:
-            raise VerifyError(STRANGE, hint=DELETE)
-        for cut, here in levels:
-            for each in ours:
-                if each.cut == cut and here.inner is not None:
-                    inner = here.inner.compiled.problem
-                    _check(inner, each.body)
-                    body = solution(here.inner, inner, each.body, None)
-                    _check(with_body(here, body), each.plan)
-                    yield FissionPoint(here, each.plan, cut, body)
-
-
-def _check(problem: Problem, plan: JudgedPlan) -> None:
-    """VerifyError unless the plan is one of this problem, with the costs that it claims."""
-    if (len(plan.order), len(plan.flags)) == (problem.n_nodes, problem.n_storages):
-        found = evaluate(problem, plan.order, plan.flags)  # which refuses what is no plan
-        if (found.peak, found.latency_ns) == (plan.peak, plan.latency_ns):
-            return
-    raise VerifyError(STRANGE, hint=DELETE)
 
 
 def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[tuple[LoopPlace, LoopNest]]:

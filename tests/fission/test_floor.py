@@ -12,7 +12,7 @@ from magis.planner.bench import Bench
 from magis.planner.fission_plan import divide
 from magis.results import Case
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import divided_front
+from magis.search.loop_places import divided_front
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import lower_bound as whole_bound
 from magis.simulate.simulator import replay

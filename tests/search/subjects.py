@@ -15,7 +15,8 @@ from magis.models import get
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.driver import SearchResult, search
-from magis.search.fission_pareto import FissionFront, divided_front
+from magis.search.fission_pareto import FissionFront
+from magis.search.loop_places import divided_front
 from magis.simulate.compiled_problem import Compiled, compile_problem
 from tests.api.nets import blocks
 from tests.nets import Built, Net, as_built, labels, mlp, rows

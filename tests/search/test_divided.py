@@ -18,15 +18,9 @@ from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
 from magis.runtime.swap_streams import HostMemory, Stored
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
-from magis.search.fission_pareto import (
-    DivisibleStep,
-    TriedPlaces,
-    numbers_of_parts,
-    places_front,
-    sketch,
-    work_of,
-)
+from magis.search.fission_pareto import DivisibleStep, numbers_of_parts, work_of
 from magis.search.loop_nest import LoopNest, LoopNestPlan, realize_level, solution, with_body
+from magis.search.loop_places import TriedPlaces, places_front, sketch
 from magis.simulate.evaluator import evaluate
 from magis.simulate.peak_breakdown import repeats
 from magis.simulate.problem import KEEP, RECOMPUTE, SWAP

@@ -14,8 +14,9 @@ from magis.fission.lower_bound import lower_bound
 from magis.fission.proof import verify_fission
 from magis.graph import verify
 from magis.search.budgeted_evaluator import BudgetedEvaluator, JudgedPlan, Objective, PlanRequest
-from magis.search.fission_pareto import FissionPoint, LoopPlace, divided_front, place_front, whole_front
+from magis.search.fission_pareto import FissionPoint, LoopPlace, place_front, whole_front
 from magis.search.loop_nest import level, realize_level
+from magis.search.loop_places import divided_front
 from magis.search.moves import alternatives
 from magis.search.pareto_sweep import BRIEF, FULL, Effort, Front, pareto, spread, sweep
 from magis.simulate.evaluator import Evaluator, check_order, evaluate, expand

@@ -16,8 +16,9 @@ from magis.graph import verify
 from magis.planner.fission_plan import divide
 from magis.search.budgeted_evaluator import BudgetedEvaluator, Objective, PlanRequest, SearchOver
 from magis.search.driver import SearchResult, search
-from magis.search.fission_pareto import divided_front, whole_front
+from magis.search.fission_pareto import whole_front
 from magis.search.loop_nest import level, realize_level, solve
+from magis.search.loop_places import divided_front
 from magis.search.pareto_sweep import BRIEF, sweep
 from magis.search.split_at_peak import relieve
 from magis.simulate.evaluator import check_order, evaluate

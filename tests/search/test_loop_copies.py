@@ -12,8 +12,9 @@ from magis.cost.machines import machines
 from magis.cost.profile_store import Profile
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import FissionPoint, divided_front
+from magis.search.fission_pareto import FissionPoint
 from magis.search.loop_nest import realize_level
+from magis.search.loop_places import divided_front
 from magis.simulate.peak_breakdown import changes, repeats
 from magis.simulate.simulator import rounded
 from magis.simulate.timeline import elapsed_ns

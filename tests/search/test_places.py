@@ -21,8 +21,8 @@ from magis.planner.fission_plan import Divided, divide
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.search.budgeted_evaluator import Objective, PlanRequest
 from magis.search.driver import search
-from magis.search.fission_pareto import divided_front
 from magis.search.loop_nest import realize_level
+from magis.search.loop_places import divided_front
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.simulator import replay
 from tests.fission.halo_nets import large_convnext, large_super_resolution, squared

@@ -13,8 +13,8 @@ from magis.planner.subject import Subject
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize
 from magis.search.budgeted_evaluator import Objective, PlanRequest
-from magis.search.fission_pareto import divided_front
 from magis.search.loop_nest import realize_level
+from magis.search.loop_places import divided_front
 from magis.simulate.cuda_caching_allocator import CachingAllocator, reserved
 from magis.simulate.simulator import replay
 from tests.oracles import PlainAllocator
