@@ -4,8 +4,8 @@
         [--profile FILE] [--output FILE]
 
 Columns: operators of the step and nodes of the search; processor seconds (they mean the same on a busy machine) of the
-capture, then of each stage of planning: normal form, merging of calls, search without fission, front of all limits,
-fission; of all planning together, from the captured graph to the verified plan; the latency of the plan above eager's;
+capture, then of each stage of planning: normal form, merging of calls, search without fission, loops, the front of all
+limits where it can win; of all planning together, from the captured graph to the verified plan; latency above eager's;
 plans judged; largest resident memory so far. Below: the exponent of the growth between the first and the last row,
 ln(t2 / t1) / ln(n2 / n1). With ``--profile`` the last row is planned under cProfile, whose figures go into the file.
 """
@@ -46,10 +46,17 @@ from magis.simulate.compiled_problem import compile_problem
 WARMING = 2
 """Layers of a decoder that is planned first, so that compiled code is loaded."""
 BATCH, LENGTH, WIDTH, INNER, HEADS, VOCABULARY = 8, 512, 1024, 2816, 16, 32000
-STAGES = ("normal", "rules", "search", "front", "fission")
+STAGES = {
+    "normal": "",
+    "rules": "",
+    "search": "searching",
+    "loops": "searching with parts of the step as loops",
+    "front": "searching among plans for all limits",
+}
+"""Columns, and what a search says when it comes to one."""
 HEAD = (
     f"{'network':>10} {'operators':>9} {'nodes':>6} {'capture':>8} {'normal':>7} {'rules':>7} {'search':>7}"
-    f" {'front':>7} {'fission':>7} {'plan s':>7} {'overhead':>8} {'judged':>7} {'RSS GB':>7}"
+    f" {'loops':>7} {'front':>7} {'plan s':>7} {'overhead':>8} {'judged':>7} {'RSS GB':>7}"
 )
 T = TypeVar("T")
 
@@ -138,7 +145,8 @@ class StageTimes:
     def seconds(self) -> dict[str, float]:
         """Processor seconds of each stage up to now, in the order in which they came."""
         times = [*self.begun.values(), time.process_time()]
-        return {name: end - begin for name, begin, end in zip(STAGES[2:], times, times[1:], strict=False)}
+        spent = {text: end - begin for text, begin, end in zip(self.begun, times, times[1:], strict=False)}
+        return {name: spent[text] for name, text in STAGES.items() if text in spent}
 
 
 def row(name: str, subject: Subject, memory: float, profile: Path | None) -> tuple[int, float, str]:
