@@ -127,6 +127,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     """Predict and run this rank of every strategy; the last line printed is JSON."""
     import torch
     import torch.distributed as dist
+    from magis.planner.planned_ddp import FACTORIES, PlannedReplica
 
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
@@ -134,7 +135,6 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.models.decoders import GptNeoConfig, gpt_neo
     from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
-    from magis.planner.planned_ddp import FACTORIES, PlannedReplica
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout

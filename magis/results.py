@@ -296,6 +296,8 @@ class CaseResult:
     """In the global batch of one step; 0: not known."""
     off_by: float = 0.0
     """By which share the optimized step's measured tensor bytes may be off the simulated ones; infinite: not judged."""
+    original_off_by: float = 0.0
+    """The same of the original, where that is a strategy's step: that of ranks without a plan."""
     noise: float = 0.0
     """By which share the optimized step's measured peak differs from run to run; 0: it does not."""
     priced: bool = True

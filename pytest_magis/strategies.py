@@ -34,7 +34,8 @@ class Named:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A distributed strategy: its case is of as many ranks as were asked for (`ddp-x4`)."""
+    """A distributed strategy: its case is of as many ranks as were asked for (`ddp-x4`); of one whose ranks run a plan,
+    one case a memory limit (`magis+fsdp-x2-mem0.8`), a share of what a rank needs without."""
 
     name: str
 
@@ -45,7 +46,13 @@ class Ranked:
                 f"strategy {self.name!r} needs a multiple of {group} ranks, there are {grid.ranks}",
                 hint=f"give --magis-ranks={-(-grid.ranks // group) * group}, or make its groups smaller",
             )
-        yield f"{self.name}-x{grid.ranks}", replace(grid.case(model, self.name), ranks=grid.ranks)
+        label = f"{self.name}-x{grid.ranks}"
+        if not self.name.startswith("magis+"):
+            yield label, replace(grid.case(model, self.name), ranks=grid.ranks)
+            return
+        for ratio in grid.memory_ratios:
+            case = replace(grid.searched(model, self.name), ranks=grid.ranks, memory_ratio=ratio)
+            yield f"{label}-mem{ratio:.12g}", case
 
 
 @dataclass(frozen=True)

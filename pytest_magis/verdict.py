@@ -136,14 +136,15 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
         del steps[1]  # the eager strategy: one step under two names
     for name, step in steps:
         # other strategies keep what is no part of the graph (generator states): their tensors must be as simulated
-        theirs = name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS)
+        off_by = result.off_by if name == "optimized" else result.original_off_by
+        theirs = off_by > 0 or (name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS))
         share = max(
             Fraction(tolerance), CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
         )
         if theirs:
-            if math.isinf(result.off_by):
+            if math.isinf(off_by):
                 continue
-            share = max(share, Fraction(result.off_by))
+            share = max(share, Fraction(off_by))
         yield from _simulator_off(name, step, share, tensors_only=foreign or theirs)
     if needs_limits and not result.search.feasible and not result.search.stopped_by_seconds:
         yield Finding(BROKEN, f"the limit is required and not met: {_shortfall(result)}", why="loosen the limit")
@@ -322,6 +323,8 @@ def _shortfall(result: CaseResult) -> str:
 def _limited(result: CaseResult) -> tuple[str, int]:
     """What a memory limit counts, in words, and how much of it the optimized step needs."""
     what = result.case.memory_limit_of
+    if result.ranks:  # communication has scratch of its own, which differs from run to run
+        return "tensor bytes", (result.optimized.measured or result.optimized.simulated).tensor_bytes
     return f"{what} bytes", result.optimized.needed_bytes(what)
 
 

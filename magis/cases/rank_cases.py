@@ -13,7 +13,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from magis.capture import Workload
 from magis.cases.case_rows import NOT_RUN, original_figures, other_result
 from magis.errors import UsageError
-from magis.planner.planned_ddp import FACTORIES
 from magis.planner.subject import Subject
 from magis.predict.step_time import predict_step
 from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, slowest_ms
@@ -45,15 +44,14 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
 
     Raises UsageError for a world or a network that the strategy is not for, RankError for ranks that fail.
     """
-    asked = FACTORIES.get(case.strategy, case.strategy)
-    chosen = distributed_strategy(asked)
+    chosen = distributed_strategy(case.strategy)
     check_world(chosen, case.ranks)
     run = _RankedCase(case, subject, chosen)
     progress("predicting")
     if pool is None:
         return run.predicted()
     progress(f"measuring on {case.ranks} ranks")
-    job = RankJob(case.model, asked, case.preset, case.dtype, case.seed, case.timing_rounds or TIMED)
+    job = RankJob(case.model, case.strategy, case.preset, case.dtype, case.seed, case.timing_rounds or TIMED)
     try:
         reports = pool(case.ranks, case.device).run(job)
     except RankError as error:

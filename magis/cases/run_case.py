@@ -25,6 +25,7 @@ from magis.cases.comparison import TIMING_ROUNDS, TimingLooks
 from magis.cases.contenders import Candidate, check_precision, numbers_of, of_strategy, strategy_of
 from magis.cases.kept_results import KeptResults
 from magis.cases.ort_cases import ort_result
+from magis.cases.planned_rank_cases import planned_on_ranks
 from magis.cases.rank_cases import ranked_result
 from magis.errors import UsageError
 from magis.graph import Graph
@@ -38,6 +39,7 @@ from magis.results import Case, CaseResult, Memory, RatioInterval, SearchOutcome
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
+from magis.strategies.distributed_names import PLANNED
 from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
 from magis.units import share_of
 
@@ -74,7 +76,8 @@ def run_case(
         if kind == "ort":
             return ort_result(case, subject, told, latency_bounds, rough=rough)
         if kind == "distributed":
-            return ranked_result(case, subject, bench.pool_for(subject, make), told)
+            ranked = planned_on_ranks if case.strategy in PLANNED else ranked_result
+            return ranked(case, subject, bench.pool_for(subject, make), told)
         run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
         keeps = bench.kept if bench.keeps_results and not timelines else None
         with collector_spared():

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from magis.cost.devices import DeviceModel
 from magis.cost.flops import OperatorWork, work
+from magis.cost.links import is_message, message_ns
 from magis.cost.profile_store import Curve, Profile, kin, target_of
 from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
@@ -33,6 +34,8 @@ _MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
     """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    if is_message(op):
+        return message_ns(device.name, op, values)
     return work_ns(device, work(op, values))
 
 

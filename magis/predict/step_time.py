@@ -1,7 +1,7 @@
 """How long one rank's step should take: its operators at a device's prices, and its messages over the links.
 
 An estimate to compare strategies with, not to gate: it knows nothing of contention or of the host's work between
-kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is `Links`, which reports print.
+kernels. What it rests on, beside the device's constants (magis/cost/devices.py), is magis/cost/links.py.
 """
 
 from __future__ import annotations
@@ -20,36 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from magis.capture import Workload
 from magis.cost.devices import DeviceModel
+from magis.cost.links import Links, links_of
 from magis.cost.operator_latency import roofline_ns
 from magis.graph import Op, Ref, Value
 from magis.ops.call import from_torch
 from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
-
-
-@dataclass(frozen=True)
-class Links:
-    """Between the ranks of one machine."""
-
-    bytes_per_s: float
-    """Of one rank to the next, in one direction, in long messages."""
-    message_ns: int = 20_000
-    """To begin a message."""
-    hidden: float = 0.5
-    """Part of the operators' time behind which messages that need not be waited for can hide: the backward."""
-
-
-LINKS: Mapping[str, Links] = {
-    "cpu": Links(2e9, 100_000),
-    "rtx3090": Links(12e9),
-    "v100": Links(77e9),
-    "a100": Links(230e9),
-    "h100": Links(350e9),
-    "h200": Links(350e9),
-}
-"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it, some 77% (of a V100 among four: four
-links of 25 GB/s each)."""
 
 _BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
 """Strategies on DistributedDataParallel, of whose messages no operator tells."""
@@ -127,7 +104,7 @@ class StepTime(TorchDispatchMode):
         if not factor:  # waits, barriers; what is received is somebody's send
             return
         sizes = [*map(_nbytes, args[:2]), _nbytes(result) if name in _SHARED else 0]  # the whole, not the pieces
-        took = self._links.message_ns + factor * max(sizes) / self._links.bytes_per_s * 1e9
+        took = self._links.ns(factor * max(sizes))
         if _is_asynchronous(func, args) and not self._updating:
             self.hidden_ns += took
         else:
@@ -146,7 +123,7 @@ def predict_step(
 
     ``device``: whose prices and links; ``kind`` ("cpu", "cuda"): whose operators it runs.
     """
-    pace = StepTime(device, LINKS[device.name.removeprefix("sim:")])
+    pace = StepTime(device, links_of(device.name))
     seen = _Seen(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
     if strategy.name in _BY_TORCH:

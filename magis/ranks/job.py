@@ -8,6 +8,7 @@ in the process does not count.
 from __future__ import annotations
 
 import gc
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from magis.predict.rank_memory import number, rank_peak, warm_steps_of
 from magis.ranks.records import RankJob, RankReport
 from magis.results import Memory
 from magis.runtime.measure import allocations, device_identity, no_collection
-from magis.strategies.distributed import has_dropout, without_dropout
+from magis.strategies.distributed import has_dropout, local, without_dropout
 from magis.strategies.distributed_names import check_world, distributed_strategy
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size
 
@@ -43,6 +44,9 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     where = _Where(world, enter)
     chosen = distributed_strategy(job.strategy)
     check_world(chosen, world.size)
+    if job.memory_limit is not None:
+        within: Any = chosen  # a strategy that plans
+        chosen = within.within(job.memory_limit, job.budget)
     told = _Told(chosen, where)
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
@@ -52,8 +56,9 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     told.release()
     peak, reserved, times, losses = _peak_and_times(job, told, where)
     told.release()
-    if job.losses and (told.drops or len(losses) < _COMPARED):
-        losses = _losses(job, told, where)
+    weights = ""
+    if job.losses and (told.drops or job.weights or len(losses) < _COMPARED):
+        losses, weights = _losses(job, told, where)
         told.release()
     enter("the end of the job")
     where.meet()
@@ -62,6 +67,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
         memory=Memory(tensors.peak_bytes, max(peak, tensors.peak_bytes), reserved),
         times_ms=times,
         losses=losses if job.losses else (),
+        weights=weights if job.weights else "",
         samples=told.samples,
         terms=tensors.terms,
         identity=device_identity(world.device),
@@ -102,7 +108,7 @@ class _Told(Wrapping):
     drops: bool = False
     """Whether the network has dropout."""
 
-    def prepare(self, work: Workload, world: World) -> RankStep:
+    def prepare(self, work: Workload, world: World) -> _ToldStep:
         """The strategy's step."""
         self.samples = batch_size(work)
         self.drops = self.drops or has_dropout(work.module)
@@ -144,9 +150,15 @@ class _ToldStep:
         own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "held", None)
         return iter(()) if own is None else own()
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parts of the parameters, without padding."""
+        own: Callable[[], Iterator[tuple[str, Tensor]]] | None = getattr(self.step, "weights", None)
+        named = self.step.module.named_parameters()
+        return ((name, local(p)) for name, p in named) if own is None else own()
+
 
 def _peak_and_times(
-    job: RankJob, strategy: RankStrategy, where: _Where
+    job: RankJob, strategy: _Told, where: _Where
 ) -> tuple[int, int | None, tuple[float, ...], tuple[float | None, ...]]:
     """Peak bytes of the measured step, what a GPU's allocator held, the times of steps after it, and first losses."""
     losses: list[float | None] = []
@@ -192,18 +204,26 @@ def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | Non
     return tuple(times)
 
 
-def _losses(job: RankJob, strategy: RankStrategy, where: _Where) -> tuple[float | None, ...]:
-    """Of the first steps from fresh weights, without dropout."""
+def _losses(job: RankJob, strategy: _Told, where: _Where) -> tuple[tuple[float | None, ...], str]:
+    """Of the first steps from fresh weights, without dropout, and the digest of the weights behind them."""
     step = _prepared(job, strategy, where, dropout=False)
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()
         found.append(number(step.run(), where.world))
     where.meet()
-    return tuple(found)
+    return tuple(found), _digest(step)
 
 
-def _prepared(job: RankJob, strategy: RankStrategy, where: _Where, *, dropout: bool) -> RankStep:
+def _digest(step: _ToldStep) -> str:
+    """Of what this rank holds of each parameter: its bytes, without the padding of a step that says what is real."""
+    found = hashlib.sha256()
+    for _, tensor in sorted(step.weights(), key=lambda pair: pair[0]):
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _prepared(job: RankJob, strategy: _Told, where: _Where, *, dropout: bool) -> _ToldStep:
     """This rank's step, from fresh weights."""
     work = _workload(job, where)
     if not dropout:

@@ -44,6 +44,12 @@ class RankJob:
     """Timed steps."""
     losses: bool = True
     """Whether to report the losses of three steps from fresh weights, dropout off: further ones where there is some."""
+    weights: bool = False
+    """Whether to report a digest of the weights behind these steps."""
+    memory_limit: int | None = None
+    """Bytes of tensors on each rank, for a strategy that plans; None: its own share of what the step needs."""
+    budget: int | None = None
+    """Plans evaluated, for such a strategy; None: its default."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,8 @@ class RankReport:
     losses: tuple[float | None, ...] = ()
     """Mean loss of this rank's share of the batch in the first three steps from fresh weights, dropout off; None where
     the rank sees none. Empty where they were not asked for."""
+    weights: str = ""
+    """Digest of what this rank holds of the weights behind these steps, in the order of their names."""
     samples: int = 0
     """In the global batch of one step."""
     terms: tuple[Term, ...] = ()

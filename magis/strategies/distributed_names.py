@@ -25,8 +25,8 @@ _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-PLANNED = "magis+ddp"
-"""Needs planning, which lies above this layer: it is made there (`magis/planner/planned_ddp.py`)."""
+PLANNED = ("magis+ddp", "magis+fsdp")
+"""They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
 
@@ -78,7 +78,12 @@ def distributed_strategy(name: str) -> RankStrategy:
 
 def is_distributed(name: str) -> bool:
     """Whether a name is that of a distributed strategy; of a factory, whether it is written as one."""
-    return name == PLANNED or is_own(name) or _parsed(name) is not None
+    return name in PLANNED or is_own(name) or _parsed(name) is not None
+
+
+def plain_of(name: str) -> str:
+    """The strategy whose ranks a planned one plans for: "fsdp" of "magis+fsdp"."""
+    return name.removeprefix("magis+")
 
 
 def is_own(name: str) -> bool:

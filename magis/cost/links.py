@@ -1,0 +1,56 @@
+"""Links between the ranks of one machine, and what a message over them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from magis.graph import Op, Value
+from magis.ops.collectives import COLLECTIVES, name_of_collective, ranks_of
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between the ranks of one machine."""
+
+    bytes_per_s: float
+    """Of one rank to the next, in one direction, in long messages."""
+    message_ns: int = 20_000
+    """To begin a message."""
+    hidden: float = 0.5
+    """Part of the operators' time behind which messages that need not be waited for can hide: the backward."""
+
+    def ns(self, sent_bytes: float) -> float:
+        """Of a message in which a rank sends so many bytes."""
+        return self.message_ns + sent_bytes / self.bytes_per_s * 1e9
+
+
+LINKS: Mapping[str, Links] = {
+    "cpu": Links(2e9, 100_000),
+    "rtx3090": Links(12e9),
+    "v100": Links(77e9),
+    "a100": Links(230e9),
+    "h100": Links(350e9),
+    "h200": Links(350e9),
+}
+"""By device. rtx3090: PCIe; the others: NVLink at what collectives reach of it, some 77% (of a V100 among four: four
+links of 25 GB/s each)."""
+
+
+def links_of(device: str) -> Links:
+    """Those of a device by its name; of one that is not known, a CPU's."""
+    return LINKS.get(device.removeprefix("sim:"), LINKS["cpu"])
+
+
+def message_ns(device: str, op: Op, values: Mapping[int, Value]) -> int:
+    """Nanoseconds of a collective of a step: by rings, in which a rank sends (n - 1) / n of the whole tensor, twice for
+    a sum that all get."""
+    ranks = ranks_of(op)
+    sizes = [values[value].nbytes for value in (*op.inputs(), *op.made())]
+    once = (ranks - 1) / ranks * max(sizes, default=0)
+    return round(links_of(device).ns(2 * once if name_of_collective(op) == "all_reduce" else once))
+
+
+def is_message(op: Op) -> bool:
+    """Whether an operator is a collective."""
+    return op.target.startswith(COLLECTIVES)

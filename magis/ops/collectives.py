@@ -1,0 +1,86 @@
+"""Collectives as operators of a step: torch's functional ones, each waited for where it is called.
+
+    _c10d_functional.all_gather_into_tensor(%x [k], ranks, group)      -> [ranks * k], every rank's %x in their order
+    _c10d_functional.reduce_scatter_tensor(%x [k], op, ranks, group)   -> [k / ranks], this rank's part of the result
+    _c10d_functional.all_reduce(%x, op, group)                         -> the result, as large as %x
+
+The wait is no operator of the graph: nothing may look at a result before it is there, so generated code waits, too.
+A group goes by one name on all ranks (`register_group`), so that all of them have the same graph.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from magis.graph import Op
+
+COLLECTIVES = "_c10d_functional."
+"""How the names of these operators begin."""
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+_SIZE = re.compile(r".*-x(\d+)")
+
+
+def group_name(role: str, ranks: int) -> str:
+    """The name of a group of so many ranks; ``role``: "dp", say."""
+    return f"magis-{role}-x{ranks}"
+
+
+def register_group(group: dist.ProcessGroup, role: str) -> str:
+    """Have operators find the group by its `group_name`, until torch.distributed is shut down; returns the name."""
+    name = group_name(role, group.size())
+    known: Any = torch._C._distributed_c10d
+    known._unregister_process_group(name)
+    known._register_process_group(name, group)
+    return name
+
+
+def ranks_of(op: Op) -> int:
+    """Ranks of the group of a collective."""
+    *_, group = op.args
+    found = _SIZE.fullmatch(str(group))
+    if found is not None:
+        return int(found[1])
+    count = op.args[-2]
+    return count if isinstance(count, int) else 2
+
+
+def name_of_collective(op: Op) -> str:
+    """ "all_reduce" and the like."""
+    return op.target.split(".")[1]
+
+
+def waited(result: Tensor) -> Tensor:
+    """What a collective returned, once it is there."""
+    if not isinstance(result, FakeTensor):  # of which the wait would make a second tensor
+        WAIT(result)
+    return result
+
+
+def all_gather(shard: Tensor, ranks: int, group: str) -> Tensor:
+    """Shards [k] of all ranks, one after another: [ranks * k]."""
+    return waited(torch.ops._c10d_functional.all_gather_into_tensor(shard, ranks, group))
+
+
+def reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's part [k] of the mean of tensors [ranks * k]."""
+    return waited(torch.ops._c10d_functional.reduce_scatter_tensor(whole, "avg", ranks, group))
+
+
+def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
+    """The "avg" or "sum" of all ranks' tensors."""
+    return waited(torch.ops._c10d_functional.all_reduce(tensor, operation, group))
+
+
+def followed_by_wait(function: Any) -> Any:
+    """The collective as a call that waits for its result."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return waited(function(*args, **kwargs))
+
+    return call

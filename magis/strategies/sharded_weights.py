@@ -1,0 +1,238 @@
+"""Weights in shards: a module that holds this rank's part of each parameter and gathers the whole where it uses it.
+
+What torch's `fully_shard` does by hooks on streams, as operators of the step itself: the capture sees them, so that a
+plan decides how long a gathered weight stays and when it is gathered again. The messages are those of `fully_shard`,
+unit by unit and byte by byte, hence the same sums:
+
+    forward of a unit    shards -> one flat tensor -> all-gather -> whole parameters
+    backward of a unit   gradients -> one flat tensor -> reduce-scatter (mean) -> gradients of the shards
+
+Every parameter is cut along its first dimension, and padded with zeros to equal shards: all ranks run the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from magis.errors import UsageError
+from magis.ops.collectives import all_gather, all_reduce, reduce_scatter
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter of a unit: where the unit's module and those below it hold it, and its shape when whole."""
+
+    owners: tuple[tuple[str, str], ...]
+    """Paths of modules, from the unit's, and the names that the parameter has there; tied ones have several."""
+    shape: tuple[int, ...]
+    trained: bool
+
+    def rows(self, ranks: int) -> int:
+        """First dimension of a shard, with the padding that makes all of them equal."""
+        return -(-self.shape[0] // ranks)
+
+    def length(self, ranks: int) -> int:
+        """Elements of a shard."""
+        return self.rows(ranks) * prod(self.shape[1:])
+
+
+def held(pieces: Sequence[Piece], module: nn.Module) -> list[Tensor | None]:
+    """What the modules hold as these parameters."""
+    first = (piece.owners[0] for piece in pieces)
+    return [module.get_submodule(path)._parameters[name] for path, name in first]
+
+
+def put(pieces: Sequence[Piece], module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Show the modules other tensors in place of their parameters, which stay what they hold."""
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        for path, name in piece.owners:
+            module.get_submodule(path).__dict__[name] = tensor
+
+
+def put_back(pieces: Sequence[Piece], module: nn.Module) -> None:
+    """Show them their parameters again."""
+    for piece in pieces:
+        for path, name in piece.owners:
+            module.get_submodule(path).__dict__.pop(name, None)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together. Its methods are hooks of the module that they belong to."""
+
+    pieces: tuple[Piece, ...]
+    ranks: int
+    group: str
+    """Name of the process group."""
+
+    def enter(self, module: nn.Module, _args: object) -> None:
+        """Before the forward: whole parameters where the modules look for them."""
+        put(self.pieces, module, _Gathered.apply(self, *held(self.pieces, module)))  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, _args: object, _result: object) -> None:
+        """After it: the shards again."""
+        put_back(self.pieces, module)
+
+    def gathered(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The whole parameters."""
+        ranks, lengths = self.ranks, [piece.length(self.ranks) for piece in self.pieces]
+        flats = [shard.reshape(-1) for shard in shards]
+        table = all_gather(flats[0] if len(flats) == 1 else torch.cat(flats), ranks, self.group).view(ranks, -1)
+        return tuple(
+            table[:, end - length : end].reshape(ranks * piece.rows(ranks), *piece.shape[1:])[: piece.shape[0]]
+            for piece, length, end in zip(self.pieces, lengths, accumulate(lengths), strict=True)
+        )
+
+    def scattered(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """This rank's parts of the mean gradients; None for a parameter without one."""
+        ranks = self.ranks
+        given = [(piece, grad) for piece, grad in zip(self.pieces, grads, strict=True) if grad is not None]
+        if not given:
+            return (None,) * len(grads)
+        tables = [_padded(grad, ranks * piece.rows(ranks)).reshape(ranks, -1) for piece, grad in given]
+        flat = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)).reshape(-1)
+        parts = iter(reduce_scatter(flat, ranks, self.group).split([table.shape[1] for table in tables]))
+        return tuple(
+            None if grad is None else next(parts).view(piece.rows(ranks), *piece.shape[1:])
+            for piece, grad in zip(self.pieces, grads, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Parameters whose gradients are averaged together; its methods are hooks, too."""
+
+    pieces: tuple[Piece, ...]
+    group: str
+
+    def enter(self, module: nn.Module, _args: object) -> None:
+        """Before the forward: parameters whose gradients will be means where the modules look for them."""
+        put(self.pieces, module, _Averaged.apply(self, *held(self.pieces, module)))  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, _args: object, _result: object) -> None:
+        """After it: the parameters themselves."""
+        put_back(self.pieces, module)
+
+    def averaged(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The means of the gradients over all ranks; None for a parameter without one."""
+        given = [grad for grad in grads if grad is not None]
+        if not given:
+            return tuple(grads)
+        flat = given[0].reshape(-1) if len(given) == 1 else torch.cat([grad.reshape(-1) for grad in given])
+        parts = iter(all_reduce(flat, "avg", self.group).split([grad.numel() for grad in given]))
+        return tuple(None if grad is None else next(parts).view(grad.shape) for grad in grads)
+
+
+class _Averaged(torch.autograd.Function):
+    """The parameters of a replica, and the mean of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Replica, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        found = tuple(parameter.view_as(parameter) for parameter in parameters)
+        ctx.mark_non_differentiable(*(f for f, piece in zip(found, unit.pieces, strict=True) if not piece.trained))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.unit.averaged(grads)
+
+
+class _Gathered(torch.autograd.Function):
+    """The gathering of a unit, and what its gradients take."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        whole = unit.gathered(shards)
+        ctx.mark_non_differentiable(*(w for w, piece in zip(whole, unit.pieces, strict=True) if not piece.trained))
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.unit.scattered(grads)
+
+
+def _padded(grad: Tensor, rows: int) -> Tensor:
+    lacking = rows - grad.shape[0]
+    return grad if not lacking else functional.pad(grad, [0, 0] * (grad.dim() - 1) + [0, lacking])
+
+
+def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: int, group: str) -> None:
+    """Cut the parameters of a module for the ranks of a group: each block is a unit, and what is in none is one.
+
+    The module then holds shards under the names of the parameters, [rows, ...]. UsageError for a parameter that is one
+    number.
+    """
+    for part, named in units(module, blocks):
+        pieces = tuple(_piece(parameter, owners) for parameter, owners in named.items())
+        for piece, (parameter, owners) in zip(pieces, named.items(), strict=True):
+            if not parameter.dim():
+                raise UsageError(
+                    f"{'.'.join(owners[0]).strip('.')} is one number, which cannot be cut into shards",
+                    hint="make it a tensor of one element, as torch's fully_shard wants it, too",
+                )
+            shard = nn.Parameter(_shard(parameter.detach(), piece.rows(ranks), rank), parameter.requires_grad)
+            for owner, name in owners:
+                part.get_submodule(owner)._parameters[name] = shard
+        _hook(part, Unit(pieces, ranks, group))
+
+
+def average_weights(module: nn.Module, blocks: Sequence[str], _ranks: int, _rank: int, group: str) -> None:
+    """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest."""
+    for part, named in units(module, blocks):
+        _hook(part, Replica(tuple(_piece(parameter, owners) for parameter, owners in named.items()), group))
+
+
+def _hook(part: nn.Module, unit: Unit | Replica) -> None:
+    part.register_forward_pre_hook(unit.enter)
+    part.register_forward_hook(unit.leave)
+
+
+def _piece(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> Piece:
+    return Piece(tuple(owners), tuple(parameter.shape), parameter.requires_grad)
+
+
+Owners: TypeAlias = "dict[nn.Parameter, list[tuple[str, str]]]"
+
+
+def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Owners]]:
+    """The blocks of a module and the module itself, each with the parameters that are its own and who holds them."""
+    taken: set[nn.Parameter] = set()
+    found = []
+    for path in (*blocks, ""):
+        part = module.get_submodule(path)
+        named: Owners = {}
+        for owner, holder in _children_first(part):
+            for name, parameter in holder._parameters.items():
+                if parameter is not None and parameter not in taken:
+                    named.setdefault(parameter, []).append((owner, name))
+        taken.update(named)
+        if named:
+            found.append((part, named))
+    return found
+
+
+def _children_first(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules by their paths, in the order in which fully_shard puts their parameters side by side."""
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{path}.{name}" if path else name)
+    yield path, module
+
+
+def _shard(whole: Tensor, rows: int, rank: int) -> Tensor:
+    low = min(rank * rows, whole.shape[0])
+    own = whole[low : low + rows]
+    shard = whole.new_zeros(rows, *whole.shape[1:])
+    shard[: own.shape[0]].copy_(own)
+    return shard
