@@ -127,7 +127,6 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     """Predict and run this rank of every strategy; the last line printed is JSON."""
     import torch
     import torch.distributed as dist
-    from magis.planner.planned_ddp import FACTORIES, PlannedReplica
 
     from magis.capture import OptimizerSpec, Workload
     from magis.models import get
@@ -135,6 +134,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.models.decoders import GptNeoConfig, gpt_neo
     from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
+    from magis.planner.planned_ranks import FACTORIES, PlannedRanks
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
@@ -158,7 +158,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
 
     def named(name: str) -> RankStrategy:
         made = distributed_strategy(FACTORIES.get(name, name))
-        if isinstance(made, PlannedReplica) and model == TINY:
+        if isinstance(made, PlannedRanks) and model == TINY:
             return replace(made, budget=TINY_BUDGET)
         return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made
 

@@ -12,7 +12,6 @@ numbers that were read depend on is told (`Hollow.read`): a captured step holds 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,9 +31,10 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers_replaced
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
+from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
 from magis.ops.call import as_mixed
-from magis.ops.collectives import WAIT
+from magis.ops.collectives import distributed, is_wait, propagated_apart
 from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
 from magis.ops.generators import GET_STATE
 from magis.ops.operators import op_info
@@ -43,10 +43,6 @@ KNOWN_BYTES = 1 << 22
 """Larger results are never computed."""
 MADE_UP_BYTES = 1 << 28
 """Larger arguments are never made up to ask a kernel for the looks of its results."""
-SEPARATE_BYTES = 1 << 28
-"""Larger memory is mapped without the operating system's reservation, which may refuse more than the machine has."""
-_NORESERVE = 0x4000
-"""MAP_NORESERVE of Linux, which Python's mmap does not name."""
 _MARK = "_magis_contents"
 _CPU = torch.device("cpu")
 TWIN = "twin"
@@ -98,17 +94,17 @@ class Hollow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if distributed(types):
+            return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
+        if func.namespace == "prim" or is_wait(func):
+            return args[0] if is_wait(func) else func(*args, **kwargs)
         if func.namespace == "magis":
             return self._state(func, args, kwargs)
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
             _contents(args[0], self._own())
-        if func is WAIT:
-            return args[0]
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
@@ -322,11 +318,7 @@ class Hollow(TorchDispatchMode):
 
 def empty_storage(nbytes: int, contents: Contents) -> torch.UntypedStorage:
     """Memory that nobody has touched."""
-    if nbytes < SEPARATE_BYTES:
-        storage = torch.UntypedStorage(nbytes)
-    else:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8).untyped_storage()
+    storage = untouched(nbytes)
     setattr(storage, _MARK, contents)
     return storage
 
@@ -418,5 +410,5 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
 
         return by_element(name, asked) if mode.follower.expects else asked
 
-    with readers_replaced(asking), no_reports(), mode:
+    with readers_replaced(asking), no_reports(), propagated_apart(), mode:
         yield mode

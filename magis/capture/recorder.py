@@ -24,6 +24,7 @@ from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tens
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
+from magis.ops.collectives import distributed
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
 from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
@@ -109,6 +110,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if distributed(types):
+            return NotImplemented  # the operators on its local parts come by
         self._numbers.watch()
         kwargs = kwargs or {}
         if func.namespace == "prim":

@@ -11,17 +11,22 @@ A group goes by one name on all ranks (`register_group`), so that all of them ha
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph import Op
 
 COLLECTIVES = "_c10d_functional."
 """How the names of these operators begin."""
+_WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
 
@@ -53,6 +58,37 @@ def ranks_of(op: Op) -> int:
 def name_of_collective(op: Op) -> str:
     """ "all_reduce" and the like."""
     return op.target.split(".")[1]
+
+
+def distributed(types: Iterable[type]) -> bool:
+    """Whether an operator is called on torch's distributed tensors, which call it again on what this rank holds."""
+    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
+
+
+@contextmanager
+def propagated_apart() -> Iterator[None]:
+    """While it lasts, torch finds out how distributed results look without any dispatch mode in force."""
+    propagation = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if propagation is None:
+        yield
+        return
+    propagator, name = propagation.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    usual = getattr(propagator, name)
+
+    def apart(*args: Any) -> Any:
+        with _disable_current_modes():
+            return usual(*args)
+
+    setattr(propagator, name, apart)
+    try:
+        yield
+    finally:
+        setattr(propagator, name, usual)
+
+
+def is_wait(func: Any) -> bool:
+    """Whether an operator hands out the very tensor that it gets, once that is there or for somebody to wait for."""
+    return str(func) in _WAITS
 
 
 def waited(result: Tensor) -> Tensor:

@@ -81,9 +81,11 @@ class PlannedRanks:
         return work
 
     def subject(self, own: Workload) -> Subject:
-        """What is planned: a rank's own part."""
+        """What is planned: a rank's own part, captured. CaptureError where it is no single static graph."""
         _, fake = on_fake_tensors(own)
-        return Subject(Source(own.name, lambda _seed: fake, "", self.device, 0))
+        found = Subject(Source(own.name, lambda _seed: fake, "", self.device, 0))
+        _ = found.captured
+        return found
 
     def planned(self, subject: Subject) -> Plan:
         """The plan of a rank's own part. No machine's scratch decides it."""

@@ -27,7 +27,7 @@ from magis.ops.collectives import all_gather, all_reduce, reduce_scatter
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardedParameter:
     """One parameter of a unit: where the unit's module and those below it hold it, and its shape when whole."""
 
     owners: tuple[tuple[str, str], ...]
@@ -44,20 +44,20 @@ class Piece:
         return self.rows(ranks) * prod(self.shape[1:])
 
 
-def held(pieces: Sequence[Piece], module: nn.Module) -> list[Tensor | None]:
+def held(pieces: Sequence[ShardedParameter], module: nn.Module) -> list[Tensor | None]:
     """What the modules hold as these parameters."""
     first = (piece.owners[0] for piece in pieces)
     return [module.get_submodule(path)._parameters[name] for path, name in first]
 
 
-def put(pieces: Sequence[Piece], module: nn.Module, tensors: Sequence[Tensor]) -> None:
+def put(pieces: Sequence[ShardedParameter], module: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Show the modules other tensors in place of their parameters, which stay what they hold."""
     for piece, tensor in zip(pieces, tensors, strict=True):
         for path, name in piece.owners:
             module.get_submodule(path).__dict__[name] = tensor
 
 
-def put_back(pieces: Sequence[Piece], module: nn.Module) -> None:
+def put_back(pieces: Sequence[ShardedParameter], module: nn.Module) -> None:
     """Show them their parameters again."""
     for piece in pieces:
         for path, name in piece.owners:
@@ -65,10 +65,10 @@ def put_back(pieces: Sequence[Piece], module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Unit:
+class GatheredUnit:
     """Parameters that are gathered together. Its methods are hooks of the module that they belong to."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardedParameter, ...]
     ranks: int
     group: str
     """Name of the process group."""
@@ -110,7 +110,7 @@ class Unit:
 class Replica:
     """Parameters whose gradients are averaged together; its methods are hooks, too."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardedParameter, ...]
     group: str
 
     def enter(self, module: nn.Module, _args: object) -> None:
@@ -151,7 +151,7 @@ class _Gathered(torch.autograd.Function):
     """The gathering of a unit, and what its gradients take."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: GatheredUnit, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
         ctx.set_materialize_grads(False)
         whole = unit.gathered(shards)
@@ -175,7 +175,7 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
     number.
     """
     for part, named in units(module, blocks):
-        pieces = tuple(_piece(parameter, owners) for parameter, owners in named.items())
+        pieces = tuple(_sharded(parameter, owners) for parameter, owners in named.items())
         for piece, (parameter, owners) in zip(pieces, named.items(), strict=True):
             if not parameter.dim():
                 raise UsageError(
@@ -185,22 +185,22 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
             shard = nn.Parameter(_shard(parameter.detach(), piece.rows(ranks), rank), parameter.requires_grad)
             for owner, name in owners:
                 part.get_submodule(owner)._parameters[name] = shard
-        _hook(part, Unit(pieces, ranks, group))
+        _hook(part, GatheredUnit(pieces, ranks, group))
 
 
 def average_weights(module: nn.Module, blocks: Sequence[str], _ranks: int, _rank: int, group: str) -> None:
     """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest."""
     for part, named in units(module, blocks):
-        _hook(part, Replica(tuple(_piece(parameter, owners) for parameter, owners in named.items()), group))
+        _hook(part, Replica(tuple(_sharded(parameter, owners) for parameter, owners in named.items()), group))
 
 
-def _hook(part: nn.Module, unit: Unit | Replica) -> None:
+def _hook(part: nn.Module, unit: GatheredUnit | Replica) -> None:
     part.register_forward_pre_hook(unit.enter)
     part.register_forward_hook(unit.leave)
 
 
-def _piece(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> Piece:
-    return Piece(tuple(owners), tuple(parameter.shape), parameter.requires_grad)
+def _sharded(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> ShardedParameter:
+    return ShardedParameter(tuple(owners), tuple(parameter.shape), parameter.requires_grad)
 
 
 Owners: TypeAlias = "dict[nn.Parameter, list[tuple[str, str]]]"

@@ -1,0 +1,159 @@
+"""Ranks that run a plan: every rank's bytes as planned, numbers of the unplanned ranks, and lines where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from magis.capture import Workload
+from magis.cases.run_case import run_case
+from magis.cost.links import links_of, message_ns
+from magis.errors import MagisError, UsageError
+from magis.graph import digest
+from magis.ops.collectives import COLLECTIVES, group_name, ranks_of
+from magis.ops.optimizers import OptimizerSpec
+from magis.planner.bench import Bench
+from magis.planner.planned_ranks import FACTORIES, PlannedRanks
+from magis.planner.subject import Subject
+from magis.predict.rank_memory import fake_world
+from magis.ranks import RankJob, RankPool
+from magis.results import Case
+from magis.strategies.distributed_names import PLANNED
+from magis.strategies.rank_step import World
+from magis.strategies.sharded_weights import shard_weights
+from magis.strategies.single_device import on_fake_tensors
+
+TIED = "tests.api.nets:tied"
+SMALL_BUDGET = 200
+
+
+class Odd(nn.Module):
+    """Three layers of widths that two ranks and three do not divide; one weight is tied, one parameter frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(5, 7)
+        self.scale = nn.Parameter(torch.ones(1, 7), requires_grad=False)
+        self.second.weight = nn.Parameter(torch.randn(7, 5))
+        self.again = nn.Linear(5, 7, bias=False)
+        self.again.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        out: Tensor = (self.second(y) + self.again(torch.relu(y))) * self.scale
+        return out
+
+
+def odd() -> Workload:
+    """A batch of twelve."""
+    torch.manual_seed(0)
+    rule = OptimizerSpec("adamw", lr=1e-2, weight_decay=0.1)
+    return Workload(
+        "odd", Odd(), (torch.randn(12, 7),), (torch.randn(12, 7),), nn.functional.mse_loss, rule, blocks=("first",)
+    )
+
+
+def subject(name: str, ranks: int, rank: int) -> Subject:
+    strategy = PlannedRanks(name)
+    work = on_fake_tensors(odd())[1]
+    return strategy.subject(strategy.own_part(work, World(ranks, rank, fake=True)))
+
+
+@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_have_one_step(name: str, ranks: int) -> None:
+    found = set()
+    for rank in range(ranks):
+        with fake_world(ranks, rank):
+            graph = subject(name, ranks, rank).captured.graph
+        found.add(digest(graph))
+        messages = [op for op in graph.ops if op.target.startswith(COLLECTIVES)]
+        assert {ranks_of(op) for op in messages} == {ranks}
+        assert len(messages) == (4 if name == "magis+fsdp" else 2), "one of each kind for each unit"
+    assert len(found) == 1
+
+
+def test_shards_hold_the_weights_and_are_padded_with_zeros() -> None:
+    whole = {name: p.detach().clone() for name, p in odd().module.named_parameters()}
+    parts = []
+    for rank in range(3):
+        work = odd()
+        shard_weights(work.module, work.blocks, 3, rank, group_name("dp", 3))
+        assert work.module.again.weight is work.module.second.weight
+        parts.append(dict(work.module.named_parameters()))
+    for name, tensor in whole.items():
+        joined = torch.cat([part[name].detach() for part in parts])
+        assert torch.equal(joined[: len(tensor)], tensor)
+        assert not joined[len(tensor) :].any()
+        assert {part[name].shape for part in parts} == {parts[0][name].shape}
+        assert parts[0][name].requires_grad == (name != "scale")
+
+
+def test_a_parameter_that_is_one_number_is_refused() -> None:
+    net = nn.Linear(2, 2)
+    net.register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
+    with pytest.raises(UsageError, match="temperature is one number"):
+        shard_weights(net, (), 2, 0, "any")
+
+
+def test_messages_cost_what_they_send() -> None:
+    with fake_world(2, 0):
+        graph = subject("magis+fsdp", 2, 0).captured.graph
+    gather = next(op for op in graph.ops if "all_gather" in op.target)
+    links, whole = links_of("sim:h100"), graph.values[gather.made()[0]].nbytes
+    assert message_ns("sim:h100", gather, graph.values) == round(links.message_ns + whole / 2 / links.bytes_per_s * 1e9)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with closing(Bench()) as found:
+        yield found
+
+
+@pytest.mark.parametrize("strategy", PLANNED)
+def test_two_ranks_run_their_plan(strategy: str, bench: Bench) -> None:
+    case = Case(TIED, strategy, "cpu", "small", memory_ratio=0.8, ranks=2, budget=SMALL_BUDGET)
+    result = run_case(case, cache=bench)
+    assert result.search.feasible
+    assert result.numbers == "bit-identical"
+    assert result.note == ""
+    planned = result.optimized.simulated.tensor_bytes
+    assert planned <= (result.memory_limit_bytes or 0)
+    assert [rank.measured.tensor_bytes for rank in result.ranks if rank.measured] == [planned, planned]
+    assert result.original.simulated.tensor_bytes > planned
+
+
+def test_a_simulated_device_is_planned_with_its_own_operators(bench: Bench) -> None:
+    case = Case(TIED, "magis+fsdp", "sim:h100", "small", memory_ratio=0.9, ranks=4, budget=SMALL_BUDGET)
+    result = run_case(case, cache=bench)
+    assert result.search.feasible
+    assert result.is_predicted
+    assert result.optimized.simulated.peak_bytes <= (result.memory_limit_bytes or 0)
+    assert result.latency_ratio >= 0.9
+
+
+def test_a_limit_is_needed(bench: Bench) -> None:
+    with pytest.raises(UsageError, match=r"'magis\+fsdp' needs a memory limit"):
+        run_case(Case(TIED, "magis+fsdp", "cpu", "small", ranks=2), cache=bench)
+
+
+@pytest.mark.parametrize(
+    ("factory", "line"),
+    [
+        ("of_another_width", "the step of rank 1 is another one than that of rank 0"),
+        ("not_captured", "rank 1 has no step: "),
+    ],
+)
+def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> None:
+    own = "tests.ranks.own_strategies"
+    with RankPool(2, "cpu") as pool, pytest.raises(MagisError, match=line) as raised:
+        pool.run(RankJob(f"{own}:small_net", f"{own}:{factory}", rounds=1))
+    assert "\n" not in str(raised.value)
+
+
+def test_factories_are_named_as_ranks_import_them() -> None:
+    assert set(FACTORIES) == set(PLANNED)
