@@ -149,9 +149,8 @@ def test_a_limit_is_needed(bench: Bench) -> None:
     ],
 )
 def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> None:
-    own = "tests.ranks.own_strategies"
     with RankPool(2, "cpu") as pool, pytest.raises(MagisError, match=line) as raised:
-        pool.run(RankJob(f"{own}:small_net", f"{own}:{factory}", rounds=1))
+        pool.run(RankJob("tests.ranks.own_strategies:small_net", f"tests.ranks.planned_strategies:{factory}", rounds=1))
     assert "\n" not in str(raised.value)
 
 

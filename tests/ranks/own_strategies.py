@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from magis.capture import Workload
 from magis.errors import UsageError
-from magis.planner.planned_ranks import PlannedRanks
 from magis.strategies.rank_step import World, share_of_batch
 
 
@@ -158,31 +157,3 @@ def normalized_net() -> tuple[nn.Module, Tensor, Tensor, Callable[..., Tensor]]:
     """A factory: batch norm, and no dropout."""
     net = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
     return net, torch.randn(8, 64), torch.randn(8, 10), nn.functional.mse_loss
-
-
-# Ranks that plan and do not agree.
-
-
-class Unlike(PlannedRanks):
-    def own_part(self, work: Workload, world: World) -> Workload:
-        if world.rank:
-            work.module.append(nn.Linear(10, 10))  # type: ignore[operator]
-        return super().own_part(work, world)
-
-
-class Unable(PlannedRanks):
-    def own_part(self, work: Workload, world: World) -> Workload:
-        found = super().own_part(work, world)
-        if world.rank:
-            found.module.register_forward_pre_hook(lambda _module, args: args[0].tolist() and None)
-        return found
-
-
-def of_another_width() -> PlannedRanks:
-    """Whose second rank has another network."""
-    return Unlike("magis+ddp", budget=100)
-
-
-def not_captured() -> PlannedRanks:
-    """Whose second rank reads its batch."""
-    return Unable("magis+ddp", budget=100)
