@@ -26,13 +26,14 @@ from magis.quiet import before_torch
 before_torch()
 
 import torch
-from torch import Tensor, nn
+from lib.llama import Llama, Sizes
+from torch import Tensor
 from torch.nn import functional
 
 from magis.capture import Workload
 from magis.capture.workload import fake_tensors
 from magis.models.building import numbered
-from magis.ops.collectives import COLLECTIVES
+from magis.ops.collectives import is_collective
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.planned_ranks import PlannedRanks
 from magis.planner.subject import Subject
@@ -40,64 +41,10 @@ from magis.predict.rank_memory import fake_world, predict_rank
 from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import World
 
-WIDTH, INNER, HEADS, GROUPS, VOCABULARY = 4096, 14336, 32, 8, 128256
 HEAD = (
     f"{'share':>6} {'kept':>5} {'peak':>6} {'overhead':>8} {'again':>6} {'GiB swapped':>11} {'s':>6} {'RSS GiB':>7}"
     "  parts"
 )
-
-
-class Layer(nn.Module):
-    """[batch, length, width] -> the same: grouped attention with rotary positions, SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        linear = partial(nn.Linear, bias=False)
-        few = WIDTH // HEADS * GROUPS
-        self.before, self.between = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.query, self.key, self.value = linear(WIDTH, WIDTH), linear(WIDTH, few), linear(WIDTH, few)
-        self.out = linear(WIDTH, WIDTH)
-        self.gate, self.up, self.down = linear(WIDTH, INNER), linear(WIDTH, INNER), linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.before(x)
-        query, key, value = (
-            each(y).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        query, key = (each * cos + turned(each) * sin for each in (query, key))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y = self.between(x)
-        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return out
-
-
-def turned(x: Tensor) -> Tensor:
-    """Pairs of channels turned by a right angle."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-class Llama(nn.Module):
-    """Token numbers, int64 [batch, length] -> logits [batch, length, vocabulary]."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, layers: int, length: int) -> None:
-        super().__init__()
-        self.word = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.register_buffer("cos", torch.zeros(length, WIDTH // HEADS), persistent=False)
-        self.register_buffer("sin", torch.zeros(length, WIDTH // HEADS), persistent=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x = self.word(token_ids)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        out: Tensor = self.head(self.norm(x))
-        return out
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -109,7 +56,8 @@ def llama(layers: int, ranks: int, length: int) -> Workload:
     """On whatever tensors are in force: a sequence for each rank."""
     tokens = torch.zeros(ranks, length, dtype=torch.long)
     rule, blocks = OptimizerSpec("adamw", lr=1e-4, weight_decay=0.1), numbered("layers", layers)
-    return Workload("llama", Llama(layers, length), (tokens,), (tokens,), loss, rule, blocks).to("bfloat16")
+    sizes = Sizes(length, width=4096, inner=14336, heads=32, groups=8, vocabulary=128256)
+    return Workload("llama", Llama(layers, sizes), (tokens,), (tokens,), loss, rule, blocks).to("bfloat16")
 
 
 def without(subject: Subject) -> tuple[int, int]:
@@ -120,7 +68,7 @@ def without(subject: Subject) -> tuple[int, int]:
     for op in graph.ops:
         if op.phase != "forward" or not op.module.startswith("layers."):
             continue
-        if op.target.startswith(COLLECTIVES):
+        if is_collective(op.target):
             again += costs.nanoseconds(op, graph.values)
         else:
             forward += costs.nanoseconds(op, graph.values)

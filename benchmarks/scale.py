@@ -29,9 +29,7 @@ from magis.quiet import before_torch
 
 before_torch()
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from lib.llama import Llama, Sizes
 
 from magis.capture.workload import Workload
 from magis.models.building import REAL, numbered, token_batch, token_loss, training_step
@@ -45,7 +43,8 @@ from magis.simulate.compiled_problem import compile_problem
 
 WARMING = 2
 """Layers of a decoder that is planned first, so that compiled code is loaded."""
-BATCH, LENGTH, WIDTH, INNER, HEADS, VOCABULARY = 8, 512, 1024, 2816, 16, 32000
+BATCH = 8
+SIZES = Sizes(length=512, width=1024, inner=2816, heads=16, groups=16, vocabulary=32000)
 STAGES = {
     "normal": "",
     "rules": "",
@@ -61,63 +60,12 @@ HEAD = (
 T = TypeVar("T")
 
 
-class LlamaLayer(nn.Module):
-    """Pre-norm layer with rotary positions and SwiGLU, [batch, length, width] -> the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.between = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        linear = partial(nn.Linear, bias=False)
-        self.query, self.key, self.value, self.out = (linear(WIDTH, WIDTH) for _ in range(4))
-        self.gate, self.up, self.down = linear(WIDTH, INNER), linear(WIDTH, INNER), linear(INNER, WIDTH)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        y = self.before(x)
-        query, key, value = (
-            each(y).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for each in (self.query, self.key, self.value)
-        )
-        query, key = (each * cos + turned(each) * sin for each in (query, key))
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
-        y = self.between(x)
-        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
-        return out
-
-
-def turned(x: Tensor) -> Tensor:
-    """Pairs of channels turned by a right angle."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-class Llama(nn.Module):
-    """Token numbers, int64 [batch, length] -> logits [batch, length, vocabulary]."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.word = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(LlamaLayer() for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.register_buffer("cos", torch.zeros(LENGTH, WIDTH // HEADS), persistent=False)
-        self.register_buffer("sin", torch.zeros(LENGTH, WIDTH // HEADS), persistent=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        x = self.word(token_ids)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        out: Tensor = self.head(self.norm(x))
-        return out
-
-
 def llama(layers: int, seed: int) -> Workload:
     """The decoder with a batch of random tokens, trained by AdamW."""
-    batch = partial(token_batch, BATCH, LENGTH, VOCABULARY)
+    batch = partial(token_batch, BATCH, SIZES.length, SIZES.vocabulary)
     optimizer = OptimizerSpec("adamw", lr=1e-4, weight_decay=0.01)
     name, blocks = f"llama-{layers}", numbered("layers", layers)
-    return training_step(name, REAL, seed, partial(Llama, layers), batch, token_loss, blocks, optimizer)
+    return training_step(name, REAL, seed, partial(Llama, layers, SIZES), batch, token_loss, blocks, optimizer)
 
 
 @dataclass

@@ -97,10 +97,10 @@ class Hollow(TorchDispatchMode):
         if distributed(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace == "prim" or is_wait(func):
-            return args[0] if is_wait(func) else func(*args, **kwargs)
-        if func.namespace == "magis":
-            return self._state(func, args, kwargs)
+        if func.namespace in ("prim", "magis"):
+            return self._state(func, args, kwargs) if func.namespace == "magis" else func(*args, **kwargs)
+        if is_wait(func):
+            return args[0]
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now

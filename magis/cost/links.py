@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from magis.graph import Op, Value
-from magis.ops.collectives import COLLECTIVES, name_of_collective, ranks_of
+from magis.ops.collectives import name_of_collective, ranks_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,3 @@ def message_ns(device: str, op: Op, values: Mapping[int, Value]) -> int:
     sizes = [values[value].nbytes for value in (*op.inputs(), *op.made())]
     once = (ranks - 1) / ranks * max(sizes, default=0)
     return round(links_of(device).ns(2 * once if name_of_collective(op) == "all_reduce" else once))
-
-
-def is_message(op: Op) -> bool:
-    """Whether an operator is a collective."""
-    return op.target.startswith(COLLECTIVES)

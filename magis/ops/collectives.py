@@ -45,6 +45,11 @@ def register_group(group: dist.ProcessGroup, role: str) -> str:
     return name
 
 
+def is_collective(target: str) -> bool:
+    """Whether an operator of that name is a collective."""
+    return target.startswith(COLLECTIVES)
+
+
 def ranks_of(op: Op) -> int:
     """Ranks of the group of a collective."""
     *_, group = op.args

@@ -17,7 +17,7 @@ from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
 from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
-from magis.ops.collectives import COLLECTIVES, followed_by_wait
+from magis.ops.collectives import followed_by_wait, is_collective
 from magis.ops.fake_results import IN_TRAINING
 from magis.runtime.swap_streams import AnyHost, make_host
 
@@ -188,7 +188,7 @@ def compile_step(
             function = resolve(op.target)._op
             if trains and op.target in IN_TRAINING:
                 function = torch.enable_grad()(function)
-            if op.target.startswith(COLLECTIVES):
+            if is_collective(op.target):
                 function = followed_by_wait(function)
             if between is not None and not op.target.startswith("magis."):
                 function = _followed(function, between)

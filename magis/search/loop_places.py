@@ -52,12 +52,15 @@ Findings: TypeAlias = Front[PointRecord]
 @dataclass(frozen=True, eq=False)
 class TriedPlaces:
     """Fronts of places of a step by their numbers, as this process found them or as others handed them over; the
-    latency that no plan of a place avoids, in nanoseconds; levels of the place that is to be tried next."""
+    latency that no plan of a place avoids, in nanoseconds."""
 
     fronts: dict[int, FissionFront] = field(default_factory=dict)
     findings: dict[int, Findings] = field(default_factory=dict)
     least_ns: dict[int, int] = field(default_factory=dict)
-    levels: dict[int, Iterator[tuple[LoopPlace, LoopNest]]] = field(default_factory=dict)
+
+
+Levels: TypeAlias = "dict[int, Iterator[tuple[LoopPlace, LoopNest]]]"
+"""By the number of a place, its loop in ever more parts."""
 
 
 class Share(Protocol):
@@ -100,12 +103,13 @@ def places_front(
     """
     tried = TriedPlaces() if tried is None else tried
     untried = reversed(range(len(work.places)))  # the loops of late places are small, and soon tried
+    begun: Levels = {}
 
     def promising(known: tuple[int, int] | None) -> Iterator[int]:
-        return _promising(work, wanted, tried, known, untried)
+        return _promising(work, wanted, tried, known, untried, begun)
 
     def made(number: int) -> FissionFront:
-        levels = tried.levels.pop(number, None) or levels_at(work, number, wanted.over)
+        levels = begun.pop(number, None) or levels_at(work, number, wanted.over)
         return place_front(list(levels), work.efforts, wanted.over)
 
     if share is None:
@@ -115,7 +119,7 @@ def places_front(
 
     def shared(numbers: Iterator[int]) -> Generator[Findings, None, None]:
         every = list(numbers)
-        tried.levels.clear()  # those are made where the places are tried
+        begun.clear()  # levels are made where the places are tried
         with contextlib.closing(share(work, [n for n in every if n not in tried.findings], wanted.over)) as others:
             yield from _in_turn(every, tried.findings, lambda _: next(others, None), wanted)
 
@@ -150,17 +154,19 @@ def _promising(
     tried: TriedPlaces,
     known: tuple[int, int] | None,
     untried: Iterator[int],
+    begun: Levels,
 ) -> Iterator[int]:
-    """Numbers of the places that may have a better plan than the known one, by their loops in the fewest parts."""
+    """Numbers of the places that may have a better plan than the known one, by their loops in the fewest parts; what
+    was made of the levels of the last of them is ``begun``."""
     for number in untried:
         if known is not None and wanted.goal.met(*known):
             if number not in tried.least_ns:
                 levels = levels_at(work, number, wanted.over)
                 first = next(levels, None)
                 tried.least_ns[number] = 0 if first is None else least_ns(first[1])
-                tried.levels.clear()
+                begun.clear()
                 if number not in tried.fronts and first is not None:
-                    tried.levels[number] = itertools.chain((first,), levels)
+                    begun[number] = itertools.chain((first,), levels)
             if wanted.key(*known) <= wanted.key(0, tried.least_ns[number]):
                 continue
         yield number

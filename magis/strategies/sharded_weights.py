@@ -44,54 +44,68 @@ class ShardedParameter:
         return self.rows(ranks) * prod(self.shape[1:])
 
 
-def held(pieces: Sequence[ShardedParameter], module: nn.Module) -> list[Tensor | None]:
-    """What the modules hold as these parameters."""
-    first = (piece.owners[0] for piece in pieces)
-    return [module.get_submodule(path)._parameters[name] for path, name in first]
-
-
-def put(pieces: Sequence[ShardedParameter], module: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Show the modules other tensors in place of their parameters, which stay what they hold."""
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        for path, name in piece.owners:
-            module.get_submodule(path).__dict__[name] = tensor
-
-
-def put_back(pieces: Sequence[ShardedParameter], module: nn.Module) -> None:
-    """Show them their parameters again."""
-    for piece in pieces:
-        for path, name in piece.owners:
-            module.get_submodule(path).__dict__.pop(name, None)
-
-
 @dataclass(frozen=True)
-class GatheredUnit:
-    """Parameters that are gathered together. Its methods are hooks of the module that they belong to."""
+class Unit:
+    """Parameters that go into one message. Its methods are hooks of the module that they belong to."""
 
     pieces: tuple[ShardedParameter, ...]
     ranks: int
     group: str
     """Name of the process group."""
 
+    def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the modules meet in place of the parameters that they hold."""
+        raise NotImplementedError
+
+    def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters that the modules hold; None for one without."""
+        raise NotImplementedError
+
     def enter(self, module: nn.Module, _args: object) -> None:
-        """Before the forward: whole parameters where the modules look for them."""
-        put(self.pieces, module, _Gathered.apply(self, *held(self.pieces, module)))  # type: ignore[no-untyped-call]
+        """Before the forward: other tensors where the modules look for their parameters."""
+        first = (piece.owners[0] for piece in self.pieces)
+        held = (module.get_submodule(path)._parameters[name] for path, name in first)
+        for piece, tensor in zip(self.pieces, _Shown.apply(self, *held), strict=True):  # type: ignore[no-untyped-call]
+            for path, name in piece.owners:
+                module.get_submodule(path).__dict__[name] = tensor
 
     def leave(self, module: nn.Module, _args: object, _result: object) -> None:
-        """After it: the shards again."""
-        put_back(self.pieces, module)
+        """After it: the parameters themselves."""
+        for piece in self.pieces:
+            for path, name in piece.owners:
+                module.get_submodule(path).__dict__.pop(name, None)
 
-    def gathered(self, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+
+class _Shown(torch.autograd.Function):
+    """What a unit shows, and what its gradients take."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *held: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        shown = unit.shown(held)
+        ctx.mark_non_differentiable(*(s for s, piece in zip(shown, unit.pieces, strict=True) if not piece.trained))
+        return shown
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *ctx.unit.returned(grads)
+
+
+class GatheredUnit(Unit):
+    """Parameters in shards, which are gathered together."""
+
+    def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The whole parameters."""
         ranks, lengths = self.ranks, [piece.length(self.ranks) for piece in self.pieces]
-        flats = [shard.reshape(-1) for shard in shards]
+        flats = [shard.reshape(-1) for shard in held]
         table = all_gather(flats[0] if len(flats) == 1 else torch.cat(flats), ranks, self.group).view(ranks, -1)
         return tuple(
             table[:, end - length : end].reshape(ranks * piece.rows(ranks), *piece.shape[1:])[: piece.shape[0]]
             for piece, length, end in zip(self.pieces, lengths, accumulate(lengths), strict=True)
         )
 
-    def scattered(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """This rank's parts of the mean gradients; None for a parameter without one."""
         ranks = self.ranks
         given = [(piece, grad) for piece, grad in zip(self.pieces, grads, strict=True) if grad is not None]
@@ -106,22 +120,14 @@ class GatheredUnit:
         )
 
 
-@dataclass(frozen=True)
-class Replica:
-    """Parameters whose gradients are averaged together; its methods are hooks, too."""
+class Replica(Unit):
+    """Whole parameters, whose gradients are averaged together."""
 
-    pieces: tuple[ShardedParameter, ...]
-    group: str
+    def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The parameters."""
+        return tuple(parameter.view_as(parameter) for parameter in held)
 
-    def enter(self, module: nn.Module, _args: object) -> None:
-        """Before the forward: parameters whose gradients will be means where the modules look for them."""
-        put(self.pieces, module, _Averaged.apply(self, *held(self.pieces, module)))  # type: ignore[no-untyped-call]
-
-    def leave(self, module: nn.Module, _args: object, _result: object) -> None:
-        """After it: the parameters themselves."""
-        put_back(self.pieces, module)
-
-    def averaged(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The means of the gradients over all ranks; None for a parameter without one."""
         given = [grad for grad in grads if grad is not None]
         if not given:
@@ -129,38 +135,6 @@ class Replica:
         flat = given[0].reshape(-1) if len(given) == 1 else torch.cat([grad.reshape(-1) for grad in given])
         parts = iter(all_reduce(flat, "avg", self.group).split([grad.numel() for grad in given]))
         return tuple(None if grad is None else next(parts).view(grad.shape) for grad in grads)
-
-
-class _Averaged(torch.autograd.Function):
-    """The parameters of a replica, and the mean of their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: Replica, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        found = tuple(parameter.view_as(parameter) for parameter in parameters)
-        ctx.mark_non_differentiable(*(f for f, piece in zip(found, unit.pieces, strict=True) if not piece.trained))
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.unit.averaged(grads)
-
-
-class _Gathered(torch.autograd.Function):
-    """The gathering of a unit, and what its gradients take."""
-
-    @staticmethod
-    def forward(ctx: Any, unit: GatheredUnit, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.unit = unit
-        ctx.set_materialize_grads(False)
-        whole = unit.gathered(shards)
-        ctx.mark_non_differentiable(*(w for w, piece in zip(whole, unit.pieces, strict=True) if not piece.trained))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.unit.scattered(grads)
 
 
 def _padded(grad: Tensor, rows: int) -> Tensor:
@@ -188,13 +162,14 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
         _hook(part, GatheredUnit(pieces, ranks, group))
 
 
-def average_weights(module: nn.Module, blocks: Sequence[str], _ranks: int, _rank: int, group: str) -> None:
+def average_weights(module: nn.Module, blocks: Sequence[str], ranks: int, _rank: int, group: str) -> None:
     """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest."""
     for part, named in units(module, blocks):
-        _hook(part, Replica(tuple(_sharded(parameter, owners) for parameter, owners in named.items()), group))
+        pieces = tuple(_sharded(parameter, owners) for parameter, owners in named.items())
+        _hook(part, Replica(pieces, ranks, group))
 
 
-def _hook(part: nn.Module, unit: GatheredUnit | Replica) -> None:
+def _hook(part: nn.Module, unit: Unit) -> None:
     part.register_forward_pre_hook(unit.enter)
     part.register_forward_hook(unit.leave)
 

@@ -14,7 +14,7 @@ from magis.cases.run_case import run_case
 from magis.cost.links import links_of, message_ns
 from magis.errors import MagisError, UsageError
 from magis.graph import digest
-from magis.ops.collectives import COLLECTIVES, group_name, ranks_of
+from magis.ops.collectives import group_name, is_collective, ranks_of
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import FACTORIES, PlannedRanks
@@ -71,7 +71,7 @@ def test_all_ranks_have_one_step(name: str, ranks: int) -> None:
         with fake_world(ranks, rank):
             graph = subject(name, ranks, rank).captured.graph
         found.add(digest(graph))
-        messages = [op for op in graph.ops if op.target.startswith(COLLECTIVES)]
+        messages = [op for op in graph.ops if is_collective(op.target)]
         assert {ranks_of(op) for op in messages} == {ranks}
         assert len(messages) == (4 if name == "magis+fsdp" else 2), "one of each kind for each unit"
     assert len(found) == 1

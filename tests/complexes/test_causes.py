@@ -20,7 +20,6 @@ from magis.graph.hazards import fills
 from magis.ops.fake_results import bits_of
 from magis.ops.splits import splits
 from magis.rewrite.functionalize import functionalize
-from magis.rewrite.rules.merged_weights import merge
 from magis.rewrite.rules.rule_table import matches, rule
 from magis.runtime.codegen import compile_step
 from magis.runtime.double_precision import closeness, gradient_values
@@ -28,6 +27,7 @@ from magis.runtime.scratch import make_tensors
 from magis.simulate.compiled_problem import reusable
 from tests.nets import OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, differences, eager_step, graph_step, history
+from tests.rewrite.alike import merge
 
 COMPLEX = torch.complex64
 

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from magis.graph import Graph, Op, dump, replace_refs
+from magis.graph import Graph, Op, Value, dump, replace_refs
 from magis.graph.hazards import dependency_graph
+from magis.rewrite.rules.merged_weights import Merging, Window
 from magis.simulate.simulator import replay
 from tests.nets import Built
 from tests.oracles import graph_step, history, measured, workspaces
@@ -89,3 +90,11 @@ def _keys(graph: Graph) -> dict[int, str]:
         outputs = [at for at, value in enumerate(graph.outputs) if value in op.made()]
         found[op.id] = hashlib.sha256(repr((found[op.id], users, outputs)).encode()).hexdigest()
     return found
+
+
+def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Window] | None:
+    """The graph with tensors side by side along ``dim``, and the window that shows them; the very same graph where they
+    lie so already, None where they cannot."""
+    merging = Merging(graph)
+    window = merging.merge(values, dim)
+    return None if window is None else (merging.graph(), window)

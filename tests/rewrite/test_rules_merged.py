@@ -15,13 +15,13 @@ from magis.graph import Graph, Op, Ref, Storage, Value, verify
 from magis.ops.optimizers import OptimizerSpec
 from magis.rewrite.functionalize import functionalize
 from magis.rewrite.rules.matching import Index
-from magis.rewrite.rules.merged_weights import MERGED, merge
+from magis.rewrite.rules.merged_weights import MERGED
 from magis.rewrite.rules.rule_table import aggregated, apply, matches, rule
 from magis.runtime.steps import GraphStep
 from tests.golden.golden import before_and_after, check_golden
 from tests.nets import ADAMW, FORWARD, OPTIMIZERS, Block, Net, rows
 from tests.oracles import captured, graph_step, history, observed
-from tests.rewrite.alike import check_training
+from tests.rewrite.alike import check_training, merge
 from tests.strategies import adversarial_orders, reordered
 
 

@@ -55,20 +55,6 @@ def is_weight(storages: Mapping[int, Storage], value: Value) -> bool:
     return storages[value.storage].kind == "parameter"
 
 
-def merge(graph: Graph, values: Sequence[Value], dim: int) -> tuple[Graph, Window] | None:
-    """The graph with the tensors side by side along ``dim`` (from 0) in one storage, and the window that shows them.
-
-    The very same graph where they lie so already. None where their layouts, or what else lies on their memory, forbid
-    it.
-    """
-    found = window_of(graph, values, dim)
-    if found is not None:
-        return graph, found
-    merging = Merging(graph)
-    window = merging.merge(values, dim)
-    return None if window is None else (merging.graph(), window)
-
-
 def window_of(graph: Graph, values: Sequence[Value], dim: int) -> Window | None:
     """The window that shows tensors which lie side by side along ``dim`` already; None if they do not."""
     runs = _runs(values, dim)
