@@ -136,8 +136,10 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
         del steps[1]  # the eager strategy: one step under two names
     for name, step in steps:
         # other strategies keep what is no part of the graph (generator states): their tensors must be as simulated
-        off_by = result.off_by if name == "optimized" else result.original_off_by
-        theirs = off_by > 0 or (name == "optimized" and result.case.strategy not in (ORIGINAL, *PLANS))
+        if name == "optimized":
+            off_by, theirs = result.off_by, result.case.strategy not in (ORIGINAL, *PLANS)
+        else:
+            off_by, theirs = result.original_off_by, result.original_off_by > 0
         share = max(
             Fraction(tolerance), CUDA_SIMULATOR_TOLERANCE if result.case.device.startswith("cuda") else Fraction(0)
         )
