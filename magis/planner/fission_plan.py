@@ -276,10 +276,9 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     known = (plain.planned.peak_bytes, plain.latency_ns)
     front = subject.sketched
     if not any_enough(front.points, wanted):
-        # the best configurations within a memory limit are planned thoroughly anyway: brief looks at all places led to
-        # the same plans in 11 of 11 cells of the gate's networks, but not in those of seed-mlp that only loops keep;
-        # under a latency limit bert's peak was .203 instead of .198
-        brief = goal.memory_limit is not None
+        # the best configurations within a memory limit are planned thoroughly anyway, so brief looks at all places are
+        # enough; not where only loops keep the limit, and briefly looked at the best ones may miss it
+        brief = goal.memory_limit is not None and plain.feasible
         front = joined(front, subject.divided_front(wanted, known, brief=brief))
     found = divide(front, wanted, known=known)
     attempt, states = None, 0

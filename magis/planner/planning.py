@@ -26,7 +26,8 @@ WHOLE = 0.45
 """Share of a cap on seconds by which the search without fission must end: some limits cannot be kept without fission,
 which has the rest. On a CPU, where that is seldom: all of it."""
 FROM_NOTHING_SHARE, FRONT_SHARE = 0.6, 0.8
-"""Shares of that by which the search from nothing, and the front for the search that goes on from it, must end."""
+"""Shares of that by which the search from nothing, and the front for the search that goes on from it, must end; where
+loops come before the front, its share is of the whole cap."""
 AT_ONCE = 1000
 """States of the search for the first plan."""
 ROUNDS = 5
@@ -193,37 +194,41 @@ def _searched(
     whole = 1.0 if on_cpu else WHOLE
     share = whole * (FROM_NOTHING_SHARE if goes_on else 1.0)
 
-    def front() -> FissionFront:
+    def front(until: float) -> FissionFront:
         stage("searching among plans for all limits")
         known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
-        return subject.whole_front(known, partial(over, whole * FRONT_SHARE), effort)
+        return subject.whole_front(known, partial(over, until * FRONT_SHARE), effort)
 
     stage("searching")
     first = at_once(scratch, wanted, loops=seconds is None) if goes_on and not on_cpu else None
     if first is not None and wanted.enough(first.peak, first.latency_ns):
         return first
     begun = Begun()
-    by = partial(plan_whole, scratch, goal, seed=seed, left=left, over=partial(over, whole), begun=begun)
+    by = partial(plan_whole, scratch, goal, seed=seed, left=left, begun=begun)
     loops_first = goes_on and not on_cpu and goal.memory_limit is not None
-    plain = by(budget=FROM_NOTHING) if loops_first else by(budget=budget, front=front if goes_on else None)
-    best = plain if first is None else _better(goal, plain, first)
+    early = None if loops_first or not goes_on else partial(front, whole)
+    plain = by(budget=FROM_NOTHING if loops_first else budget, over=partial(over, whole), front=early)
+    best = plain if first is None else better(goal, plain, first)
     if worth_dividing(scratch, goal, best):
         stage("searching with parts of the step as loops")
         best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
-    if loops_first and not (over(whole) or _beats_all(scratch, begun, goal, best, plain)):
+    if loops_first and over():
+        return replace(best, stopped_by_seconds=True)
+    if loops_first and not _beats_all(scratch, begun, goal, best, plain):
         # the search that goes on from a front is worth its time only where loops leave something to win
-        best = _better(goal, best, by(budget=budget, front=front))
+        best = better(goal, best, by(budget=budget, over=over, front=partial(front, 1.0)))
     return best
 
 
-def _better(goal: Objective, one: Plan, other: Plan) -> Plan:
-    """The better plan of two, the first if they are equal, with what both took."""
+def better(goal: Objective, one: Plan, other: Plan) -> Plan:
+    """The better plan of two, the first if they are equal, with what both took, and why it has no loops."""
     best = other if key_of(goal, other) < key_of(goal, one) else one
     return replace(
         best,
         states=one.states + other.states,
         stopped_by_seconds=one.stopped_by_seconds or other.stopped_by_seconds,
+        unsplit="" if best.fission else one.unsplit or other.unsplit,
     )
 
 

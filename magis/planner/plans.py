@@ -139,11 +139,13 @@ class Begun:
     results: dict[Objective, SearchResult] = field(default_factory=dict)
     least_ns: dict[Objective, int] = field(default_factory=dict)
 
-    def result(self, goal: Objective, begin: Callable[[], SearchResult]) -> SearchResult:
-        """The search from nothing; `begin` runs it."""
+    def result(self, goal: Objective, begin: Callable[[], SearchResult]) -> tuple[SearchResult, int]:
+        """The search from nothing, and the states that it took now: `begin` runs it once."""
+        states = 0
         if goal not in self.results:
             self.results[goal] = begin()
-        return self.results[goal]
+            states = self.results[goal].states
+        return self.results[goal], states
 
     def least(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
         """That latency within a memory limit; 0 where finding it would take as long as the search."""
@@ -212,19 +214,23 @@ def whole_search(
     begun: Begun | None = None,
 ) -> tuple[list[SearchResult], int]:
     """Searches of a step none of whose parts is a loop, best first, and the states of all: one from nothing, and where
-    that is not `enough` one that goes on from a front. Together they evaluate ``budget`` states besides the front's."""
+    that is not `enough` one that goes on from a front. Together they evaluate ``budget`` states besides the front's.
+    One that a cap on seconds cut off, or kept from the front or a whole one, says so."""
     watch, begun = scratch.watch, Begun() if begun is None else begun
     first = min(budget, FROM_NOTHING) if front is not None else budget
     begin = partial(search, problem, goal, budget=first, seconds=left(), seed=seed, brief=brief, over=over, watch=watch)
-    found = begun.result(goal, begin)
-    if front is None or first == budget or over() or scratch.enough(goal, found.peak, found.latency_ns):
-        return [found], found.states
+    found, states = begun.result(goal, begin)
+    if front is None or first == budget or scratch.enough(goal, found.peak, found.latency_ns):
+        return [found], states
+    if over():
+        return [replace(found, stopped_by_seconds=True)], states
     if found.feasible and scratch.enough(goal, found.peak, found.latency_ns, begun.least(scratch, problem, goal)):
-        return [found], found.states
+        return [found], states
     known = front()
     starts = [found, *(point.plan for point in near(known.points, goal))]
     last = search(problem, goal, budget=budget - first, seed=seed, over=over, watch=watch, starts=starts)
-    return sorted((found, last), key=lambda each: each.key(goal)), found.states + known.states + last.states
+    last = replace(last, stopped_by_seconds=last.stopped_by_seconds or known.stopped_by_seconds)
+    return sorted((found, last), key=lambda each: each.key(goal)), states + known.states + last.states
 
 
 def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: bool = False) -> Plan:

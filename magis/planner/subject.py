@@ -102,7 +102,7 @@ class Subject(TracedModel):
         if known is not None:
             return known
         found = whole_front(self.normal, self.costs(workspaces), reuse=self.source.reuse, effort=effort, over=over)
-        if not over():  # else it may be incomplete
+        if not found.stopped_by_seconds:
             self._whole[key] = found
         return found
 

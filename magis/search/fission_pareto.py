@@ -100,7 +100,8 @@ def whole_front(graph: Graph, costs: Costs, *, reuse: bool, effort: Effort = FUL
     """The front of a step of which nothing runs in parts."""
     here = LoopNest(compile_problem(graph, costs, reuse=reuse))
     found = sweep(here.compiled.problem, effort, over)
-    return FissionFront(tuple(FissionPoint(here, plan) for plan in found.points), found.states)
+    points = tuple(FissionPoint(here, plan) for plan in found.points)
+    return FissionFront(points, found.states, found.stopped_by_seconds)
 
 
 @dataclass(frozen=True, eq=False)

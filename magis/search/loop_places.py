@@ -156,11 +156,14 @@ def _promising(
     untried: Iterator[int],
     begun: Levels,
 ) -> Iterator[int]:
-    """Numbers of the places that may have a better plan than the known one, by their loops in the fewest parts; what
-    was made of the levels of the last of them is ``begun``."""
+    """Numbers of the places that may have a better plan than the known one, by their loops in the fewest parts, which
+    are taken to be the quickest: no price of a device says that more parts are; what was made of the levels of the last
+    of them is ``begun``."""
     for number in untried:
         if known is not None and wanted.goal.met(*known):
             if number not in tried.least_ns:
+                if wanted.over():
+                    return
                 levels = levels_at(work, number, wanted.over)
                 first = next(levels, None)
                 tried.least_ns[number] = 0 if first is None else least_ns(first[1])

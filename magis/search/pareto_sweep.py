@@ -178,6 +178,8 @@ class Front(Generic[C]):
 
     points: tuple[C, ...]
     states: int
+    stopped_by_seconds: bool = False
+    """A cap on seconds ended the search for it."""
 
 
 def pareto(every: Iterable[C]) -> list[C]:
@@ -217,7 +219,7 @@ def sweep(problem: Problem, effort: Effort = FULL, over: Over = never) -> Front[
         for plan in spread(judge.front(), effort.polished):
             _climb(judge, plan, allow_swap=allow_swap)
         _mix(judge, spread(judge.front(), effort.mixed), allow_swap=allow_swap)
-    return Front(tuple(judge.front()), judge.states)
+    return Front(tuple(judge.front()), judge.states, judge.stopped_by_seconds)
 
 
 def _orders(judge: BudgetedEvaluator, *, reorder: bool) -> list[JudgedPlan]:

@@ -128,6 +128,33 @@ def test_an_update_in_between_forbids_the_merge() -> None:
     assert not [*matches(rule("merge-mm"), graph)]
 
 
+def test_a_match_that_is_refused_half_way_leaves_its_weights_apart() -> None:
+    """Of three pairs the second has biases that can lie side by side, and one weight for both, which cannot."""
+
+    def pair(block: Any, one: str, other: str, x: Tensor) -> Tensor:
+        first, second = getattr(block, one), getattr(block, other)
+        return torch.relu(first(x)) * torch.tanh(second(x))
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        return pair(block, "e", "f", pair(block, "c", "d", pair(block, "a", "b", x))).sum(1)
+
+    def layers() -> Block:
+        block = Block(run, **{name: nn.Linear(4, 4, dtype=torch.float64) for name in "abcdef"})
+        block.d.weight = block.c.weight  # type: ignore[union-attr]
+        return block
+
+    net = Net(layers, rows(7, 4, dtype=torch.float64), rows(7, dtype=torch.float64), rule=FORWARD)
+    before = normal(net)
+    after, applied = aggregated(before)
+    verify(after)
+    assert applied["merge-addmm"] == 2
+    merged = {value.name.removeprefix(MERGED) for value in merged_inputs(after)}
+    assert merged == {
+        f"parameter:{a}.{kind},parameter:{b}.{kind}" for a, b in ("ab", "ef") for kind in ("weight", "bias")
+    }
+    check_training(after, net.build(), history(graph_step(before, net.build())), rtol=1e-9, atol=1e-11)
+
+
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, bool]] = {
