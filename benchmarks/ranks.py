@@ -134,7 +134,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     from magis.models.decoders import GptNeoConfig, gpt_neo
     from magis.models.encoders import BertConfig, bert
     from magis.ops.optimizers import torch_optimizer
-    from magis.planner.planned_ranks import FACTORIES, PlannedRanks
+    from magis.planner.planned_ranks import PlannedRanks, factory_of
     from magis.predict import predict_rank, rank_peak
     from magis.strategies import World
     from magis.strategies.distributed import without_dropout
@@ -157,7 +157,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
         return replace(work, optimizer=rule)
 
     def named(name: str) -> RankStrategy:
-        made = distributed_strategy(FACTORIES.get(name, name))
+        made = distributed_strategy(factory_of(name))
         if isinstance(made, PlannedRanks) and model == TINY:
             return replace(made, budget=TINY_BUDGET)
         return replace(made, persistent=PERSISTENT) if isinstance(made, Zero) else made

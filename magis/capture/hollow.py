@@ -34,7 +34,7 @@ from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
 from magis.ops.call import as_mixed
-from magis.ops.collectives import distributed, is_wait, propagated_apart
+from magis.ops.collectives import distributed, is_message, is_wait, propagated_apart
 from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
 from magis.ops.generators import GET_STATE
 from magis.ops.operators import op_info
@@ -121,7 +121,7 @@ class Hollow(TorchDispatchMode):
                 out = self.follower.laid_out(func, out)
         if says.random:
             return self._random(func, given, written, args, kwargs, out)
-        known = all(_contents(tensor).known for tensor in given if not _among(tensor, written))
+        known = not is_message(str(func)) and all(_contents(t).known for t in given if not _among(t, written))
         if known and not says.undefined and self._may_compute(func, given, written, out):
             return self._computed(func, given, written, args, kwargs)
         drawn = all(_contents(tensor).known or _contents(tensor).drawn for tensor in given)

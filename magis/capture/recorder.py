@@ -24,7 +24,7 @@ from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tens
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
-from magis.ops.collectives import distributed
+from magis.ops.collectives import MESSAGES, distributed, keeps_order
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
 from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
@@ -271,7 +271,8 @@ class Recorder(TorchDispatchMode):
         info = op_info(str(func))
         undeclared = [args[position] for position in info.undeclared_writes(graph_args)]
         tensors = (*written_by(func, args, kwargs, info.spared(kwargs)), *tensors_in(undeclared))
-        return {self._values[before[id(tensor)]].storage for tensor in tensors}
+        found = {self._values[before[id(tensor)]].storage for tensor in tensors}
+        return found | {self._generator(MESSAGES)} if keeps_order(str(func), args) else found
 
     def _is_current(self, tensor: Tensor) -> bool:
         """Whether a value for this window has been made since the last write to its storage."""

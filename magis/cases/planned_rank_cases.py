@@ -1,17 +1,19 @@
 """One case of ranks that run a plan: its limit is a share of what a rank needs without one, which is the original.
 
-The plan is made here, in a fake world, with its memory: each rank runs the same step. Ranks make it anew and agree
-on it; what they measure is held against it to the byte, and their losses and weights against the unplanned ones.
+The plans are made here, in a fake world, with their memory: one for each rank of a group, or for all. Ranks make them
+anew and agree on them; what they measure is held against them to the byte, and losses and weights against the
+unplanned ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
 
-from magis.cases.rank_cases import NOISE, OFF_BY, TIMED, Pool, ranked_result
+from magis.cases.rank_cases import NOISE, OFF_BY, TIMED, Pool, predicted_peaks, ranked_result
 from magis.errors import UsageError
-from magis.planner.planned_ranks import FACTORIES, PlannedRanks
+from magis.planner.planned_ranks import PlannedRanks, factory_of
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world
@@ -32,69 +34,81 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
         )
     plain = replace(case, strategy=plain_of(case.strategy), memory_ratio=None, budget=None)
     without = subject.memo.get(("ranks", plain.strategy, case.ranks), lambda: ranked_result(plain, subject, pool, told))
-    limit = share_of(case.memory_ratio, without.optimized.simulated.tensor_bytes) or 0
-    strategy = PlannedRanks(case.strategy).within(limit, case.budget, case.device)
+    peaks = subject.memo.get(("peaks", plain.strategy, case.ranks), lambda: predicted_peaks(plain, subject))
+    limits = tuple(share_of(case.memory_ratio, peak) or 0 for peak in peaks)
+    strategy = PlannedRanks(case.strategy).within(limits, case.budget, case.device)
     check_world(strategy, case.ranks)
     told("searching")
-    found, eager_ns = _planned(strategy, subject, case.ranks)
-    result = _Planned(case, without, found, limit).predicted(eager_ns)
+    found = [_planned(strategy, subject, case.ranks, rank) for rank in range(len(limits))]
+    result = _predicted(case, without, found, limits)
     if pool is None:
         return result
     told(f"measuring on {case.ranks} ranks")
-    job = RankJob(case.model, FACTORIES[case.strategy], case.preset, case.dtype, case.seed, case.timing_rounds or TIMED)
+    job = RankJob(
+        case.model, factory_of(case.strategy), case.preset, case.dtype, case.seed, case.timing_rounds or TIMED
+    )
     before = subject.memo.get(
         ("weights", plain.strategy, case.ranks),
         lambda: pool(case.ranks, case.device).run(replace(job, strategy=plain.strategy, rounds=0, weights=True)),
     )
-    job = replace(job, memory_limit=limit, budget=case.budget, weights=True)
+    job = replace(job, memory_limits=limits, budget=case.budget, weights=True)
     return _measured(result, pool(case.ranks, case.device).run(job), before)
 
 
-def _planned(strategy: PlannedRanks, subject: Subject, ranks: int) -> tuple[Plan, int]:
-    """The plan of each rank, and the latency of its step without one in nanoseconds."""
-    with fake_world(ranks, 0):
-        world = World(ranks, 0, subject.kind, fake=True)
-        own = strategy.subject(strategy.own_part(on_fake_tensors(subject.make())[1], world))
-        return strategy.planned(own), own.original_ns
+class _RankPlan(NamedTuple):
+    """The plan of a rank, and the latency of its step without one in nanoseconds."""
 
-
-@dataclass(frozen=True)
-class _Planned:
-    case: Case
-    without: CaseResult
     plan: Plan
-    limit: int
+    eager_ns: int
 
-    def predicted(self, eager_ns: int) -> CaseResult:
-        """With every rank's memory as planned; latencies are of the rank's step alone, planned and not."""
-        plan, case = self.plan, self.case
-        original = replace(self.without.optimized, simulated_ms=eager_ns / 1e6)
-        outcome = {each.name: getattr(plan, each.name) for each in fields(SearchOutcome)}
-        return replace(
-            self.without,
-            case=case,
-            original=original,
-            optimized=StepFigures(plan.planned, plan.latency_ns / 1e6),
-            memory_limit_bytes=self.limit,
-            ranks=tuple(RankMemory(rank, predicted=plan.planned) for rank in range(case.ranks)),
-            search=SearchStats(**outcome, changes=changes(plan.graph)),
-            numbers="not run",
-            note="",
-            off_by=0.0,
-            original_off_by=OFF_BY,
-            noise=NOISE,
-        )
+
+def _planned(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) -> _RankPlan:
+    with fake_world(ranks, rank):
+        world = World(ranks, rank, subject.kind, fake=True)
+        own = strategy.subject(strategy.own_part(on_fake_tensors(subject.make())[1], world))
+        return _RankPlan(strategy.planned(own, rank), own.original_ns)
+
+
+def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limits: tuple[int, ...]) -> CaseResult:
+    """With every rank's memory as planned, and what is said of the plan of the fullest one; latencies are of the
+    slowest rank's step alone, planned and not."""
+    plans = [each.plan for each in found]
+    fullest = max(plans, key=lambda each: each.peak)
+    outcome = {each.name: getattr(fullest, each.name) for each in fields(SearchOutcome)}
+    outcome |= {
+        "feasible": all(each.feasible for each in plans),
+        "stopped_by_seconds": any(each.stopped_by_seconds for each in plans),
+        "states": sum({id(each): each.states for each in plans}.values()),
+    }
+    return replace(
+        without,
+        case=case,
+        original=replace(without.optimized, simulated_ms=max(each.eager_ns for each in found) / 1e6),
+        optimized=StepFigures(fullest.planned, max(each.latency_ns for each in plans) / 1e6),
+        memory_limit_bytes=max(limits),
+        ranks=tuple(RankMemory(rank, predicted=plans[rank % len(plans)].planned) for rank in range(case.ranks)),
+        search=SearchStats(**outcome, changes=changes(fullest.graph)),
+        numbers="not run",
+        note="",
+        off_by=0.0,
+        original_off_by=OFF_BY,
+        noise=NOISE,
+    )
 
 
 def _measured(result: CaseResult, reports: tuple[RankReport, ...], before: tuple[RankReport, ...]) -> CaseResult:
     """The result with what the ranks measured, and their numbers beside those of the unplanned ranks."""
     worst = max(reports, key=lambda report: report.memory.tensor_bytes)
-    predicted = result.optimized.simulated
-    ranks = tuple(RankMemory(each.rank, predicted, each.memory, each.terms) for each in reports)
-    off = [each.rank for each in reports if each.memory.tensor_bytes != predicted.tensor_bytes]
+    ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
+    off = [each.rank for each in ranks if not _as_planned(each)]
     note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else ""
     figures = replace(result.optimized, measured=worst.memory, times_ms=slowest_ms(reports))
     return replace(result, optimized=figures, ranks=ranks, numbers=_numbers(reports, before), note=note)
+
+
+def _as_planned(rank: RankMemory) -> bool:
+    one, other = rank.predicted, rank.measured
+    return one is not None and other is not None and one.tensor_bytes == other.tensor_bytes
 
 
 def _numbers(reports: tuple[RankReport, ...], before: tuple[RankReport, ...]) -> str:

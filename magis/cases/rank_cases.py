@@ -61,6 +61,15 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
     return run.measured(reports)
 
 
+def predicted_peaks(case: Case, subject: Subject) -> tuple[int, ...]:
+    """Bytes of tensors that ranks are predicted to need at most, by their place in a group."""
+    chosen = distributed_strategy(case.strategy)
+    distinct = _distinct(case.strategy, chosen, case.ranks)
+    found = {rank: _RankedCase(case, subject, chosen).predict(rank)[0].predicted for rank in distinct}
+    peaks = {rank: memory.tensor_bytes for rank, memory in found.items() if memory is not None}
+    return tuple(peaks[max(each for each in distinct if each <= rank)] for rank in range(chosen.group))
+
+
 @dataclass(frozen=True)
 class _RankedCase:
     case: Case
@@ -69,7 +78,7 @@ class _RankedCase:
 
     def predicted(self, note: str = "") -> CaseResult:
         """With every rank predicted that is not like another one: each takes seconds at paper size."""
-        found = [self._predict(rank) for rank in _distinct(self.case.strategy, self.strategy, self.case.ranks)]
+        found = [self.predict(rank) for rank in _distinct(self.case.strategy, self.strategy, self.case.ranks)]
         worst, ms = max(found, key=lambda each: each[0].predicted.peak_bytes if each[0].predicted else 0)
         figures = StepFigures(worst.predicted or Memory(0, 0), ms)
         original = original_figures(self.subject, measured=self.subject.runs)
@@ -82,7 +91,7 @@ class _RankedCase:
         ranks = [RankMemory(report.rank, None, report.memory, report.terms) for report in reports]
         foretold_ms: float | None
         try:
-            rank, foretold_ms = self._predict(worst.rank)
+            rank, foretold_ms = self.predict(worst.rank)
             foretold = rank.predicted
             note, off_by = "", OFF_BY
             ranks[worst.rank] = replace(ranks[worst.rank], predicted=foretold)
@@ -112,7 +121,7 @@ class _RankedCase:
         """The network on fake tensors: a copy of one that is there already, which strategies may change."""
         return on_fake_tensors(self.subject.make())[1]
 
-    def _predict(self, rank: int) -> tuple[RankMemory, float]:
+    def predict(self, rank: int) -> tuple[RankMemory, float]:
         """Memory and milliseconds."""
         subject, case = self.subject, self.case
         try:

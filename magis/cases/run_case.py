@@ -39,7 +39,7 @@ from magis.results import Case, CaseResult, Memory, RatioInterval, SearchOutcome
 from magis.runtime.measure import collector_spared
 from magis.runtime.steps import BehindStep, EagerStep, Step
 from magis.simulate.peak_breakdown import changes
-from magis.strategies.distributed_names import PLANNED
+from magis.strategies.distributed_names import is_planned
 from magis.strategies.strategy_names import PLANS, RESERVED, SEARCHES, check_limit_of, family
 from magis.units import share_of
 
@@ -76,7 +76,7 @@ def run_case(
         if kind == "ort":
             return ort_result(case, subject, told, latency_bounds, rough=rough)
         if kind == "distributed":
-            ranked = planned_on_ranks if case.strategy in PLANNED else ranked_result
+            ranked = planned_on_ranks if is_planned(case.strategy) else ranked_result
             return ranked(case, subject, bench.pool_for(subject, make), told)
         run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
         keeps = bench.kept if bench.keeps_results and not timelines else None

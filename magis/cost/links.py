@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from magis.graph import Op, Value
 from magis.ops.collectives import name_of_collective, ranks_of
+from magis.ops.exchanges import EXCHANGE
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ def links_of(device: str) -> Links:
 
 
 def message_ns(device: str, op: Op, values: Mapping[int, Value]) -> int:
-    """Nanoseconds of a collective of a step: by rings, in which a rank sends (n - 1) / n of the whole tensor, twice for
-    a sum that all get."""
+    """Nanoseconds of a message of a step: by rings, in which a rank sends (n - 1) / n of the whole tensor, twice for
+    a sum that all get; between two ranks the larger of what either sends, without waiting for the other."""
     ranks = ranks_of(op)
     sizes = [values[value].nbytes for value in (*op.inputs(), *op.made())]
+    if op.target == EXCHANGE:
+        return round(links_of(device).ns(max(sizes)))
     once = (ranks - 1) / ranks * max(sizes, default=0)
     return round(links_of(device).ns(2 * once if name_of_collective(op) == "all_reduce" else once))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph import Op
+from magis.ops.exchanges import EXCHANGE
 
 COLLECTIVES = "_c10d_functional."
 """How the names of these operators begin."""
+REPLICAS = "dp"
+"""The role of groups whose ranks run the same step."""
+MESSAGES = "messages"
+"""Stands for what collectives that keep their order write, one after the other."""
 _WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
@@ -45,9 +50,29 @@ def register_group(group: dist.ProcessGroup, role: str) -> str:
     return name
 
 
+def name_group(group: dist.ProcessGroup, role: str) -> str:
+    """The same for a group in which torch itself sends, as its distributed tensors do."""
+    name = register_group(group, role)
+    own: Any = group
+    own._set_group_name(name)  # which may differ from rank to rank
+    return name
+
+
+def keeps_order(target: str, args: Sequence[Any]) -> bool:
+    """Whether a collective comes in one order with others like it: ranks of its group may have different steps, but
+    for replicas, which have one step and so one order anyway."""
+    sends = is_message(target) and target not in _WAITS
+    return sends and not str(args[-1]).startswith(f"magis-{REPLICAS}-")
+
+
 def is_collective(target: str) -> bool:
     """Whether an operator of that name is a collective."""
     return target.startswith(COLLECTIVES)
+
+
+def is_message(target: str) -> bool:
+    """Whether an operator of that name sends something to other ranks, or receives it."""
+    return target == EXCHANGE or is_collective(target)
 
 
 def ranks_of(op: Op) -> int:

@@ -1,50 +1,52 @@
 """magis inside each rank: ranks that run a planned step, whose messages are operators of the plan.
 
 `magis+ddp` averages gradients unit by unit, `magis+fsdp` also holds weights, gradients and the optimizer's state in
-shards. Every rank runs the same step on its share of the batch, so one plan is everybody's: the first rank searches,
-the others get its plan, and none begins before all have the same step and the same plan.
+shards; with either every rank runs the same step on its share of the batch. Of `magis+tp2` two ranks share each block,
+of `magis+pp2` two have half of the blocks each. Ranks with the same step run one plan: the first of them searches, the
+others get its plan, and none begins before all agree (`magis/planner/agreed_plans.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.capture import Workload
-from magis.errors import MagisError
-from magis.graph import Graph, digest, dump, parse, verify
-from magis.ops.collectives import register_group
+from magis.ops.collectives import REPLICAS, name_group, register_group
+from magis.planner.agreed_plans import agreed
 from magis.planner.planning import plan
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
-from magis.strategies.distributed import check_update, place
-from magis.strategies.distributed_names import PLANNED, plain_of
+from magis.strategies.distributed import check_update, mesh, place
+from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
+from magis.strategies.model_cuts import cut_of, keep_stage, share_blocks, stage_blocks
+from magis.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
+from magis.strategies.pipelined_step import Hidden, Stage, pipelined
 from magis.strategies.rank_step import World, share_of_batch
-from magis.strategies.sharded_weights import average_weights, shard_weights
+from magis.strategies.sharded_weights import Replica, average_weights, shard_weights
 from magis.strategies.single_device import on_fake_tensors
+from magis.strategies.tensor_parts import hold_parts
 from magis.units import share_of
 
-T = TypeVar("T")
-ROLE = "dp"
 SHARE = 0.6
 """Of the peak of a rank's own step: the limit where none is given."""
-_WEIGHTS = {"ddp": average_weights, "fsdp": shard_weights}
 
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """`magis+ddp` or `magis+fsdp`. Each rank's tensors keep ``memory_limit`` bytes."""
+    """`magis+ddp`, `magis+fsdp`, `magis+tpN` or `magis+ppN`."""
 
     name: str
-    memory_limit: int | None = None
+    limits: tuple[int, ...] = ()
+    """Bytes of tensors that a rank keeps, by its place in a group, or of all ranks; empty: `SHARE`."""
     budget: int | None = None
     """Plans evaluated; None: as many as for a case of one rank."""
     device: str = "cpu"
@@ -53,32 +55,39 @@ class PlannedRanks:
     plans: dict[str, Plan] = field(default_factory=dict, compare=False, repr=False)
     """By the digest of the step: what was planned already."""
 
-    group = 1
     warm_steps = 1
 
-    def within(self, memory_limit: int | None, budget: int | None, device: str = "cpu") -> PlannedRanks:
-        """The same under a limit."""
-        return replace(self, memory_limit=memory_limit, budget=budget, device=device, plans={})
+    @property
+    def group(self) -> int:
+        return group_of(self.name)
+
+    def within(self, limits: tuple[int, ...], budget: int | None, device: str = "cpu") -> PlannedRanks:
+        """The same under limits."""
+        return replace(self, limits=limits, budget=budget, device=device, plans={})
 
     def prepare(self, work: Workload, world: World) -> PlannedStep:
         """The step on this rank's share of the batch. CaptureError where it is no single static graph, MagisError
         where ranks do not agree on it."""
+        check_world(self, world.size)
         shards = plain_of(self.name) == "fsdp"
         lengths = {name: len(p) for name, p in work.module.named_parameters() if shards and p.dim()}
         own = self.own_part(work, world)
         with _disable_current_modes():
-            subject = partial(self.subject, own)
-            graph = self.planned(subject()).graph if world.fake else agreed(subject, self.planned, world)
+            subject, planned = partial(self.subject, own), partial(self.planned, rank=world.rank)
+            alike = self.group == 1
+            graph = planned(subject()).graph if world.fake else agreed(subject, planned, world, alike=alike)
         step = GraphStep(graph, own.module, own.inputs, own.targets, own.optimizer, device=place(world))
-        return PlannedStep(own.module, own, step, world.rank, lengths)
+        sees_loss = not self._is_pipeline or world.rank % self.group == self.group - 1
+        return PlannedStep(own.module, own, step, world.rank, lengths, sees_loss)
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return plain_of(self.name).startswith("pp")
 
     def own_part(self, work: Workload, world: World) -> Workload:
         """The workload with this rank's share of the batch and of the weights; the module is taken over."""
         check_update(work, self.name)
-        work = share_of_batch(work, world.rank, world.size)
-        name = register_group(dist.distributed_c10d._get_default_group(), ROLE)  # noqa: SLF001 (nothing public)
-        _WEIGHTS[plain_of(self.name)](work.module, work.blocks, world.size, world.rank, name)
-        return work
+        return _OWN_PARTS[plain_of(self.name).rstrip("0123456789")](work, world, self.group)
 
     def subject(self, own: Workload) -> Subject:
         """What is planned: a rank's own part, captured. CaptureError where it is no single static graph."""
@@ -87,80 +96,97 @@ class PlannedRanks:
         _ = found.captured
         return found
 
-    def planned(self, subject: Subject) -> Plan:
+    def planned(self, subject: Subject, rank: int = 0) -> Plan:
         """The plan of a rank's own part. No machine's scratch decides it."""
         if subject.digest not in self.plans:
-            self.plans[subject.digest] = self._searched(subject)
+            self.plans[subject.digest] = self._searched(subject, rank)
         return self.plans[subject.digest]
 
-    def _searched(self, subject: Subject) -> Plan:
-        limit = self.memory_limit
-        if limit is None:
-            limit = share_of(SHARE, subject.original_with({}).peak_bytes)
+    def _searched(self, subject: Subject, rank: int) -> Plan:
+        limits = self.limits or (share_of(SHARE, subject.original_with({}).peak_bytes),)
         stored: dict[str, int] | None = {} if self.device == "cpu" else None  # no machine's scratch
         return plan(
-            subject, memory_limit=limit, latency_limit_ns=None, budget=self.budget, seconds=None, seed=0, stored=stored
-        )
+            subject, memory_limit=limits[rank % len(limits)], latency_limit_ns=None, budget=self.budget, seconds=None,
+            seed=0, stored=stored,
+        )  # fmt: skip
 
 
-FACTORIES: Mapping[str, str] = {name: f"{__name__}:{plain_of(name)}" for name in PLANNED}
-"""By the names of strategies that plan: what makes them, as ranks are told."""
-ddp: Callable[[], PlannedRanks] = partial(PlannedRanks, "magis+ddp")
-fsdp: Callable[[], PlannedRanks] = partial(PlannedRanks, "magis+fsdp")
+def _replicated(work: Workload, world: World, _group: int) -> Workload:
+    """With all weights on every rank."""
+    work = share_of_batch(work, world.rank, world.size)
+    average_weights(work.module, work.blocks, world.size, register_group(_everybody(), REPLICAS))
+    return work
 
 
-def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], world: World) -> Graph:
-    """The plan of the first rank, which all ranks run.
-
-    Raises MagisError, with the same line on all ranks, where one of them captures no step or another one than the
-    others, where the first finds no plan, and where one gets another plan.
-    """
-    if world.size == 1:
-        return planned(subject()).graph
-    found = attempt(subject)
-    same("step", *((found, "") if isinstance(found, str) else ("", found.digest)), world)
-    said: list[tuple[str, str]] = [("", "")]  # what is wrong, and the plan
-    if world.rank == 0 and isinstance(found, Subject):
-        best = attempt(partial(planned, found))
-        said = [(best, "") if isinstance(best, str) else ("", dump(best.graph))]
-    dist.broadcast_object_list(said, src=0)
-    wrong, text = said[0]
-    if wrong:
-        raise MagisError(f"rank 0 has no plan: {wrong}")
-    graph = attempt(partial(_read, text))
-    same("plan", *((graph, "") if isinstance(graph, str) else ("", digest(graph))), world)
-    if isinstance(graph, str):
-        raise MagisError(graph)
-    return graph
+def _sharded(work: Workload, world: World, _group: int) -> Workload:
+    """With a shard of every weight."""
+    work = share_of_batch(work, world.rank, world.size)
+    shard_weights(work.module, work.blocks, world.size, world.rank, register_group(_everybody(), REPLICAS))
+    return work
 
 
-def attempt(make: Callable[[], T]) -> T | str:
-    """What ``make`` makes, or in one line why it does not."""
-    try:
-        return make()
-    except MagisError as error:
-        return str(error)
+def _tensor_parallel(work: Workload, world: World, tensor: int) -> Workload:
+    """With this rank's part of every block."""
+    count = world.size // tensor
+    ranks = mesh(world, {REPLICAS: count, "tp": tensor})
+    work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
+    name_group(ranks.get_group("tp"), "tp")
+    share_blocks(work, ranks["tp"])
+    looks = hold_parts(work.module)
+    average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
+    return work
 
 
-def same(what: str, wrong: str, mine: str, world: World) -> None:
-    """Raise MagisError, the same on all ranks, unless all of them say that nothing is wrong, and have the same."""
-    told: list[tuple[str, str]] = [("", "")] * world.size
-    dist.all_gather_object(told, (wrong, mine))
-    for rank, (each, _) in enumerate(told):
-        if each:
-            raise MagisError(f"rank {rank} has no {what}: {each}")
-    others = [rank for rank, (_, each) in enumerate(told) if each != told[0][1]]
-    if others:
-        raise MagisError(
-            f"the {what} of rank {', '.join(map(str, others))} is another one than that of rank 0",
-            hint="give all ranks the same network, batch size, versions and options",
-        )
+def _pipeline(work: Workload, world: World, stages: int) -> Workload:
+    """With the blocks of this rank's stage."""
+    replicas, cut = world.size // stages, cut_of(work, stages)
+    ranks = mesh(world, {REPLICAS: replicas, "pp": stages, "tp": 1})
+    index = ranks.get_local_rank("pp")
+    work = share_of_batch(work, ranks.get_local_rank(REPLICAS), replicas)
+    count = micro_batches(ModelParallel(stages=stages), work)
+    mode, fake = on_fake_tensors(work)
+    with mode:
+        hidden = hidden_state(fake, cut, count, nullcontext())
+    keep_stage(work, cut, stages, index)
+    ends = tied_group(ranks, stages) if cut.tied else None
+    averaged = Replica((), replicas, register_group(ranks.get_group(REPLICAS), REPLICAS))
+    stage = Stage(
+        cut,
+        stage_blocks(len(work.blocks), stages, index),
+        index,
+        stages,
+        count,
+        Hidden(tuple(hidden.shape), hidden.dtype, hidden.device),
+        register_group(ranks.get_group("pp"), "pp"),
+        averaged,
+        cut.tied,
+        "" if ends is None else register_group(ends, "ends"),
+    )
+    return pipelined(work, stage)
 
 
-def _read(text: str) -> Graph:
-    graph = parse(text)
-    verify(graph)
-    return graph
+def _everybody() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()  # noqa: SLF001 (nothing public)
+
+
+_OWN_PARTS: Mapping[str, Callable[[Workload, World, int], Workload]] = {
+    "ddp": _replicated,
+    "fsdp": _sharded,
+    "tp": _tensor_parallel,
+    "pp": _pipeline,
+}
+
+
+def factory_of(name: str) -> str:
+    """What makes the strategy of that name, as ranks are told."""
+    return f"{__name__}:{plain_of(name)}" if is_planned(name) else name
+
+
+def __getattr__(name: str) -> Callable[[], PlannedRanks]:
+    """The factories: ``ddp``, ``fsdp``, ``tp2``, ..."""
+    if not is_planned(f"magis+{name}"):
+        raise AttributeError(name)
+    return partial(PlannedRanks, f"magis+{name}")
 
 
 @dataclass
@@ -173,14 +199,17 @@ class PlannedStep:
     rank: int
     lengths: Mapping[str, int]
     """First dimensions of whole parameters, of those in shards."""
+    sees_loss: bool = True
+    """Whether the loss is known on this rank: in a pipeline, on the last one."""
 
     def prepare(self) -> None:
         """Nothing is left of the last step but what it returned."""
         self.step.prepare()
 
-    def run(self) -> Tensor:
-        """One whole step; the mean loss of the share."""
-        return self.step.run().detach()
+    def run(self) -> Tensor | None:
+        """One whole step; the mean loss of the share, None on a rank that does not see it."""
+        loss = self.step.run().detach()
+        return loss if self.sees_loss else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """What the rank holds for longer than an operator, each with its kind."""

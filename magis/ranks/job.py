@@ -44,9 +44,9 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     where = _Where(world, enter)
     chosen = distributed_strategy(job.strategy)
     check_world(chosen, world.size)
-    if job.memory_limit is not None:
+    if job.memory_limits:
         within: Any = chosen  # a strategy that plans
-        chosen = within.within(job.memory_limit, job.budget)
+        chosen = within.within(tuple(job.memory_limits), job.budget)
     told = _Told(chosen, where)
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch

@@ -46,8 +46,9 @@ class RankJob:
     """Whether to report the losses of three steps from fresh weights, dropout off: further ones where there is some."""
     weights: bool = False
     """Whether to report a digest of the weights behind these steps."""
-    memory_limit: int | None = None
-    """Bytes of tensors on each rank, for a strategy that plans; None: its own share of what the step needs."""
+    memory_limits: tuple[int, ...] = ()
+    """Bytes of tensors for a strategy that plans: on each rank of a group, or on all; empty: its own share of what the
+    step needs."""
     budget: int | None = None
     """Plans evaluated, for such a strategy; None: its default."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from magis.models.building import SelfAttention
 from magis.ops.optimizers import torch_optimizer
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
+K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
 """Of the buckets in which gradients are averaged: torch's default for DistributedDataParallel."""
 
@@ -133,8 +134,9 @@ def average_gradients(
     count = dist.get_world_size(group)
     if count == 1:
         return
-    grads = [local(p.grad) for p in reversed(list(parameters)) if p.grad is not None]
-    for bucket in _buckets(grads, bucket_bytes):
+    grads = {number: local(p.grad) for number, p in enumerate(reversed(list(parameters))) if p.grad is not None}
+    for numbers in buckets(grads, bucket_bytes):
+        bucket = [grads[number] for number in numbers]
         if len(bucket) == 1 and bucket[0].is_contiguous():
             bucket[0].div_(count)
             dist.all_reduce(bucket[0], group=group)
@@ -148,16 +150,16 @@ def average_gradients(
         del flat, part
 
 
-def _buckets(grads: Sequence[Tensor], most_bytes: int) -> Iterator[list[Tensor]]:
+def buckets(grads: Mapping[K, Tensor], most_bytes: int) -> Iterator[list[K]]:
     """Neighbours of one data type, together of at most ``most_bytes`` unless alone."""
-    bucket: list[Tensor] = []
+    bucket: list[K] = []
     held = 0
-    for grad in grads:
+    for name, grad in grads.items():
         nbytes = grad.numel() * grad.element_size()
-        if bucket and (grad.dtype != bucket[0].dtype or held + nbytes > most_bytes):
+        if bucket and (grad.dtype != grads[bucket[0]].dtype or held + nbytes > most_bytes):
             yield bucket
             bucket, held = [], 0
-        bucket.append(grad)
+        bucket.append(name)
         held += nbytes
     if bucket:
         yield bucket

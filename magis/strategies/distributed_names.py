@@ -25,7 +25,7 @@ _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-PLANNED = ("magis+ddp", "magis+fsdp")
+_PLANNED = re.compile(r"magis\+(ddp|fsdp|(tp|pp)\d*)")
 """They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
@@ -78,7 +78,12 @@ def distributed_strategy(name: str) -> RankStrategy:
 
 def is_distributed(name: str) -> bool:
     """Whether a name is that of a distributed strategy; of a factory, whether it is written as one."""
-    return name in PLANNED or is_own(name) or _parsed(name) is not None
+    return is_planned(name) or is_own(name) or _parsed(name) is not None
+
+
+def is_planned(name: str) -> bool:
+    """Whether a name is that of a strategy whose ranks run a plan: "magis+fsdp"."""
+    return _PLANNED.fullmatch(name) is not None and _parsed(plain_of(name)) is not None
 
 
 def plain_of(name: str) -> str:
@@ -98,7 +103,7 @@ def group_of(name: str) -> int:
     """
     if is_own(name):
         return _own(name).group
-    parsed = _parsed(name)
+    parsed = _parsed(plain_of(name))
     return 1 if parsed is None else parsed.tensor * parsed.stages
 
 

@@ -56,6 +56,14 @@ def cut_of(work: Workload, stages: int) -> StageCut:
     return cut
 
 
+def run_stage(net: nn.Module, cut: StageCut, blocks: range, given: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The hidden state behind the blocks of a stage, from that before them, or from the inputs of the network."""
+    x = given if isinstance(given, Tensor) else cut.start(net, given)
+    for index in blocks:
+        x = cut.block(net, index, x)
+    return x
+
+
 def stage_blocks(count: int, stages: int, stage: int) -> range:
     """The numbers of the blocks of a stage: equal counts, one more in the first ones where that does not go."""
     each, over = divmod(count, stages)

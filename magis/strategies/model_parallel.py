@@ -40,7 +40,7 @@ from magis.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, share_blocks, stage_blocks
 from magis.strategies.rank_step import World, batch_size, share_of_batch
 
 
@@ -91,9 +91,9 @@ class ModelParallel:
         self, work: Workload, world: World, ranks: DeviceMesh, index: int, replicas: dist.ProcessGroup
     ) -> PipelineStep:
         cut = cut_of(work, self.stages)
-        count = _micro_batches(self, work)
+        count = micro_batches(self, work)
         targets = _split(work.targets, batch_size(work), count)
-        hidden = _hidden(work, cut, count, cast(world, amp=self.amp))
+        hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
         keep_stage(work, cut, self.stages, index)
         if self.tensor > 1:
             share_blocks(work, ranks["tp"])
@@ -116,7 +116,7 @@ class ModelParallel:
         scaler = LossScaler(world, enabled=self.amp and world.device == "cuda")
         part.scaler = scaler
         schedule = Schedule1F1B(stage, count, loss_fn=_own_loss)
-        tied = _tied_group(ranks, self.stages) if cut.tied else None
+        tied = tied_group(ranks, self.stages) if cut.tied else None
         return PipelineStep(
             module=work.module,
             work=work,
@@ -195,10 +195,8 @@ class _Part(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """The next micro-batch: of the first stage its inputs, else the hidden state; the loss from the last one."""
         with self._casting:
-            x = self._cut.start(self.net, inputs) if self._ends[0] else inputs[0]
+            x = run_stage(self.net, self._cut, self._blocks, inputs if self._ends[0] else inputs[0])
             del inputs
-            for index in self._blocks:
-                x = self._cut.block(self.net, index, x)
             if not self._ends[1]:
                 return x
             loss = self._loss_fn(self._cut.finish(self.net, x), *next(self._next))
@@ -253,7 +251,7 @@ class PipelineStep:
         yield from held_by(self.module, self.optimizer, self.work)
 
 
-def _micro_batches(strategy: ModelParallel, work: Workload) -> int:
+def micro_batches(strategy: ModelParallel, work: Workload) -> int:
     """The number of micro-batches; UsageError where the share of the batch has no room for as many as stages."""
     samples, stages = batch_size(work), strategy.stages
     wrong = [tuple(t.shape) for t in work.inputs if not t.dim() or t.shape[0] != samples]
@@ -285,7 +283,7 @@ def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     return tuple(t.tensor_split(count)[0] for t in tensors)
 
 
-def _hidden(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
+def hidden_state(work: Workload, cut: StageCut, count: int, casting: AbstractContextManager[Any]) -> Tensor:
     """The hidden state of a micro-batch as it goes from stage to stage."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), casting:
         return cut.block(work.module, 0, cut.start(work.module, _first(work.inputs, count)))
@@ -295,7 +293,7 @@ def _like(hidden: Tensor) -> Tensor:
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
 
 
-def _tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
+def tied_group(ranks: DeviceMesh, stages: int) -> dist.ProcessGroup | None:
     """The first and last stage of this rank's pipeline; every rank takes part in making all such groups."""
     if stages == 2:
         return ranks.get_group("pp")

@@ -12,8 +12,8 @@ Every parameter is cut along its first dimension, and padded with zeros to equal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Any, TypeAlias
@@ -34,6 +34,8 @@ class ShardedParameter:
     """Paths of modules, from the unit's, and the names that the parameter has there; tied ones have several."""
     shape: tuple[int, ...]
     trained: bool
+    look: Callable[[Tensor], Tensor] | None = None
+    """What modules meet is made of the shown tensor by that; None: it is that."""
 
     def rows(self, ranks: int) -> int:
         """First dimension of a shard, with the padding that makes all of them equal."""
@@ -66,8 +68,9 @@ class Unit:
         first = (piece.owners[0] for piece in self.pieces)
         held = (module.get_submodule(path)._parameters[name] for path, name in first)
         for piece, tensor in zip(self.pieces, _Shown.apply(self, *held), strict=True):  # type: ignore[no-untyped-call]
+            met = tensor if piece.look is None else piece.look(tensor)
             for path, name in piece.owners:
-                module.get_submodule(path).__dict__[name] = tensor
+                module.get_submodule(path).__dict__[name] = met
 
     def leave(self, module: nn.Module, _args: object, _result: object) -> None:
         """After it: the parameters themselves."""
@@ -130,7 +133,7 @@ class Replica(Unit):
     def returned(self, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """The means of the gradients over all ranks; None for a parameter without one."""
         given = [grad for grad in grads if grad is not None]
-        if not given:
+        if not given or self.ranks == 1:
             return tuple(grads)
         flat = given[0].reshape(-1) if len(given) == 1 else torch.cat([grad.reshape(-1) for grad in given])
         parts = iter(all_reduce(flat, "avg", self.group).split([grad.numel() for grad in given]))
@@ -162,11 +165,17 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
         _hook(part, GatheredUnit(pieces, ranks, group))
 
 
-def average_weights(module: nn.Module, blocks: Sequence[str], ranks: int, _rank: int, group: str) -> None:
-    """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest."""
+def average_weights(
+    module: nn.Module, blocks: Sequence[str], ranks: int, group: str, looks: Looks | None = None
+) -> None:
+    """Have the gradients of a module averaged over the ranks of a group: of each block together, and of the rest.
+
+    Modules meet parameters as ``looks`` has them.
+    """
     for part, named in units(module, blocks):
-        pieces = tuple(_sharded(parameter, owners) for parameter, owners in named.items())
-        _hook(part, Replica(pieces, ranks, group))
+        pieces = (_sharded(parameter, owners) for parameter, owners in named.items())
+        looking = [replace(piece, look=(looks or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
+        _hook(part, Replica(tuple(looking), ranks, group))
 
 
 def _hook(part: nn.Module, unit: Unit) -> None:
@@ -179,6 +188,8 @@ def _sharded(parameter: nn.Parameter, owners: Sequence[tuple[str, str]]) -> Shar
 
 
 Owners: TypeAlias = "dict[nn.Parameter, list[tuple[str, str]]]"
+Looks: TypeAlias = "dict[nn.Parameter, Callable[[Tensor], Tensor]]"
+"""By the parameters that a rank holds: what modules meet is made of them so."""
 
 
 def units(module: nn.Module, blocks: Sequence[str]) -> list[tuple[nn.Module, Owners]]:
