@@ -64,10 +64,8 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
 def predicted_peaks(case: Case, subject: Subject) -> tuple[int, ...]:
     """Bytes of tensors that ranks are predicted to need at most, by their place in a group."""
     chosen = distributed_strategy(case.strategy)
-    distinct = _distinct(case.strategy, chosen, case.ranks)
-    found = {rank: _RankedCase(case, subject, chosen).predict(rank)[0].predicted for rank in distinct}
-    peaks = {rank: memory.tensor_bytes for rank, memory in found.items() if memory is not None}
-    return tuple(peaks[max(each for each in distinct if each <= rank)] for rank in range(chosen.group))
+    found = [_RankedCase(case, subject, chosen).predict(rank)[0].predicted for rank in range(chosen.group)]
+    return tuple(memory.tensor_bytes for memory in found if memory is not None)
 
 
 @dataclass(frozen=True)

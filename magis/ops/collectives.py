@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.graph import Op
@@ -50,12 +51,15 @@ def register_group(group: dist.ProcessGroup, role: str) -> str:
     return name
 
 
-def name_group(group: dist.ProcessGroup, role: str) -> str:
-    """The same for a group in which torch itself sends, as its distributed tensors do."""
+def name_group(mesh: DeviceMesh, role: str) -> None:
+    """The same for the group of a mesh of one dimension, in which torch itself sends for distributed tensors: by names
+    of its own, which differ from rank to rank."""
+    group: Any = mesh.get_group()
     name = register_group(group, role)
-    own: Any = group
-    own._set_group_name(name)  # which may differ from rank to rank
-    return name
+    group._set_group_name(name)
+    own: Any = mesh
+    own._dim_group_names = [name]
+    own._get_root_mesh()._pg_registry[name] = group
 
 
 def keeps_order(target: str, args: Sequence[Any]) -> bool:

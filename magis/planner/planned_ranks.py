@@ -130,8 +130,9 @@ def _tensor_parallel(work: Workload, world: World, tensor: int) -> Workload:
     count = world.size // tensor
     ranks = mesh(world, {REPLICAS: count, "tp": tensor})
     work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
-    name_group(ranks.get_group("tp"), "tp")
-    share_blocks(work, ranks["tp"])
+    own = ranks["tp"]
+    name_group(own, "tp")
+    share_blocks(work, own)
     looks = hold_parts(work.module)
     average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
     return work

@@ -20,7 +20,7 @@ from magis.errors import UsageError
 from magis.predict.live_storage import LiveStorage
 from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
-from magis.strategies.distributed import local, quiet
+from magis.strategies.distributed import forget_meshes, local, quiet
 from magis.strategies.distributed_names import check_world
 from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 
@@ -140,7 +140,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
             "a rank cannot be predicted while torch.distributed is set up",
             hint="predict before init_process_group, or in another process",
         )
-    _forget_meshes()
+    forget_meshes()
     hook = sys.excepthook  # which torch wraps anew for every world
     with quiet():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -150,15 +150,7 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
         with quiet():
             dist.destroy_process_group()
         sys.excepthook = hook
-        _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Distributed tensors remember how operators go on a mesh, with the names of its groups, which are gone by then."""
-    from torch.distributed.tensor import _redistribute, debug
-
-    debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
+        forget_meshes()
 
 
 def number(loss: Tensor | None, world: World) -> float | None:

@@ -66,8 +66,17 @@ def quiet() -> Iterator[None]:
 
 def mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
     """Named dimensions of ranks. Made with real tensors, which are not part of the step, also in a fake world."""
+    forget_meshes()
     with _disable_current_modes(), quiet():
         return init_device_mesh(place(world), tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def forget_meshes() -> None:
+    """Distributed tensors remember how operators go on a mesh, with the names of its groups, which are gone by then."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def local(tensor: Tensor) -> Tensor:

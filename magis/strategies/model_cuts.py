@@ -6,7 +6,7 @@ hidden state alone. The functions repeat the `forward` of their networks; a test
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from magis.models.building import FeedForward, SelfAttention
 from magis.models.decoders import Btlm, BtlmLayer, Gpt, GptNeo
 from magis.models.encoders import Bert, Vit
 from magis.strategies.distributed import quiet
+from magis.strategies.uneven_heads import head_shares, share_columns, share_rows
 
 
 @dataclass(frozen=True)
@@ -208,27 +209,40 @@ def _check(what: str, size: int, ranks: int) -> None:
 
 
 def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh) -> None:
-    ranks = group.size()
-    _check(f"{what}: the number of heads", attention.heads, ranks)
+    ranks, rank, heads = group.size(), group.get_local_rank(), attention.heads
+    if heads < ranks:
+        raise UsageError(f"{what}: {heads} heads are too few for {ranks} ranks", hint="share them out to fewer ranks")
     if not isinstance(attention.out, nn.Linear):
         raise UsageError(f"{what} has a {type(attention.out).__name__} where tp expects a linear layer")
-    heads, own = attention.heads, attention.heads // ranks
-    if attention.qkv is not None:
+    shares = head_shares(heads, ranks)
+    if heads % ranks:
+        _share_unevenly(attention, [attention.head_width * share for share in shares], group)
+    elif attention.qkv is not None:
         _group_rows(attention.qkv, ranks)
-        first = {"qkv": ColwiseParallel()}
+        _parallelize(attention, group, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
     else:
         first = {name: ColwiseParallel() for name in ("query", "key", "value")}
-    _parallelize(attention, group, {**first, "out": RowwiseParallel()})
-    attention.heads = own
-    rank = group.get_local_rank()
+        _parallelize(attention, group, {**first, "out": RowwiseParallel()})
+    attention.heads = shares[rank]
+    low, high = sum(shares[:rank]), sum(shares[: rank + 1])
 
     def own_mask(_module: nn.Module, args: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """A mask that differs from head to head (ALiBi's) is cut like the heads."""
         if len(args) < 2 or args[1] is None or args[1].dim() != 4 or args[1].shape[1] != heads:
             return args
-        return (args[0], args[1][:, rank * own : (rank + 1) * own], *args[2:])
+        return (args[0], args[1][:, low:high], *args[2:])
 
     attention.register_forward_pre_hook(own_mask)
+
+
+def _share_unevenly(attention: SelfAttention, columns: Sequence[int], group: DeviceMesh) -> None:
+    rank, name = group.get_local_rank(), group.get_group().group_name
+    if attention.qkv is not None:
+        share_rows(attention.qkv, columns, rank, name, packed=3)
+    else:
+        for layer in (attention.query, attention.key, attention.value):
+            share_rows(layer, columns, rank, name)
+    share_columns(attention.out, columns, rank, name)
 
 
 def _group_rows(packed: nn.Module, ranks: int) -> None:

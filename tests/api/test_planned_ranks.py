@@ -15,19 +15,25 @@ from magis.cost.links import links_of, message_ns
 from magis.errors import MagisError, UsageError
 from magis.graph import digest
 from magis.ops.collectives import group_name, is_collective, ranks_of
+from magis.ops.exchanges import EXCHANGE
 from magis.ops.optimizers import OptimizerSpec
+from magis.planner import planned_ranks
 from magis.planner.bench import Bench
-from magis.planner.planned_ranks import FACTORIES, PlannedRanks
+from magis.planner.planned_ranks import PlannedRanks, factory_of
 from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world
 from magis.ranks import RankJob, RankPool
 from magis.results import Case
-from magis.strategies.distributed_names import PLANNED
+from magis.strategies.distributed_names import is_distributed
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import shard_weights
 from magis.strategies.single_device import on_fake_tensors
+from tests.api.cut_nets import three_heads
 
 TIED = "tests.api.nets:tied"
+CUT = {"three heads": "tests.api.cut_nets:three_heads", "two heads": "tests.api.cut_nets:two_heads"}
+PLANNED = ("magis+ddp", "magis+fsdp")
+"""Whose ranks all run one step."""
 SMALL_BUDGET = 200
 
 
@@ -127,6 +133,43 @@ def test_two_ranks_run_their_plan(strategy: str, bench: Bench) -> None:
     assert result.original.simulated.tensor_bytes > planned
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "model"),
+    [
+        pytest.param("magis+tp2", 2, "two heads", marks=pytest.mark.soak),
+        ("magis+tp2", 4, "three heads"),
+        ("magis+pp2", 4, "two heads"),
+        pytest.param("magis+pp3", 3, "three heads", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_with_parts_of_their_own_run_plans_of_their_own(
+    strategy: str, ranks: int, model: str, bench: Bench
+) -> None:
+    case = Case(CUT[model], strategy, "cpu", "small", memory_ratio=0.8, ranks=ranks, budget=SMALL_BUDGET)
+    result = run_case(case, cache=bench)
+    assert result.numbers == "bit-identical"
+    assert result.note == ""
+    planned = [rank.predicted.tensor_bytes for rank in result.ranks if rank.predicted]
+    assert planned == [rank.measured.tensor_bytes for rank in result.ranks if rank.measured]
+    assert len(planned) == ranks
+    group = int(strategy[-1])
+    assert planned == planned[:group] * (ranks // group), "replicas run one plan"
+
+
+def test_messages_between_ranks_with_other_steps_keep_their_order() -> None:
+    strategy = PlannedRanks("magis+pp3")
+    for rank in range(3):
+        with fake_world(3, rank):
+            work = on_fake_tensors(three_heads())[1]
+            graph = strategy.subject(strategy.own_part(work, World(3, rank, fake=True))).captured.graph
+        written = [op.writes for op in graph.ops if op.target == EXCHANGE]
+        (storage,) = {storage for writes in written for storage, _ in writes}
+        versions = [version for writes in written for _, version in writes]
+        assert graph.storages[storage].kind == "generator"
+        assert versions == sorted(set(versions))
+        assert len(versions) == [6, 11, 5][rank]
+
+
 def test_a_simulated_device_is_planned_with_its_own_operators(bench: Bench) -> None:
     case = Case(TIED, "magis+fsdp", "sim:h100", "small", memory_ratio=0.9, ranks=4, budget=SMALL_BUDGET)
     result = run_case(case, cache=bench)
@@ -154,5 +197,15 @@ def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> N
     assert "\n" not in str(raised.value)
 
 
-def test_factories_are_named_as_ranks_import_them() -> None:
-    assert set(FACTORIES) == set(PLANNED)
+@pytest.mark.parametrize("name", [*PLANNED, "magis+tp2", "magis+tp", "magis+pp3"])
+def test_factories_are_named_as_ranks_import_them(name: str) -> None:
+    assert is_distributed(name)
+    module, _, factory = factory_of(name).partition(":")
+    assert module == planned_ranks.__name__
+    assert getattr(planned_ranks, factory)().name == name
+
+
+@pytest.mark.parametrize("name", ["magis+zero1", "magis+amp+tp2", "magis+tp1", "magis+tp2+pp2", "magis+pp0"])
+def test_other_strategies_do_not_plan(name: str) -> None:
+    assert not is_distributed(name)
+    assert factory_of(name) == name

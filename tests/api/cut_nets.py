@@ -1,0 +1,20 @@
+"""Networks that say where to cut, small enough for ranks of a test."""
+
+from __future__ import annotations
+
+from magis.capture import Workload
+from magis.models.building import REAL
+from magis.models.decoders import GptNeoConfig, gpt_neo
+from magis.models.encoders import BertConfig, bert
+
+
+def three_heads() -> Workload:
+    """Which two ranks do not divide; the first and the last stage share a weight. Eight samples."""
+    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=32, max_positions=8)
+    return gpt_neo(sizes, REAL, "three_heads", 0)
+
+
+def two_heads() -> Workload:
+    """Eight samples."""
+    sizes = BertConfig(8, seq_len=8, layers=2, width=16, heads=2, vocab_size=32, max_positions=8)
+    return bert(sizes, REAL, "two_heads", 0)
