@@ -11,8 +11,8 @@ bytes of the CPU's allocator in one forward and backward, with parameters, buffe
 the request that a peak would have answered. "least" is the one at which parameters, batch and gradients alone fit:
 below it no request can be kept. "ABOVE": more than asked for; "LEANEST": likewise, and the planner said so.
 
-``--drawn-from`` measures nothing: it joins, sums up and draws the rows that earlier runs printed. A size takes some
-ten minutes of processor time; the larger ones have fewer requests. ``--planners`` divides it further.
+``--drawn-from`` measures nothing: it joins, sums up and draws the rows that earlier runs printed. A size takes
+8 to 13 minutes of processor time, although the larger ones have fewer requests; ``--planners`` divides it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lib.request_curves import ABOVE, HEADING, KEPT, LEANEST, Row, Scale, curves
 REQUESTS = {
     "16x512": (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05),
     "24x768": (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05),
-    "32x1024": (1.0, 0.8, 0.6, 0.4, 0.2, 0.1),
+    "32x1024": (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05),
 }
 PLANNERS = (*SOLVERS, "magis")
 

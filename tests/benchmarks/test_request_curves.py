@@ -90,6 +90,13 @@ def test_the_picture_in_the_docs_is_of_the_rows_that_are_kept(repository: Path) 
     for line in said:
         planner, *figures = re.findall(r"dp|ilp|magis|\d+ of \d+", line)
         assert re.search(rf"^\| {planner}\b.*{figures[0]}.*{figures[1]}", page, re.MULTILINE), line
+    reached = {(each.size, each.planner, each.request): f"{each.reached:.3f}" for each in rows}
+    sizes = sorted({each.size for each in rows})
+    told = re.findall(r"^\| (0\.\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(told) == 6
+    for request, cells in told:
+        wanted = (", ".join(reached[size, name, float(request)] for name in ("dp", "ilp", "magis")) for size in sizes)
+        assert cells == " | ".join(wanted)
 
 
 def test_both_are_measured_alike() -> None:
