@@ -184,7 +184,7 @@ def test_no_label_of_a_front_lies_on_another(tmp_path, count):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["fission", "front", "strategies"])
+@pytest.mark.parametrize("name", ["budget_curve", "fission", "front", "strategies"])
 def test_no_label_of_a_picture_in_the_docs_lies_on_another(tmp_path, name):
     picture = Path(__file__).parents[2] / "docs" / f"{name}.svg"
     found = measured(picture.read_text(encoding="utf-8"), BOXES + TEXTS, tmp_path, 800)
