@@ -189,6 +189,8 @@ def test_a_limit_is_needed(bench: Bench) -> None:
     [
         ("of_another_width", "the step of rank 1 is another one than that of rank 0"),
         ("not_captured", "rank 1 has no step: "),
+        ("reads_another_plan", "the plan of rank 1 is another one than that of rank 0"),
+        ("dies_while_planning", "rank 0 of 2 was killed by SIGKILL during the preparation of the step"),
     ],
 )
 def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 from torch import nn
 
 from magis.capture import Workload
-from magis.planner.planned_ranks import PlannedRanks
+from magis.planner import agreed_plans
+from magis.planner.planned_ranks import PlannedRanks, PlannedStep
+from magis.planner.plans import Plan
+from magis.planner.subject import Subject
 from magis.strategies.rank_step import World
 
 
@@ -32,3 +38,29 @@ def of_another_width() -> PlannedRanks:
 def not_captured() -> PlannedRanks:
     """Whose second rank reads its batch."""
     return Unable("magis+ddp", budget=100)
+
+
+class Dying(PlannedRanks):
+    def planned(self, subject: Subject, rank: int = 0) -> Plan:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().planned(subject, rank)
+
+
+class Misreading(PlannedRanks):
+    def prepare(self, work: Workload, world: World) -> PlannedStep:
+        usual = agreed_plans.digest
+        agreed_plans.digest = lambda graph: usual(graph) + ("" if world.rank == 0 else "!")  # type: ignore[attr-defined]
+        try:
+            return super().prepare(work, world)
+        finally:
+            agreed_plans.digest = usual  # type: ignore[attr-defined]
+
+
+def dies_while_planning() -> PlannedRanks:
+    """Whose first rank is killed as it searches."""
+    return Dying("magis+ddp", budget=100)
+
+
+def reads_another_plan() -> PlannedRanks:
+    """Whose second rank gets other than what the first one sent."""
+    return Misreading("magis+ddp", budget=100)
