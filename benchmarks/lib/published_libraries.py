@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from magis.capture import Workload
+from magis.capture.autocast import device_forms
 from magis.strategies.distributed import LossScaler, PlainStep, local, make_optimizer, mesh, of_kind, quiet, trained
 from magis.strategies.model_parallel import ModelParallel, PipelineStep
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, share_of_batch
@@ -63,12 +65,29 @@ def _nothing() -> None:
     """What there is to do before a step that keeps its gradients."""
 
 
-def checkpoint_blocks(work: Workload, **options: Any) -> Workload:
-    """The workload, with the forward of each block under `torch.utils.checkpoint`."""
+def checkpoint_blocks(work: Workload, contexts: Callable[[], Any] = lambda: (nullcontext(), nullcontext())) -> Workload:
+    """The workload, with the forward of each block under `torch.utils.checkpoint`.
+
+    ``contexts``: of the forward, and of the forward again. The latter gets the operators of a GPU, too: modes for
+    torch's functions are off in a backward.
+    """
+
+    def both() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = contexts()
+        return first, _together(device_forms("cuda"), again)
+
     for path in work.blocks:
         block = work.module.get_submodule(path)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=both)
     return work
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 # Megatron-LM.
@@ -228,7 +247,7 @@ class Titan:
         """The step on this rank's share of the batch, each block under a selective checkpoint."""
         ranks = mesh(world, {"dp": world.size})
         work = share_of_batch(work, world.rank, world.size)
-        checkpoint_blocks(work, preserve_rng_state=False, context_fn=_titan_contexts)
+        checkpoint_blocks(work, _titan_contexts)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with quiet():
             for block in work.blocks:

@@ -166,23 +166,23 @@ class WrittenNorm(nn.Module):
 
 
 class WrittenLayer(nn.Module):
-    """Llama's layer with keys and values copied to every head; ``wide``: positions are turned in float32."""
+    """Llama's layer with keys and values copied to every head.
 
-    def __init__(self, width: int, inner: int, heads: int, groups: int, *, wide: bool) -> None:
+    ``packed``: one product makes queries, keys and values; ``wide``: positions are turned in float32.
+    """
+
+    def __init__(self, width: int, inner: int, heads: int, groups: int, *, packed: bool, wide: bool) -> None:
         super().__init__()
         self.head_width, self.repeats, self.wide = width // heads, heads // groups, wide
-        few = groups * self.head_width
+        sizes = self.sizes = (width, groups * self.head_width, groups * self.head_width)
         self.before, self.between = WrittenNorm(width), WrittenNorm(width)
-        self.qkv, self.sizes = nn.Linear(width, width + 2 * few, bias=False), (width, few, few)
+        self.mixed = nn.ModuleList(nn.Linear(width, size, bias=False) for size in ([sum(sizes)] if packed else sizes))
         self.out = nn.Linear(width, width, bias=False)
         self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for part in self.qkv(self.before(x)).split(self.sizes, dim=-1)
-        )
+        query, key, value = (part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self._projected(x))
         key, value = (part.repeat_interleave(self.repeats, dim=1) for part in (key, value))
         query, key = self._turned(query, cos, sin), self._turned(key, cos, sin)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -191,6 +191,11 @@ class WrittenLayer(nn.Module):
         out: Tensor = self.down(functional.silu(self.gate(y)) * self.up(y)) + x
         return out
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.before(x)
+        made = tuple(part(y) for part in self.mixed)
+        return made if len(made) > 1 else made[0].split(self.sizes, dim=-1)
+
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         given = x.float() if self.wide else x
         first, second = given.chunk(2, dim=-1)
@@ -198,9 +203,9 @@ class WrittenLayer(nn.Module):
 
 
 class WrittenLlama(nn.Module):
-    """Llama-like decoder as litgpt and torchtune write it: int64 [batch, length] -> logits.
+    """Llama-like decoder as litgpt, torchtune and torchtitan write it: int64 [batch, length] -> logits.
 
-    ``wide``: logits and positions in float32; ``tied``: the head is the embedding.
+    ``tied``: the head is the embedding. The rest is that of `WrittenLayer`.
     """
 
     cos: Tensor
@@ -208,12 +213,12 @@ class WrittenLlama(nn.Module):
 
     def __init__(
         self, layers: int, length: int, width: int, inner: int, heads: int, groups: int, vocabulary: int,
-        *, wide: bool = False, tied: bool = False,
+        *, packed: bool = True, wide: bool = False, tied: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.wide = wide
+        options = {"packed": packed, "wide": wide}
         self.word = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(WrittenLayer(width, inner, heads, groups, wide=wide) for _ in range(layers))
+        self.layers = nn.ModuleList(WrittenLayer(width, inner, heads, groups, **options) for _ in range(layers))
         self.norm, self.head = WrittenNorm(width), nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.word.weight
@@ -224,8 +229,8 @@ class WrittenLlama(nn.Module):
         x = self.word(token_ids)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
-        logits: Tensor = self.head(self.norm(x))
-        return logits.float() if self.wide else logits
+        out: Tensor = self.head(self.norm(x))
+        return out
 
 
 class BertClassifier(nn.Module):

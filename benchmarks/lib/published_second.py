@@ -25,7 +25,6 @@ from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import RankStrategy
 from magis.units import GIB, MIB
 
-from .llama import Llama, Sizes
 from .published_libraries import (
     Accumulating,
     Megatron,
@@ -52,6 +51,8 @@ class Library:
     """Of cuBLAS, of one of the two threads that call it: of the forward, and of the backward."""
     context_bytes: int = 0
     """Counted by DEVICE alone."""
+    expandable: bool = False
+    """Whether the allocator's segments grow, so that no gaps between them are reserved."""
 
 
 A100_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
@@ -61,7 +62,7 @@ H100_WORKSPACE = 32 * MIB
 
 LIBRARIES = {
     "Megatron-LM": Library(ALLOCATED, 4096 * 1024 * 8),  # CUBLAS_WORKSPACE_CONFIG=:4096:8 in each configuration
-    "torchtitan": Library(RESERVED, H100_WORKSPACE),
+    "torchtitan": Library(RESERVED, H100_WORKSPACE, expandable=True),  # as run_llama_train.sh sets it
     "torchtune": Library(ALLOCATED, A100_WORKSPACE),
     "litgpt": Library(ALLOCATED, A100_WORKSPACE),
     "torchvision": Library(RESERVED, A100_WORKSPACE),
@@ -107,7 +108,8 @@ def predict(row: SecondRow) -> Predicted:
     if found is None or found.reserved_bytes is None:
         raise AssertionError(f"{row.title}: nothing was predicted")
     more = 2 * library.workspace_bytes + sum(term.nbytes for term in row.terms)
-    counted = found.peak_bytes if library.counts == ALLOCATED else found.reserved_bytes
+    is_tensors = library.counts == ALLOCATED or library.expandable
+    counted = found.peak_bytes if is_tensors else found.reserved_bytes
     context = library.context_bytes if library.counts == DEVICE else 0
     terms = (*memory.terms, *row.terms, Term("workspaces of cuBLAS", 2 * library.workspace_bytes))
     return Predicted(counted + more + context, terms, found.reserved_bytes + more)
@@ -154,14 +156,14 @@ def scores(batch: int, heads: int, length: int) -> tuple[Term, ...]:
 def titan_llama(ranks: int, layers: int = 32) -> Workload:
     """Llama 3.1 8B, two sequences of 8192 tokens a rank."""
     batch = tokens(2 * ranks, 8192)
-    sizes = Sizes(8192, width=4096, inner=14336, heads=32, groups=8, vocabulary=128256)
+    module = WrittenLlama(layers, 8192, 4096, 14336, 32, 8, 128256, packed=False, wide=True)
     rule = OptimizerSpec("adamw", lr=3e-4, foreach=True)
     blocks = tuple(numbered("layers", layers))
-    return Workload("llama", Llama(layers, sizes), (batch,), (batch,), wide_loss, rule, blocks)
+    return Workload("llama", module, (batch,), (batch,), wide_loss, rule, blocks)
 
 
 def wide_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of tokens in float32."""
+    """Cross-entropy of tokens, of a float32 copy of the logits."""
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -169,7 +171,7 @@ def tiny_llama(ranks: int) -> Workload:
     """TinyLlama 1.1B in bfloat16, four sequences of 2048 tokens a rank."""
     module, batch = WrittenLlama(22, 2048, 2048, 5632, 32, 4, 32000), tokens(4 * ranks, 2048)
     rule = OptimizerSpec("adamw", lr=4e-4, weight_decay=0.1, fused=True)
-    work = Workload("tiny-llama", module, (batch,), (batch,), token_loss, rule, tuple(numbered("layers", 22)))
+    work = Workload("tiny-llama", module, (batch,), (batch,), wide_loss, rule, tuple(numbered("layers", 22)))
     return work.to("bfloat16")
 
 
@@ -177,7 +179,7 @@ def tune_llama() -> Workload:
     """Llama 3.2 3B in bfloat16, two packed sequences of 4096 tokens."""
     module, batch = WrittenLlama(28, 4096, 3072, 8192, 24, 8, 128256, wide=True, tied=True), tokens(2, 4096)
     rule = OptimizerSpec("adamw", lr=2e-5, foreach=True)
-    return Workload("llama", module, (batch,), (batch,), token_loss, rule, tuple(numbered("layers", 28))).to("bfloat16")
+    return Workload("llama", module, (batch,), (batch,), wide_loss, rule, tuple(numbered("layers", 28))).to("bfloat16")
 
 
 def vit(batch: int, *, dtype: str = "float32", rule: str = "adam", frees: bool = True) -> Workload:
@@ -272,11 +274,11 @@ ROWS = (
     ),
     _megatron(
         "bert/bert_mcore_tp1_pp2 dev_dgx_h100", 5707393024,
-        Megatron(stages=2, dtype="bfloat16", micro_batches=8), partial(megatron_bert, 128), scores(4, 16, 512),
+        Megatron(stages=2, dtype="bfloat16", micro_batches=2), partial(megatron_bert, 32), scores(4, 16, 512),
     ),
     _megatron(
         "bert/bert_mcore_tp2_pp2_local_spec dev_dgx_h100", 3096314368,
-        Megatron(2, 2, "bfloat16", micro_batches=16), partial(megatron_bert, 128, tensor=2), scores(4, 8, 512),
+        Megatron(2, 2, "bfloat16", micro_batches=2), partial(megatron_bert, 16, tensor=2), scores(4, 8, 512),
     ),
     SecondRow(
         "torchtitan", "Llama 3.1 8B, FSDP 8", round(82.4 * GIB), "titan table 1", Titan(), partial(titan_llama, 8), 8
