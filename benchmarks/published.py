@@ -6,7 +6,7 @@
 The first set is a vendor's (4 x V100-32GB). Its bars: fp32 DDP of the GPT does not fit, every other scored row is
 within 15%, the median within 7%; the order of the strategies by samples a second is judged beside. `--also` predicts
 further rows of it, WORKLOAD:STRATEGY, that nobody scores. The second set is from seven other places. Its bar: the
-median is within 7%. `--jobs` processes predict its rows.
+median is within 7%. `--jobs` processes predict the rows.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def _first(given: argparse.Namespace) -> bool:
     found: list[tuple[Row, Prediction]] = []
     columns = f"{'':6}{'row':26}{'strategy':11}{'predicted':>10}{'published':>10}{'error':>8}{'s/s':>8}{'publ.':>8}"
     lines = printed((*head(), columns))
-    for row in rows:
-        found.append((row, predicted(row)))
-        lines += printed(_row(*found[-1]))
+    with _processes(given.jobs) as pool:
+        for each in zip(rows, pool.map(predicted, rows), strict=True):
+            found.append(each)
+            lines += printed(_row(*each))
     verdict, good = _verdict(found)
     lines += printed(verdict)
     if given.rows == "bert,gpt":
@@ -73,7 +74,7 @@ def _second_table(jobs: int, found: list[second.Compared]) -> Iterator[str]:
     """The lines of the second set; ``found`` gets its rows."""
     yield from head("MiB")
     yield f"{'row':60}{'counts':>10}{'predicted':>10}{'published':>10}{'error':>8}{'s':>6}"
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with _processes(jobs) as pool:
         for each in pool.map(second.compared, range(len(second.ROWS))):
             found.append(each)
             row = second.ROWS[each.index]
@@ -90,6 +91,10 @@ def _second_table(jobs: int, found: list[second.Compared]) -> Iterator[str]:
     errors = [abs(each.error) for each in found]
     yield f"{'all':20}{len(errors):3} rows, median {statistics.median(errors):.1%}, worst {max(errors):.1%}"
     yield f"{sum(each.seconds for each in found):.0f} seconds of one core"
+
+
+def _processes(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
 
 
 def _marks(found: Sequence[tuple[Row, Prediction]]) -> Iterator[Mark]:
