@@ -1,0 +1,150 @@
+"""The second set of published figures: its rows and sources, what a figure counts, and what libraries do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.lib.published_libraries import (
+    Accumulating,
+    Megatron,
+    OneGpu,
+    Titan,
+    VocabularyLoss,
+    checkpoint_blocks,
+    vocabulary_loss,
+)
+from benchmarks.lib.published_models import BertClassifier, BookGpt, VisionTransformer, WrittenLlama
+from benchmarks.lib.published_second import ALLOCATED, LIBRARIES, ROWS, counted, source
+from magis.capture import Workload
+from magis.capture.workload import fake_tensors
+from magis.models.building import REAL, WRITTEN_OUT
+from magis.models.decoders import GptConfig, gpt
+from magis.models.encoders import BertConfig
+from magis.ops.optimizers import OptimizerSpec
+from magis.predict import predict_rank
+from magis.results import Memory, RankMemory, Term
+from magis.units import MIB
+
+
+def test_there_are_enough_rows_of_enough_places() -> None:
+    places = Counter(row.library for row in ROWS)
+    assert len(ROWS) >= 20
+    assert len(places) >= 4
+    assert set(places) == set(LIBRARIES)
+    assert len({(row.library, row.title, row.published_bytes) for row in ROWS}) == len(ROWS)
+
+
+def test_two_rows_at_least_are_of_tensor_parallelism() -> None:
+    assert sum(isinstance(row.strategy, Megatron) and row.strategy.tensor > 1 for row in ROWS) >= 2
+
+
+def test_every_row_says_where_it_was_published() -> None:
+    for row in ROWS:
+        repository, commit, path = source(row).split(", ", 2)
+        assert repository.startswith("github.com/")
+        assert len(commit) == 8
+        assert "/" in path or path.endswith(".md") or ".md " in path
+
+
+def test_every_row_has_whole_groups_and_a_rank_that_is_there() -> None:
+    for row in ROWS:
+        assert row.ranks % row.strategy.group == 0
+        assert row.reported < row.ranks
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_networks_have_the_parameters_of_those_that_were_measured() -> None:
+    with fake_tensors():
+        assert parameters(VisionTransformer()) == 303_311_882  # torchvision's vit_l_16 with ten classes
+        assert parameters(BookGpt("mask", scratch=True)) == 163_009_536  # as the book counts them
+        assert parameters(WrittenLlama(22, 2048, 2048, 5632, 32, 4, 32000)) == 1_100_048_384  # TinyLlama
+        assert parameters(WrittenLlama(32, 8192, 4096, 14336, 32, 8, 128256, packed=False)) == 8_030_261_248
+        large = BertConfig(layers=24, width=1024, heads=16)
+        assert parameters(BertClassifier(large)) == 335_143_938  # bert-large-uncased with two classes
+
+
+@pytest.mark.parametrize(
+    ("library", "peak", "reserved", "expected"),
+    [
+        ("Megatron-LM", 100, 130, 100 + 64 + 7),
+        ("torchtitan", 100, 130, 100 + 64 + 7),  # segments that grow: no gaps
+        ("transformers", 100, 130, 130 + 1343 + 7),
+    ],
+)
+def test_a_figure_counts_what_its_library_prints(library: str, peak: int, reserved: int, expected: int) -> None:
+    row = replace(ROWS[0], library=library, terms=(Term("buffer", 7 * MIB),))
+    memory = RankMemory(0, predicted=Memory(peak * MIB, peak * MIB, reserved * MIB))
+    assert counted(row, memory) == expected * MIB
+    assert (LIBRARIES[library].counts == ALLOCATED) == (library == "Megatron-LM")
+
+
+def test_the_loss_of_megatron_is_cross_entropy() -> None:
+    logits, target = torch.randn(2, 3, 11).bfloat16().requires_grad_(), torch.randint(0, 11, (2, 3))
+    losses: Tensor = VocabularyLoss.apply(logits, target)  # type: ignore[no-untyped-call]
+    expected = functional.cross_entropy(logits.float().flatten(0, 1), target.flatten(), reduction="none").view(2, 3)
+    assert torch.allclose(losses, expected, atol=1e-6)
+    (ours,) = torch.autograd.grad(vocabulary_loss(logits, target), logits)
+    (theirs,) = torch.autograd.grad(expected.mean(), logits)
+    assert torch.allclose(ours, theirs, rtol=0.01)
+
+
+def small(*, dropout: float = 0.1, fused: bool = False, batch: int = 8) -> Workload:
+    config = GptConfig(batch_size=batch, seq_len=64, layers=2, width=64, heads=4, vocab_size=256, dropout=dropout)
+    return gpt(config, REAL if fused else WRITTEN_OUT, "gpt", 0)
+
+
+def kinds(strategy: Any, make: Any, ranks: int = 8, rank: int = 0) -> dict[str, int]:
+    memory = predict_rank(strategy, make, ranks, rank, device="cuda")
+    return {term.name: term.nbytes for term in memory.terms}
+
+
+def test_megatron_holds_what_its_documentation_says_of_a_parameter() -> None:
+    def make() -> Workload:
+        return replace(small(), loss_fn=vocabulary_loss)
+
+    count = parameters(small().module)
+    for strategy, gradients, masters in (
+        (Megatron(), 2, 4),
+        (Megatron(dtype="bfloat16"), 4, 4),
+        (Megatron(sharded=True), 2, 0.5),
+    ):
+        found = kinds(strategy, make)
+        assert found["parameters"] == 2 * count
+        assert found["gradients"] == gradients * count
+        assert found["master weights"] == pytest.approx(masters * count, rel=0.01)
+        assert found["optimizer state"] == pytest.approx(2 * masters * count, rel=0.01)
+
+
+def test_gradients_that_are_kept_are_there_in_the_forward() -> None:
+    kept, fresh = (kinds(strategy, small, 1) for strategy in (Accumulating(OneGpu()), OneGpu()))
+    assert kept["gradients"] == kept["parameters"] > fresh.get("gradients", 0)
+
+
+def test_checkpoints_of_blocks_with_dropout_and_fused_attention_are_predicted() -> None:
+    whole, checkpointed = (
+        kinds(OneGpu(), lambda again=again: checkpoint_blocks(small(fused=True)) if again else small(fused=True), 1)
+        for again in (False, True)
+    )
+    assert checkpointed["activations and temporaries"] < whole["activations and temporaries"]
+
+
+def test_torchtitan_keeps_every_second_product() -> None:
+    def make() -> Workload:
+        module = WrittenLlama(2, 64, 64, 128, 4, 2, 256, packed=False, wide=True)
+        tokens = torch.zeros(8, 64, dtype=torch.long)
+        rule = OptimizerSpec("adamw", foreach=True)
+        blocks = ("layers.0", "layers.1")
+        return Workload("llama", module, (tokens,), (tokens,), vocabulary_loss, rule, blocks)
+
+    found = kinds(Titan(), make)
+    assert found["parameters"] < parameters(make().module) * 4 / 7  # a rank's eighth, with what is padded
