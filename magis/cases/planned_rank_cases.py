@@ -56,24 +56,26 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
 
 
 class _RankPlan(NamedTuple):
-    """The plan of a rank, and the latency of its step without one in nanoseconds."""
+    """The plan of a rank, and of its step without one the latency in nanoseconds and the bytes that no plan avoids."""
 
     plan: Plan
     eager_ns: int
+    least_bytes: int
 
 
 def _planned(strategy: PlannedRanks, subject: Subject, ranks: int, rank: int) -> _RankPlan:
     with fake_world(ranks, rank):
         world = World(ranks, rank, subject.kind, fake=True)
         own = strategy.subject(strategy.own_part(on_fake_tensors(subject.make())[1], world))
-        return _RankPlan(strategy.planned(own, rank), own.original_ns)
+        return _RankPlan(strategy.planned(own, rank), own.original_ns, own.floor_at(own.costs({})).nbytes)
 
 
 def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limits: tuple[int, ...]) -> CaseResult:
-    """With every rank's memory as planned, and what is said of the plan of the fullest one; latencies are of the
-    slowest rank's step alone, planned and not."""
+    """With every rank's memory as planned, and what is said of the plan of the fullest one, or of one that exceeds its
+    limit; latencies are of the slowest rank's step alone, planned and not."""
     plans = [each.plan for each in found]
-    fullest = max(plans, key=lambda each: each.peak)
+    place = max(range(len(plans)), key=lambda at: (not plans[at].feasible, plans[at].peak))
+    fullest = plans[place]
     outcome = {each.name: getattr(fullest, each.name) for each in fields(SearchOutcome)}
     outcome |= {
         "feasible": all(each.feasible for each in plans),
@@ -85,11 +87,12 @@ def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limi
         case=case,
         original=replace(without.optimized, simulated_ms=max(each.eager_ns for each in found) / 1e6),
         optimized=StepFigures(fullest.planned, max(each.latency_ns for each in plans) / 1e6),
-        memory_limit_bytes=max(limits),
+        memory_limit_bytes=limits[place],
+        lower_bound_bytes=found[place].least_bytes,
         ranks=tuple(RankMemory(rank, predicted=plans[rank % len(plans)].planned) for rank in range(case.ranks)),
         search=SearchStats(**outcome, changes=changes(fullest.graph)),
         numbers="not run",
-        note="",
+        note="" if fullest.feasible or len(plans) == 1 else f"the limit is that of rank {place}",
         off_by=0.0,
         original_off_by=OFF_BY,
         noise=NOISE,
@@ -98,10 +101,11 @@ def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limi
 
 def _measured(result: CaseResult, reports: tuple[RankReport, ...], before: tuple[RankReport, ...]) -> CaseResult:
     """The result with what the ranks measured, and their numbers beside those of the unplanned ranks."""
-    worst = max(reports, key=lambda report: report.memory.tensor_bytes)
+    shown = [each for each in reports if result.ranks[each.rank].predicted == result.optimized.simulated]
+    worst = max(shown, key=lambda report: report.memory.tensor_bytes)
     ranks = tuple(replace(result.ranks[each.rank], measured=each.memory, terms=each.terms) for each in reports)
     off = [each.rank for each in ranks if not _as_planned(each)]
-    note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else ""
+    note = f"ranks {', '.join(map(str, off))} measured other tensor bytes than planned" if off else result.note
     figures = replace(result.optimized, measured=worst.memory, times_ms=slowest_ms(reports))
     return replace(result, optimized=figures, ranks=ranks, numbers=_numbers(reports, before), note=note)
 

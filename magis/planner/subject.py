@@ -316,9 +316,10 @@ class Subject(TracedModel):
     def floor(self) -> LowerBound:
         """That bound, and what makes it."""
         known = self.base_workspaces if self.kind == "cpu" and self.may_run else {}
-        return self._floor(self.costs(known))
+        return self.floor_at(self.costs(known))
 
-    def _floor(self, costs: RooflineCosts) -> LowerBound:
+    def floor_at(self, costs: RooflineCosts) -> LowerBound:
+        """The same at these costs."""
         found, own = floor(self.untangled, costs.workspace, costs.rounding), self.traced.optimizer.own
         whole = self.whole(self.captured.graph)
         if own is None or whole is None:
@@ -355,7 +356,7 @@ class Subject(TracedModel):
         """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
         if self.runs or self.simulated_only or self.too_slow:
             return self.runs
-        return self._floor(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
+        return self.floor_at(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 
     @cached_property
     def runs_together(self) -> bool:

@@ -15,6 +15,6 @@ def three_heads() -> Workload:
 
 
 def two_heads() -> Workload:
-    """Eight samples."""
-    sizes = BertConfig(8, seq_len=8, layers=2, width=16, heads=2, vocab_size=32, max_positions=8)
+    """Four samples."""
+    sizes = BertConfig(4, seq_len=8, layers=2, width=16, heads=2, vocab_size=32, max_positions=8)
     return bert(sizes, REAL, "two_heads", 0)

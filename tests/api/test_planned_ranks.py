@@ -28,7 +28,7 @@ from magis.strategies.distributed_names import is_distributed
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import shard_weights
 from magis.strategies.single_device import on_fake_tensors
-from tests.api.cut_nets import three_heads
+from tests.api.cut_nets import three_heads, two_heads
 
 TIED = "tests.api.nets:tied"
 CUT = {"three heads": "tests.api.cut_nets:three_heads", "two heads": "tests.api.cut_nets:two_heads"}
@@ -177,6 +177,16 @@ def test_a_simulated_device_is_planned_with_its_own_operators(bench: Bench) -> N
     assert result.is_predicted
     assert result.optimized.simulated.peak_bytes <= (result.memory_limit_bytes or 0)
     assert result.latency_ratio >= 0.9
+
+
+def test_a_limit_that_one_stage_cannot_keep_is_shown_as_that_ranks(bench: Bench) -> None:
+    case = Case("local", "magis+pp2", "cpu", "small", memory_ratio=0.01, ranks=2, budget=SMALL_BUDGET)
+    missed = run_case(case, make=lambda _seed: two_heads(), cache=bench)
+    assert not missed.search.feasible
+    assert missed.note.startswith("the limit is that of rank ")
+    rank = missed.ranks[int(missed.note[-1])]
+    assert rank.predicted == missed.optimized.simulated
+    assert (missed.memory_limit_bytes or 0) < missed.lower_bound_bytes <= missed.optimized.simulated.peak_bytes
 
 
 def test_a_limit_is_needed(bench: Bench) -> None:
