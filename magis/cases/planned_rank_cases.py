@@ -34,7 +34,7 @@ def planned_on_ranks(case: Case, subject: Subject, pool: Pool | None, told: Call
         )
     plain = replace(case, strategy=plain_of(case.strategy), memory_ratio=None, budget=None)
     without = subject.memo.get(("ranks", plain.strategy, case.ranks), lambda: ranked_result(plain, subject, pool, told))
-    peaks = subject.memo.get(("peaks", plain.strategy, case.ranks), lambda: predicted_peaks(plain, subject))
+    peaks = subject.memo.get(("peaks", plain.strategy, case.ranks), lambda: predicted_peaks(without, subject))
     limits = tuple(share_of(case.memory_ratio, peak) or 0 for peak in peaks)
     strategy = PlannedRanks(case.strategy).within(limits, case.budget, case.device)
     check_world(strategy, case.ranks)

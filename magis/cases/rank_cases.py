@@ -61,10 +61,14 @@ def ranked_result(case: Case, subject: Subject, pool: Pool | None, progress: Cal
     return run.measured(reports)
 
 
-def predicted_peaks(case: Case, subject: Subject) -> tuple[int, ...]:
-    """Bytes of tensors that ranks are predicted to need at most, by their place in a group."""
-    chosen = distributed_strategy(case.strategy)
-    found = [_RankedCase(case, subject, chosen).predict(rank)[0].predicted for rank in range(chosen.group)]
+def predicted_peaks(result: CaseResult, subject: Subject) -> tuple[int, ...]:
+    """Bytes of tensors that ranks of a result are predicted to need at most, by their place in a group."""
+    case, chosen = result.case, distributed_strategy(result.case.strategy)
+    if chosen.group == 1:
+        return (result.optimized.simulated.tensor_bytes,)
+    known = {each.rank: each.predicted for each in result.ranks}
+    run = _RankedCase(case, subject, chosen)
+    found = [known.get(rank) or run.predict(rank)[0].predicted for rank in range(chosen.group)]
     return tuple(memory.tensor_bytes for memory in found if memory is not None)
 
 

@@ -179,8 +179,8 @@ def test_a_simulated_device_is_planned_with_its_own_operators(bench: Bench) -> N
     assert result.latency_ratio >= 0.9
 
 
-def test_a_limit_that_one_stage_cannot_keep_is_shown_as_that_ranks(bench: Bench) -> None:
-    case = Case("local", "magis+pp2", "cpu", "small", memory_ratio=0.01, ranks=2, budget=SMALL_BUDGET)
+def test_a_limit_that_a_rank_cannot_keep_is_shown_as_that_ranks(bench: Bench) -> None:
+    case = Case("local", "magis+tp2", "cpu", "small", memory_ratio=0.01, ranks=2, budget=SMALL_BUDGET)
     missed = run_case(case, make=lambda _seed: two_heads(), cache=bench)
     assert not missed.search.feasible
     assert missed.note.startswith("the limit is that of rank ")
