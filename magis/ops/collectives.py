@@ -28,6 +28,8 @@ from magis.ops.exchanges import EXCHANGE
 
 COLLECTIVES = "_c10d_functional."
 """How the names of these operators begin."""
+NAMED = "magis-"
+"""How `group_name` begins."""
 REPLICAS = "dp"
 """The role of groups whose ranks run the same step."""
 MESSAGES = "messages"
@@ -39,7 +41,7 @@ _SIZE = re.compile(r".*-x(\d+)")
 
 def group_name(role: str, ranks: int) -> str:
     """The name of a group of so many ranks; ``role``: "dp", say."""
-    return f"magis-{role}-x{ranks}"
+    return f"{NAMED}{role}-x{ranks}"
 
 
 def register_group(group: dist.ProcessGroup, role: str) -> str:
@@ -66,7 +68,7 @@ def keeps_order(target: str, args: Sequence[Any]) -> bool:
     """Whether a collective comes in one order with others like it: ranks of its group may have different steps, but
     for replicas, which have one step and so one order anyway."""
     sends = is_message(target) and target not in _WAITS
-    return sends and not str(args[-1]).startswith(f"magis-{REPLICAS}-")
+    return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
 
 
 def is_collective(target: str) -> bool:

@@ -17,18 +17,18 @@ from magis.strategies.rank_step import World
 T = TypeVar("T")
 
 
-def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], world: World, *, alike: bool) -> Graph:
+def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], world: World, *, group: int) -> Graph:
     """The plan of the first rank that has this rank's step, which all ranks with that step run.
 
-    Raises MagisError, with the same line on all ranks, where one of them captures no step, or, if all must be
-    ``alike``, another one than the others, where a first one finds no plan, and where one gets another plan.
+    Groups of so many ranks, one behind the other, are replicas of each other. Raises MagisError, with the same line on
+    all ranks, where one of them captures no step, or another one than its replicas, where a first one finds no plan,
+    and where one gets another plan.
     """
     if world.size == 1:
         return planned(subject()).graph
     found = attempt(subject)
     steps = told("step", *((found, "") if isinstance(found, str) else ("", found.digest)), world)
-    if alike:
-        check_same("step", steps, [0] * world.size)
+    check_same("step", steps, [rank % group for rank in range(world.size)])
     firsts = [steps.index(each) for each in steps]
     mine = ("", "")
     if firsts[world.rank] == world.rank and isinstance(found, Subject):

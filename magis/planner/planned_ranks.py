@@ -18,19 +18,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from magis.capture import Workload
-from magis.ops.collectives import REPLICAS, name_group, register_group
+from magis.errors import UsageError, VerifyError
+from magis.ops.collectives import NAMED, REPLICAS, is_message, name_group, register_group
 from magis.planner.agreed_plans import agreed
 from magis.planner.planning import plan
 from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
-from magis.strategies.distributed import check_update, mesh, place
+from magis.strategies.distributed import check_update, mesh, place, trained
 from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
 from magis.strategies.model_cuts import cut_of, keep_stage, share_blocks, stage_blocks
 from magis.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
 from magis.strategies.pipelined_step import Hidden, Stage, pipelined
-from magis.strategies.rank_step import World, share_of_batch
+from magis.strategies.rank_step import World, batch_size, share_of_batch
 from magis.strategies.sharded_weights import Replica, average_weights, shard_weights
 from magis.strategies.single_device import on_fake_tensors
 from magis.strategies.tensor_parts import hold_parts
@@ -74,8 +75,7 @@ class PlannedRanks:
         own = self.own_part(work, world)
         with _disable_current_modes():
             subject, planned = partial(self.subject, own), partial(self.planned, rank=world.rank)
-            alike = self.group == 1
-            graph = planned(subject()).graph if world.fake else agreed(subject, planned, world, alike=alike)
+            graph = planned(subject()).graph if world.fake else agreed(subject, planned, world, group=self.group)
         step = GraphStep(graph, own.module, own.inputs, own.targets, own.optimizer, device=place(world))
         sees_loss = not self._is_pipeline or world.rank % self.group == self.group - 1
         return PlannedStep(own.module, own, step, world.rank, lengths, sees_loss)
@@ -93,7 +93,11 @@ class PlannedRanks:
         """What is planned: a rank's own part, captured. CaptureError where it is no single static graph."""
         _, fake = on_fake_tensors(own)
         found = Subject(Source(own.name, lambda _seed: fake, "", self.device, 0))
-        _ = found.captured
+        names = {str(op.args[-1]) for op in found.captured.graph.ops if is_message(op.target)}
+        if strange := sorted(name for name in names if not name.startswith(NAMED)):
+            raise VerifyError(
+                f"messages of {self.name} go to a group called {strange[0]}, which differs from rank to rank"
+            )
         return found
 
     def planned(self, subject: Subject, rank: int = 0) -> Plan:
@@ -149,6 +153,11 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
     with mode:
         hidden = hidden_state(fake, cut, count, nullcontext())
     keep_stage(work, cut, stages, index)
+    if not trained(work.module):
+        raise UsageError(
+            f"{work.name}: nothing is trained in stage {index} of {stages}, and magis plans training steps",
+            hint="use fewer stages, or pp without magis",
+        )
     ends = tied_group(ranks, stages) if cut.tied else None
     averaged = Replica((), replicas, register_group(ranks.get_group(REPLICAS), REPLICAS))
     stage = Stage(
@@ -157,6 +166,7 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
         index,
         stages,
         count,
+        batch_size(work),
         Hidden(tuple(hidden.shape), hidden.dtype, hidden.device),
         register_group(ranks.get_group("pp"), "pp"),
         averaged,

@@ -46,7 +46,7 @@ def measured(job: RankJob, world: World, enter: Callable[[str], None]) -> RankRe
     check_world(chosen, world.size)
     if job.memory_limits:
         within: Any = chosen  # a strategy that plans
-        chosen = within.within(tuple(job.memory_limits), job.budget)
+        chosen = within.within(tuple(job.memory_limits), job.budget, world.device)
     told = _Told(chosen, where)
     gc.collect()
     gc.freeze()  # what is older than the job: the collections in it need not look through all of torch
@@ -205,8 +205,9 @@ def _times(job: RankJob, step: RankStep, where: _Where, losses: list[float | Non
 
 
 def _losses(job: RankJob, strategy: _Told, where: _Where) -> tuple[tuple[float | None, ...], str]:
-    """Of the first steps from fresh weights, without dropout, and the digest of the weights behind them."""
-    step = _prepared(job, strategy, where, dropout=False)
+    """Of the first steps from fresh weights, and the digest of the weights behind them. Without dropout, unless weights
+    are asked for: those are compared with another job's on the same ranks, which draws the same numbers."""
+    step = _prepared(job, strategy, where, dropout=job.weights)
     found: list[float | None] = []
     for _ in range(_COMPARED):
         step.prepare()

@@ -45,7 +45,7 @@ class RankJob:
     losses: bool = True
     """Whether to report the losses of three steps from fresh weights, dropout off: further ones where there is some."""
     weights: bool = False
-    """Whether to report a digest of the weights behind these steps."""
+    """Whether to report a digest of the weights behind these steps, which then are the job's own, with dropout."""
     memory_limits: tuple[int, ...] = ()
     """Bytes of tensors for a strategy that plans: on each rank of a group, or on all; empty: its own share of what the
     step needs."""

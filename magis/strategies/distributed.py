@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.building import SelfAttention
-from magis.ops.optimizers import torch_optimizer
+from magis.ops.optimizers import OptimizerSpec, torch_optimizer
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
 K = TypeVar("K")
@@ -97,11 +97,16 @@ def check_update(work: Workload, strategy: str) -> None:
         raise UsageError(what, hint="choose one of these, or leave the strategy out")
 
 
+def rule_of(work: Workload, names: Container[str]) -> OptimizerSpec:
+    """The update of ``work`` for a rank that holds the parameters of these names alone."""
+    groups = (replace(g, parameters=tuple(n for n in g.parameters if n in names)) for g in work.optimizer.groups)
+    return replace(work.optimizer, groups=tuple(groups))
+
+
 def make_optimizer(work: Workload, params: Mapping[str, Tensor], strategy: str) -> Optimizer:
     """The update of ``work`` on these parameters, one by one. UsageError where it has none."""
     check_update(work, strategy)
-    groups = (replace(g, parameters=tuple(n for n in g.parameters if n in params)) for g in work.optimizer.groups)
-    rule = replace(work.optimizer, groups=tuple(groups))
+    rule = rule_of(work, params)
     with quiet():  # a stage may well be left without a parameter of some group
         optimizer = torch_optimizer(rule, params)
     if optimizer is None:

@@ -25,6 +25,8 @@ _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
+"""Examples of strategies whose ranks run plans."""
 _PLANNED = re.compile(r"magis\+(ddp|fsdp|(tp|pp)\d*)")
 """They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
 _GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")

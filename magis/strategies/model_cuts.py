@@ -188,7 +188,7 @@ def share_blocks(work: Workload, group: DeviceMesh) -> None:
     if not found:
         raise UsageError(
             f"{work.name}: tensor parallelism finds no attention to share in {type(work.module).__name__}",
-            hint="tp knows the transformers bert, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
+            hint="tp knows the transformers bert, gpt, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
         )
 
 

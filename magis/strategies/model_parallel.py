@@ -41,7 +41,7 @@ from magis.strategies.distributed import (
     trained,
 )
 from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, share_blocks, stage_blocks
-from magis.strategies.rank_step import World, batch_size, share_of_batch
+from magis.strategies.rank_step import World, batch_size, share_of_batch, split
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ class ModelParallel:
         self, work: Workload, world: World, ranks: DeviceMesh, index: int, replicas: dist.ProcessGroup
     ) -> PipelineStep:
         cut = cut_of(work, self.stages)
+        if not work.targets:
+            raise UsageError(f"{work.name}: {self.name} needs targets, of which its last stage computes the loss")
         count = micro_batches(self, work)
-        targets = _split(work.targets, batch_size(work), count)
+        targets = split(work.targets, batch_size(work), count)
         hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
         keep_stage(work, cut, self.stages, index)
         if self.tensor > 1:
@@ -126,7 +128,7 @@ class ModelParallel:
             count=count,
             scaler=scaler,
             replicas=replicas,
-            tied=(params[cut.tied], tied) if tied is not None and any(ends) else None,
+            tied=(params[cut.tied], tied) if tied is not None and cut.tied in params else None,
         )
 
 
@@ -271,12 +273,6 @@ def micro_batches(strategy: ModelParallel, work: Workload) -> int:
             hint=f"use a batch of which that is a multiple of {stages}, or fewer ranks",
         )
     return count
-
-
-def _split(tensors: tuple[Tensor, ...], samples: int, count: int) -> list[tuple[Tensor, ...]]:
-    """The micro-batches of these tensors, as views; what is no batch goes to each."""
-    parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
-    return list(zip(*parts, strict=True)) if parts else [()] * count
 
 
 def _first(tensors: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:

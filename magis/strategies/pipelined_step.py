@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.ops.collectives import all_reduce
 from magis.ops.exchanges import NOTHING, exchange
-from magis.strategies.distributed import BUCKET_BYTES, buckets
+from magis.strategies.distributed import BUCKET_BYTES, buckets, rule_of, trained
 from magis.strategies.model_cuts import StageCut, run_stage
+from magis.strategies.rank_step import split
 from magis.strategies.sharded_weights import Replica
 
 
@@ -44,6 +45,8 @@ class Stage:
     index: int
     stages: int
     micro_batches: int
+    samples: int
+    """Of the pipeline's share of the batch."""
     hidden: Hidden
     group: str
     """Name of the pipeline's process group."""
@@ -69,7 +72,8 @@ def pipelined(work: Workload, stage: Stage) -> Workload:
     inputs = work.inputs if stage.is_first else ()
     targets = work.targets if stage.is_last else ()
     work.module.forward = Forward(work.module, stage, work.loss_fn, len(inputs))
-    return replace(work, inputs=(*inputs, *targets), targets=(), loss_fn=_itself)
+    rule = rule_of(work, trained(work.module))
+    return replace(work, inputs=(*inputs, *targets), targets=(), loss_fn=_itself, optimizer=rule)
 
 
 def _itself(loss: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ class OneForwardOneBackward:
         before, behind = stage.index - 1, stage.index + 1
         warm = min(count, stage.stages - stage.index)
         self.grads = [None] * len(self.params)
-        shares = [self._shares(tensors, count) for tensors in (inputs, targets)]
+        shares = [split(tensors, stage.samples, count) for tensors in (inputs, targets)]
         sends: list[Tensor] = []  # to the next stage, then to the one before
         for number in range(warm):
             given = None if stage.is_first else self._exchanged([], before)
@@ -149,11 +153,6 @@ class OneForwardOneBackward:
                 sends = []
         loss = torch.stack(self.losses).mean() if self.losses else torch.zeros((), device=stage.hidden.device)
         return loss, self._means()
-
-    def _shares(self, tensors: Sequence[Tensor], count: int) -> list[tuple[Tensor, ...]]:
-        length = len(tensors[0]) if tensors else 0
-        parts = [t.tensor_split(count) if t.dim() and len(t) == length else (t,) * count for t in tensors]
-        return list(zip(*parts, strict=True)) if parts else [()] * count
 
     def _exchanged(self, sent: Sequence[Tensor], peer: int, *, receives: bool = True) -> Tensor:
         hidden = self.stage.hidden

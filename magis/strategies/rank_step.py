@@ -7,7 +7,7 @@ same step of training, and samples a second compare.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -129,6 +129,12 @@ def share_of_batch(work: Workload, index: int, count: int) -> Workload:
         return tensor.narrow(0, index * length, length).clone() if whole else tensor
 
     return replace(work, inputs=tuple(map(part, work.inputs)), targets=tuple(map(part, work.targets)))
+
+
+def split(tensors: Sequence[Tensor], samples: int, count: int) -> list[tuple[Tensor, ...]]:
+    """The micro-batches of these tensors, as views; what is no batch goes to each."""
+    parts = [t.tensor_split(count) if t.dim() and t.shape[0] == samples else (t,) * count for t in tensors]
+    return list(zip(*parts, strict=True)) if parts else [()] * count
 
 
 def loss_of_shares(work: Workload, count: int) -> Callable[[], Tensor]:

@@ -16,5 +16,5 @@ def three_heads() -> Workload:
 
 def two_heads() -> Workload:
     """Four samples."""
-    sizes = BertConfig(4, seq_len=8, layers=2, width=16, heads=2, vocab_size=32, max_positions=8)
+    sizes = BertConfig(4, seq_len=32, layers=2, width=16, heads=2, vocab_size=32, max_positions=32)
     return bert(sizes, REAL, "two_heads", 0)

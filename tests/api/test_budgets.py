@@ -151,6 +151,8 @@ def test_a_plan_that_no_cap_stopped_is_the_plan_without_one(
 
     free, looks = capped(1e12)
     assert not free.stopped_by_seconds
+    without = planned(subject_of(model, "sim:rtx3090"), ratio, little, None)
+    assert (free.peak, free.latency_ns) == (without.peak, without.latency_ns)
     stopped = []
     for share in (0.3, 0.7, 2.3):
         found, _ = capped(share * looks)

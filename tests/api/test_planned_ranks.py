@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from magis.capture import Workload
+from magis.cases.planned_rank_cases import numbers_of
 from magis.cases.run_case import run_case
 from magis.cost.links import links_of, message_ns
 from magis.errors import MagisError, UsageError
 from magis.graph import digest
 from magis.ops.collectives import group_name, is_collective, ranks_of
 from magis.ops.exchanges import EXCHANGE
-from magis.ops.optimizers import OptimizerSpec
+from magis.ops.optimizers import OptimizerSpec, ParameterGroup
 from magis.planner import planned_ranks
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import PlannedRanks, factory_of
 from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world
-from magis.ranks import RankJob, RankPool
-from magis.results import Case
+from magis.ranks import RankJob, RankPool, RankReport
+from magis.results import Case, Memory
 from magis.strategies.distributed_names import is_distributed
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import shard_weights
 from magis.strategies.single_device import on_fake_tensors
+from magis.strategies.uneven_heads import head_shares, share_rows
 from tests.api.cut_nets import three_heads, two_heads
 
 TIED = "tests.api.nets:tied"
@@ -147,9 +151,11 @@ def test_ranks_with_parts_of_their_own_run_plans_of_their_own(
 ) -> None:
     case = Case(CUT[model], strategy, "cpu", "small", memory_ratio=0.8, ranks=ranks, budget=SMALL_BUDGET)
     result = run_case(case, cache=bench)
+    assert result.search.feasible
     assert result.numbers == "bit-identical"
     assert result.note == ""
     planned = [rank.predicted.tensor_bytes for rank in result.ranks if rank.predicted]
+    assert max(planned) <= 0.8 * result.original.simulated.tensor_bytes
     assert planned == [rank.measured.tensor_bytes for rank in result.ranks if rank.measured]
     assert len(planned) == ranks
     group = int(strategy[-1])
@@ -192,6 +198,71 @@ def test_a_limit_that_a_rank_cannot_keep_is_shown_as_that_ranks(bench: Bench) ->
 def test_a_limit_is_needed(bench: Bench) -> None:
     with pytest.raises(UsageError, match=r"'magis\+fsdp' needs a memory limit"):
         run_case(Case(TIED, "magis+fsdp", "cpu", "small", ranks=2), cache=bench)
+
+
+def report(loss: float, weights: str) -> RankReport:
+    return RankReport(0, Memory(1, 1), (1.0,), (loss, None), weights)
+
+
+@pytest.mark.parametrize(
+    ("loss", "weights", "loops", "said"),
+    [
+        (1.0, "a", True, "bit-identical"),
+        (1.0, "b", False, "differs: weights after three steps"),
+        (1.0, "b", True, "another order of sums: loss within 0%"),
+        (1.00001, "b", True, "another order of sums: loss within 0.001%"),
+        (1.00001, "b", False, "differs: loss by 0.001%"),
+        (1.01, "b", True, "differs: loss by 1%"),
+    ],
+)
+def test_numbers_of_a_plan_without_loops_are_held_bit_by_bit(loss: float, weights: str, loops: bool, said: str) -> None:
+    assert numbers_of([report(loss, weights)], [report(1.0, "a")], loops=loops) == said
+
+
+def test_a_replica_with_another_step_is_refused() -> None:
+    job = RankJob(CUT["two heads"], "tests.ranks.planned_strategies:stages_of_another_replica", rounds=1)
+    line = "the step of rank 3 is another one than that of rank 1"
+    with RankPool(4, "cpu") as pool, pytest.raises(MagisError, match=line):
+        pool.run(job)
+
+
+def test_a_stage_with_its_own_optimizer_groups_and_targets_that_are_no_batch() -> None:
+    given = two_heads()
+    names = tuple(name for name, _ in given.module.named_parameters() if name.startswith("layers.1."))
+    rule = replace(given.optimizer, groups=(ParameterGroup(names, lr=1e-2),))
+
+    def loss(output: Any, scale: Tensor, *targets: Tensor) -> Tensor:
+        return given.loss_fn(output, *targets) * scale
+
+    work = replace(given, optimizer=rule, targets=(torch.ones(()), *given.targets), loss_fn=loss)
+    for rank in range(2):
+        strategy = PlannedRanks("magis+pp2")
+        with fake_world(2, rank):
+            own = strategy.own_part(on_fake_tensors(work)[1], World(2, rank, fake=True))
+            graph = strategy.subject(own).captured.graph
+        assert len(own.optimizer.groups[0].parameters) == (len(names) if rank else 0)
+        assert any(op.target == EXCHANGE for op in graph.ops)
+
+
+def test_a_stage_that_trains_nothing_is_refused() -> None:
+    work = three_heads()
+    for name, parameter in work.module.named_parameters():
+        parameter.requires_grad_(name.startswith(("layers.2.", "norm.")))
+    with fake_world(2, 0), pytest.raises(UsageError, match="nothing is trained in stage 0 of 2"):
+        PlannedRanks("magis+pp2").own_part(on_fake_tensors(work)[1], World(2, 0, fake=True))
+
+
+@pytest.mark.parametrize(("ranks", "shares"), [(2, [2, 1]), (3, [1, 1, 1])])
+def test_heads_of_a_packed_projection_are_on_one_rank_each(ranks: int, shares: list[int]) -> None:
+    assert head_shares(3, ranks) == shares
+    whole = torch.arange(3 * 3 * 2 * 5).view(3, 3, 2, 5)  # query, key and value; heads; rows of a head; columns
+    parts = []
+    for rank in range(ranks):
+        layer = nn.Linear(5, 18, bias=False)
+        layer.weight = nn.Parameter(whole.reshape(18, 5).float())
+        share_rows(layer, [2 * share for share in shares], rank, "any", packed=3)
+        parts.append(layer.weight.detach().view(3, shares[rank], 2, 5))
+    assert torch.equal(torch.cat(parts, dim=1), whole.float())
 
 
 @pytest.mark.parametrize(
