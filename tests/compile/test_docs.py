@@ -28,7 +28,9 @@ def test_compile(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fresh_dynamo():
         names = _run(repository / "docs" / "compile.md")
     assert names["reports"][0].memory_ratio <= 0.7
-    assert "recomputed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "recomputed" in out
+    assert out.splitlines()[-1].endswith(f"measured: {names['tags'][0].saved_bytes}")
 
 
 def test_checkpoint_policy(
