@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
+    from magis.frontends.compile.joint_tags import JointTags, tag_joint_graph
     from magis.frontends.optimize import OptimizedStep, optimize
     from magis.frontends.trainers import LightningCallback, MagisCallback
     from magis.report import read_results
@@ -25,6 +26,7 @@ __all__ = [
     "BaselineError",
     "Bench",
     "CaptureError",
+    "JointTags",
     "LightningCallback",
     "MagisCallback",
     "MagisError",
@@ -43,6 +45,7 @@ __all__ = [
     "peak",
     "read_results",
     "run_case",
+    "tag_joint_graph",
 ]
 
 # public name -> the module that defines it
@@ -50,6 +53,7 @@ _EXPORTS = {
     "BaselineError": "magis.errors",
     "Bench": "magis.api",
     "CaptureError": "magis.errors",
+    "JointTags": "magis.frontends.compile.joint_tags",
     "LightningCallback": "magis.frontends.trainers",
     "MagisCallback": "magis.frontends.trainers",
     "MagisError": "magis.errors",
@@ -67,6 +71,7 @@ _EXPORTS = {
     "peak": "magis.api",
     "read_results": "magis.report",
     "run_case": "magis.api",
+    "tag_joint_graph": "magis.frontends.compile.joint_tags",
 }
 
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import CaptureError, UsageError
-from magis.frontends.checkpointing.policy import CheckpointedRegion, RegionPolicies, wrapped
+from magis.frontends.checkpointing.policy import LIBRARIES, REMAT, TORCH, CheckpointedRegion, RegionPolicies, wrapped
+from magis.frontends.checkpointing.remat_regions import leaves, torch_remat
 from magis.frontends.planned import limits_of
 from magis.graph import Op
 from magis.planner.subject import Subject
@@ -37,10 +38,11 @@ CALLED = "called"
 
 @dataclass(frozen=True)
 class _Item:
-    """An operator that may be saved: its key, the bytes that this keeps, the time that it saves."""
+    """What may be saved: its key, the bytes that this keeps, the time that it saves."""
 
     path: str
-    key: tuple[str, int]
+    key: tuple[str, int] | str
+    """An operator by name and number; for torch_remat the path of a sub-module."""
     nbytes: int
     ns: int
 
@@ -65,19 +67,26 @@ def checkpoint_policy(
     memory_ratio: float | None = None,
     memory_limit: str | int | None = None,
     blocks: Sequence[str] | None = None,
+    library: Literal["torch", "torch_remat"] = "torch",
 ) -> RegionPolicies:
     """A policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
 
     `batch` is `(inputs, targets)` or a dictionary of the model's keywords, as for `magis.optimize`; with `loss_fn` None
     the model returns its loss. The limit is `memory_ratio` (share of the plain peak) or `memory_limit` (bytes, or
     "8 GiB"), with parameters, buffers, batch and gradients; the optimizer's state counts with neither. `blocks` are the
-    paths of the sub-modules that may be recomputed; default: the children of lists and sequences of layers.
+    paths of the sub-modules that may be recomputed; default: the children of lists and sequences of layers. `library`
+    is what will run the policy: `torch.utils.checkpoint`, which saves results of operators, or `torch_remat`, which
+    saves calls of sub-modules.
 
     The module is not changed. Raises UsageError for arguments that cannot be and for limits that no policy keeps,
     CaptureError for a step that is no single static graph.
     """
     if (memory_ratio is None) == (memory_limit is None):
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
+    if library not in LIBRARIES:
+        raise UsageError(f"library={library!r}", hint=f"use {' or '.join(map(repr, LIBRARIES))}")
+    if library == REMAT:
+        torch_remat()  # which says where it is missing
     limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
     given = as_batch(batch)
     whole, loss = with_loss(module, loss_fn)
@@ -91,9 +100,9 @@ def checkpoint_policy(
     )
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
     with collector_spared():
-        search = _PolicySearch(module, work, paths)
+        search = _PolicySearch(module, work, paths, library)
         best = search.run(limits.bytes_of(search.plain.peak) or 0)
-    return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns))
+    return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns), library)
 
 
 def blocks_of(module: nn.Module) -> tuple[str, ...]:
@@ -114,7 +123,7 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
 class _PolicySearch:
     """One step and its candidates."""
 
-    def __init__(self, module: nn.Module, work: Workload, blocks: Sequence[str]) -> None:
+    def __init__(self, module: nn.Module, work: Workload, blocks: Sequence[str], library: str) -> None:
         for path in blocks:
             try:
                 module.get_submodule(path)
@@ -126,6 +135,7 @@ class _PolicySearch:
                 f"the module lies on {device!r}", hint="plan with its copy on the CPU: copy.deepcopy(m).cpu()"
             )
         self._module = module
+        self._library = library
         self._work = work
         self._subject = Subject(Source(work.name, lambda _seed: work, "", device, 0))
         self._tries = 0
@@ -180,24 +190,31 @@ class _PolicySearch:
 
     def _at(self, price: float, other: float = 0.0, others: frozenset[str] = frozenset()) -> _Judged:
         """All blocks recomputed, but for what is worth more than a price (ns per byte); ``others`` have another one."""
-        saved: dict[str, set[tuple[str, int]]] = {path: set() for path in self._paths}
+        regions = {path: CheckpointedRegion(path) for path in self._paths}
         for item in self._items:
             if not item.nbytes or item.worth > (other if item.path in others else price):
-                saved[item.path].add(item.key)
-        return self._tried(tuple(CheckpointedRegion(path, frozenset(keys)) for path, keys in saved.items()))
+                region = regions[item.path]
+                regions[item.path] = (
+                    replace(region, modules=region.modules | {item.key})
+                    if isinstance(item.key, str)
+                    else replace(region, saved=region.saved | {item.key})
+                )
+        return self._tried(tuple(regions.values()))
 
     def _tried(self, regions: tuple[CheckpointedRegion, ...]) -> _Judged:
         return self._judge(regions, self._captured(regions))
 
     def _judge(self, regions: tuple[CheckpointedRegion, ...], captured: Captured) -> _Judged:
-        # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none
-        peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * len(regions)
+        # every block keeps the generator's state for its repetition; capture draws no random numbers and sees none.
+        # With torch_remat it keeps another one behind each saved call, and one while it runs again.
+        states = sum(1 + len(region.modules) for region in regions) + (self._library == REMAT and bool(regions))
+        peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * states
         return _Judged(regions, peak, self._subject.latency_ns(captured.graph))
 
     def _captured(self, regions: Sequence[CheckpointedRegion], seen: Mapping[str, list[str]] | None = None) -> Captured:
         self._tries += 1
         work = self._work
-        with _under(self._module, regions, seen):
+        with _under(self._module, regions, self._library, seen):
             return capture(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
 
     def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
@@ -209,26 +226,30 @@ class _PolicySearch:
         seen: dict[str, list[str]] = {path: [] for path in inside}
         try:
             self._captured([CheckpointedRegion(path) for path in inside], seen)
-        except CaptureError as error:
+        except (CaptureError, RuntimeError) as error:
+            if self._library == TORCH and not isinstance(error, CaptureError):
+                raise
             raise self._cannot_repeat(error) from None
         found: list[_Item] = []
         for path, ops in inside.items():
             if seen[path].count(CALLED) == 1:
-                found += self._items_of(path, ops, Counter(seen[path]))
+                by_library = self._items_of if self._library == TORCH else self._modules_of
+                found += by_library(path, ops, Counter(seen[path]))
         if not found:
             raise UsageError(
                 "none of the blocks runs once per step and can be recomputed", hint="name others: blocks=[...]"
             )
         return found
 
-    def _cannot_repeat(self, error: CaptureError) -> UsageError:
+    def _cannot_repeat(self, error: Exception) -> UsageError:
         """Of a step that runs as it is, but not with its blocks run again."""
         if getattr(getattr(self._module, "config", None), "use_cache", False):
             return UsageError(
                 "the blocks keep keys and values for later calls, and cannot be recomputed",
                 hint="set model.config.use_cache = False, which changes nothing in training",
             )
-        return UsageError(f"the blocks cannot be recomputed: {error}", hint="name others: blocks=[...]")
+        text = " ".join(str(error).split())
+        return UsageError(f"the blocks cannot be recomputed: {text}", hint="name others: blocks=[...]")
 
     def _inside(self, path: str) -> list[Op]:
         ops = self._plain.graph.ops
@@ -276,17 +297,35 @@ class _PolicySearch:
             nbytes = sum(graph.storages[storage].nbytes for storage in fresh - leaving)
             yield _Item(path, (op.target, number), nbytes, self._subject.roofline.nanoseconds(op, graph.values))
 
+    def _modules_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:
+        """Sub-modules without parts of their own that run once and write to nothing but buffers of theirs. What a call
+        keeps: its result, and what it reads besides parameters, buffers and the batch."""
+        graph = self._plain.graph
+        block = self._module.get_submodule(path)
+        where = next(name for name, part in self._work.module.named_modules() if part is block)
+        for name in leaves(block):
+            inside = [op for op in ops if op.module == f"{where}.{name}"]
+            made = {graph.values[value].storage for op in inside for value in op.made()}
+            written = {storage for op in inside for storage, _ in op.writes}
+            foreign = {each for each in written - made if graph.storages[each].kind != "buffer"}
+            if ran.get(name) != 1 or not inside or foreign:
+                continue
+            met = {graph.values[value].storage for op in inside for value in op.inputs()}
+            stays = {each for each in met | made if graph.storages[each].kind == "temporary"}
+            ns = sum(self._subject.roofline.nanoseconds(op, graph.values) for op in inside)
+            yield _Item(path, name, sum(graph.storages[each].nbytes for each in stays), ns)
+
 
 @contextmanager
 def _under(
-    module: nn.Module, regions: Sequence[CheckpointedRegion], seen: Mapping[str, list[str]] | None
+    module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, list[str]] | None
 ) -> Iterator[None]:
     """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
     is filled with CALLED for every call of a block, and with the names of the operators that it runs."""
     blocks = [module.get_submodule(region.path) for region in regions]
     for region, block in zip(regions, blocks, strict=True):
         notes = None if seen is None else seen[region.path]
-        block.forward = _noted(region, block, notes)
+        block.forward = _noted(region, block, library, notes)
     try:
         yield
     finally:
@@ -294,8 +333,9 @@ def _under(
             vars(block).pop("forward", None)
 
 
-def _noted(region: CheckpointedRegion, block: nn.Module, notes: list[str] | None) -> Callable[..., Any]:
-    run = wrapped(region, block, block.forward, preserve_rng_state=False, seen=None if notes is None else notes.append)
+def _noted(region: CheckpointedRegion, block: nn.Module, library: str, notes: list[str] | None) -> Callable[..., Any]:
+    seen = None if notes is None else notes.append
+    run = wrapped(region, block, block.forward, library=library, preserve_rng_state=False, seen=seen)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if notes is not None:

@@ -3,6 +3,7 @@
     {"format": "magis checkpoint policy", "version": 1, "planned_bytes": ..., "regions": [
         {"path": "layers.0", "saved": [["aten.addmm.default", 0], ...]}, ...]}
 
+A plan for `torch_remat` is of version 2 and has `"library": "torch_remat"`; its regions name `"modules"` to save.
 Reading a file runs no code, and what it names can only be saved or recomputed: numbers do not depend on it.
 """
 
@@ -28,11 +29,16 @@ from torch.utils.checkpoint import (
 )
 
 from magis.errors import UsageError
+from magis.frontends.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
 from magis.report import write_text_atomically
 from magis.units import format_bytes
 
 __all__ = ["RegionPolicies"]
+
+TORCH, REMAT = "torch", "torch_remat"
+LIBRARIES = (TORCH, REMAT)
+"""What may run a policy; a file's version is the place in this tuple, from 1."""
 
 # One checkpointed block: which of its operators' results are saved, told to torch while the block runs.
 
@@ -48,6 +54,8 @@ class CheckpointedRegion:
     """Of the module (`get_submodule`)."""
     saved: frozenset[tuple[str, int]] = frozenset()
     """Operators by name ("aten.mm.default") and how many of that name ran in the block before."""
+    modules: frozenset[str] = frozenset()
+    """With torch_remat: paths, below the block, of sub-modules whose calls are saved whole; ``saved`` is then empty."""
 
 
 def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = None) -> tuple[Any, Any]:
@@ -116,10 +124,21 @@ def wrapped(
     block: nn.Module,
     forward: Callable[..., Any],
     *,
+    library: str = TORCH,
     preserve_rng_state: bool = True,
     seen: Seen | None = None,
 ) -> Callable[..., Any]:
     """A block's forward under checkpointing; plain where no gradient is wanted."""
+    if library == REMAT:
+        return by_remat(
+            region.path,
+            region.modules,
+            block,
+            forward,
+            _Sparing,
+            preserve_rng_state=preserve_rng_state,
+            seen=seen,
+        )
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -136,7 +155,7 @@ def wrapped(
     return run
 
 
-FORMAT, VERSION = "magis checkpoint policy", 1
+FORMAT = "magis checkpoint policy"
 AGAIN = "plan and save it again"
 
 
@@ -150,9 +169,14 @@ class RegionPolicies:
     planned_bytes: int
     latency_ratio: float
     """Predicted, by operators' times: planned / original."""
+    library: str = TORCH
+    """What runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
 
     def context_fn(self, path: str, block: nn.Module) -> Callable[[], tuple[Any, Any]]:
-        """For `checkpoint(block, ..., use_reentrant=False, context_fn=...)`. UsageError for a block without region."""
+        """For `checkpoint(block, ..., use_reentrant=False, context_fn=...)`. UsageError for a block without region, and
+        for a policy that torch_remat runs."""
+        if self.library != TORCH:
+            raise UsageError(f"a policy for {self.library} has no context_fn", hint="use apply()")
         for region in self.regions:
             if region.path == path:
                 return lambda: contexts(region, block)
@@ -166,7 +190,7 @@ class RegionPolicies:
             if "forward" in vars(block):
                 raise UsageError(f"{region.path} has a forward of its own already", hint="remove() the policy first")
         for region, block in blocks:
-            block.forward = wrapped(region, block, block.forward)
+            block.forward = wrapped(region, block, block.forward, library=self.library)
         return Applied(tuple(block for _, block in blocks))
 
     @contextmanager
@@ -180,14 +204,19 @@ class RegionPolicies:
 
     def save(self, path: Path | str) -> None:
         """Write the policy as JSON, in one step."""
+        remat = self.library == REMAT
         data = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": 1 + LIBRARIES.index(self.library),
+            **({"library": REMAT} if remat else {}),
             "original_bytes": self.original_bytes,
             "planned_bytes": self.planned_bytes,
             "latency_ratio": self.latency_ratio,
             "regions": [
-                {"path": region.path, "saved": [list(each) for each in sorted(region.saved)]} for region in self.regions
+                {"path": region.path, "modules": sorted(region.modules)}
+                if remat
+                else {"path": region.path, "saved": [list(each) for each in sorted(region.saved)]}
+                for region in self.regions
             ],
         }
         write_text_atomically(Path(path), json.dumps(data, indent=1) + "\n")
@@ -203,17 +232,20 @@ class RegionPolicies:
             raise UsageError(f"the policy {path} is no JSON text: {error}", hint=AGAIN) from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UsageError(f"{path} holds no {FORMAT}", hint=AGAIN)
-        if data.get("version") != VERSION:
-            raise UsageError(f"{path} is of version {data.get('version')!r}, not {VERSION}", hint=AGAIN)
+        library = data.get("library", TORCH)
+        expected = 1 + LIBRARIES.index(library) if library in LIBRARIES else 1
+        if data.get("version") != expected:
+            raise UsageError(f"{path} is of version {data.get('version')!r}, not {expected}", hint=AGAIN)
         try:
             return _parsed(data)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"the policy {path} is corrupt: {type(error).__name__} {error}", hint=AGAIN) from None
 
     def __str__(self) -> str:
-        saved = sum(len(region.saved) for region in self.regions)
+        saved = sum(len(region.saved) + len(region.modules) for region in self.regions)
+        what = "operators" if self.library == TORCH else "sub-modules"
         return (
-            f"{len(self.regions)} blocks recomputed but for {saved} operators: peak {format_bytes(self.planned_bytes)},"
+            f"{len(self.regions)} blocks recomputed but for {saved} {what}: peak {format_bytes(self.planned_bytes)},"
             f" plain {format_bytes(self.original_bytes)}"
             f" (ratio {self.planned_bytes / max(1, self.original_bytes):.3f}), latency {self.latency_ratio:.3f} times"
         )
@@ -243,15 +275,20 @@ def _block(module: nn.Module, path: str) -> nn.Module:
 def _parsed(data: dict[str, Any]) -> RegionPolicies:
     """Of JSON; KeyError, TypeError or ValueError for what is none."""
     regions = []
+    library = data.get("library", TORCH)
+    if library not in LIBRARIES:
+        raise ValueError(f"library {str(library)[:40]!r}")
     for each in data["regions"]:
-        saved = [(_text(name), _count(number)) for name, number in each["saved"]]
-        regions.append(CheckpointedRegion(_text(each["path"]), frozenset(saved)))
+        saved = [(_text(name), _count(number)) for name, number in each["saved"]] if library == TORCH else []
+        modules = [_text(name) for name in each["modules"]] if library == REMAT else []
+        regions.append(CheckpointedRegion(_text(each["path"]), frozenset(saved), frozenset(modules)))
     if len({region.path for region in regions}) != len(regions):
         raise ValueError("a block is named twice")
     ratio = data["latency_ratio"]
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1e9:
         raise ValueError(f"latency_ratio {ratio!r}")
-    return RegionPolicies(tuple(regions), _count(data["original_bytes"]), _count(data["planned_bytes"]), float(ratio))
+    original, planned = _count(data["original_bytes"]), _count(data["planned_bytes"])
+    return RegionPolicies(tuple(regions), original, planned, float(ratio), library)
 
 
 def _text(value: object) -> str:

@@ -160,22 +160,22 @@ def needed_nodes(wanted: Iterable[fx.Node], kept: Iterable[fx.Node]) -> Iterator
         if node in known:
             continue
         known.add(node)
-        if node.op == "placeholder" or _draws(node):
+        if node.op == "placeholder" or draws(node):
             yield node
         else:
             stack.extend(node.all_input_nodes)
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
     """Whether a node, or what it takes one result of, gives other numbers when it runs again."""
     made = node.args[0] if node.target is operator.getitem else node
     target = made.target if isinstance(made, fx.Node) else None
     if not isinstance(target, OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags or target in _SEEDS
+    return torch.Tag.nondeterministic_seeded in target.tags or target in SEEDS
 
 
-_SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default)
+SEEDS = (torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default)
 """Inductor's own draws; what it makes of a seed is the same each time."""
 
 
