@@ -14,7 +14,7 @@ from magis.errors import UsageError
 from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
-from magis.strategies.distributed_names import PLANNED
+from magis.strategies.strategy_names import PLANNED
 from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy, by_name
 from pytest_magis.verdict import Verdict

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, group_of, is_distributed
+from magis.strategies.distributed_names import DISTRIBUTED, PLANNED, group_of, is_distributed
 
 __all__ = [
     "BLOCK",
@@ -17,6 +17,7 @@ __all__ = [
     "LIMITS_OF",
     "LISTED",
     "ORIGINAL",
+    "PLANNED",
     "PLANNED_CODE",
     "PLANS",
     "RESERVED",
