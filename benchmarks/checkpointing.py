@@ -16,7 +16,7 @@ import copy
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from lib.program import arguments, head, printed
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the plugin does; before torch is loaded
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import magis
 from magis.capture import Workload
@@ -54,8 +54,15 @@ class Loop:
             return self.held + window_peak(self.step).peak_bytes
 
 
-def loop(work: Workload, stack: ExitStack, blocks: tuple[str, ...] = (), *, early: bool = False) -> Loop:
-    """A plain training loop on a copy of the module, warmed up."""
+def loop(
+    work: Workload,
+    stack: ExitStack,
+    blocks: tuple[str, ...] = (),
+    *,
+    early: bool = False,
+    compiled: Callable[[Callable[[], Tensor]], Callable[[], Tensor]] | None = None,
+) -> Loop:
+    """A plain training loop on a copy of the module, warmed up; its forward and loss as `compiled` returns them."""
     module = copy.deepcopy(work.module)
     stack.enter_context(checkpointed(module, blocks))
     named = trained(module)
@@ -65,8 +72,14 @@ def loop(work: Workload, stack: ExitStack, blocks: tuple[str, ...] = (), *, earl
         for parameter, optimizer in zip(named.values(), optimizers, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(_updated, optimizer))
 
+    def forward() -> Tensor:
+        loss: Tensor = work.loss_fn(module(*work.inputs), *work.targets)
+        return loss
+
+    call = forward if compiled is None else compiled(forward)
+
     def step() -> None:
-        work.loss_fn(module(*work.inputs), *work.targets).backward()
+        call().backward()
         if not early:
             for optimizer in optimizers:
                 optimizer.step()
@@ -97,6 +110,17 @@ def planned(work: Workload, limit: int) -> Loop:
     return Loop(call, _held(module, work, [optimizer]))
 
 
+def medians(loops: Sequence[Loop], rounds: int) -> list[float]:
+    """Seconds of a step of each loop, the median of so many; the loops take turns."""
+    taken: list[list[float]] = [[] for _ in loops]
+    for _ in range(rounds):
+        for each, times in zip(loops, taken, strict=True):
+            started = time.perf_counter()
+            each.step()
+            times.append(time.perf_counter() - started)
+    return [statistics.median(times) for times in taken]
+
+
 def rows(name: str, *, preset: str, rounds: int, shares: list[float]) -> Iterator[str]:
     """The lines of a network; the shares by which magis is faster are noted."""
     work = get(name).build(preset, 0)
@@ -113,13 +137,7 @@ def rows(name: str, *, preset: str, rounds: int, shares: list[float]) -> Iterato
                 ours = planned(work, rival.peak)
                 loops += [rival, ours]
                 peaks += [rival.peak, ours.peak]
-        taken: list[list[float]] = [[] for _ in loops]
-        for _ in range(rounds):
-            for each, times in zip(loops, taken, strict=True):
-                started = time.perf_counter()
-                each.step()
-                times.append(time.perf_counter() - started)
-        times_of = [statistics.median(times) for times in taken]
+        times_of = medians(loops, rounds)
         for number, what in enumerate(names):
             theirs, ours_at = 1 + 2 * number, 2 + 2 * number
             less = 1 - times_of[ours_at] / times_of[theirs]
