@@ -164,7 +164,7 @@ def planned(
 
 def _planned_together(
     capture: Callable[[], tuple[Subject, Reads]],
-    compare: Callable[[tuple[Subject, Reads]], Seen],
+    compare: Callable[[tuple[Subject, Reads]], ComparedStep],
     world: World,
     graph: Graph | None,
     expected: str,
@@ -174,7 +174,7 @@ def _planned_together(
     captured = all_or_none("step", capture, world)
     plans: list[Planned] = []
 
-    def plan_of(step: Seen) -> Planned:
+    def plan_of(step: ComparedStep) -> Planned:
         plans.append(step.plan(graph, expected))
         return plans[0]
 
@@ -184,7 +184,7 @@ def _planned_together(
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class ComparedStep:
     """A step as it was captured, and all of it that a plan goes by."""
 
     subject: Subject
@@ -268,8 +268,13 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     """The step, and what its forward reads. CaptureError where it is no single static graph."""
     subject = look()
     reads = _observed(subject, cast)
-    if subject.captured.drawn and not alone:
-        raise UsageError("the forward draws on the host, where ranks that share a module may draw differently")
+    step = subject.captured
+    of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
+    if not alone and (step.drawn or step.expects or of_batch):
+        raise UsageError(
+            "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
+            hint="leave that out of the model, or train it without magis.optimize",
+        )
     if reads.stale:
         warnings.warn(f"{reads.stale[0]} {STALE}", stacklevel=2)
     return subject, reads
@@ -285,7 +290,7 @@ def compared_step(
     limits: Limits,
     update: str,
     optimizer: Optimizer | None,
-) -> Seen:
+) -> ComparedStep:
     """The same, once it was compared with eager's. CaptureError where that is another one."""
     subject, reads = captured
     _ = subject.conformance
@@ -298,7 +303,7 @@ def compared_step(
             check_outlines(found.graph, look().captured.graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
     digest = outline(found.graph) if found.drawn else subject.digest
-    return Seen(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
+    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:

@@ -15,24 +15,24 @@ from magis.strategies.rank_step import World
 T = TypeVar("T")
 
 
-class Step(Protocol):
+class Digested(Protocol):
     """A captured step."""
 
     @property
     def digest(self) -> str: ...
 
 
-class Planned(Protocol):
+class OfGraph(Protocol):
     """A plan of it."""
 
     @property
     def graph(self) -> Graph: ...
 
 
-S = TypeVar("S", bound=Step)
+S = TypeVar("S", bound=Digested)
 
 
-def agreed(subject: Callable[[], S], planned: Callable[[S], Planned], world: World, *, group: int) -> Graph:
+def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: World, *, group: int) -> Graph:
     """The plan of the first rank that has this rank's step, which all ranks with that step run.
 
     Groups of so many ranks, one behind the other, are replicas of each other. Raises MagisError, with the same line on

@@ -18,7 +18,6 @@ from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.lower_bound import LowerBound, floor, with_behind
 from magis.graph import Graph, digest, verify
-from magis.ops.collectives import is_message
 from magis.planner.conformance import MOST_BYTES, conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
 from magis.planner.shared_searches import Sharing
@@ -72,7 +71,7 @@ class Subject(TracedModel):
         another one."""
         if self.traced.optimizer.kind == "none":  # torch's fused layers step aside where anybody watches
             return "not checked: inference"
-        if not (self.runs or self.sends or self._asked.of_user):
+        if not (self.runs or self.captured.sends or self._asked.of_user):
             return "not checked: built in, and simulated"
         if self.too_slow:
             return f"not checked: {self.too_slow}"
@@ -342,13 +341,8 @@ class Subject(TracedModel):
     @cached_property
     def runs(self) -> bool:
         """Whether cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
-        alone = not self.simulated_only and not self.sends
-        return alone and self.predicted_bytes <= self.free_bytes and not self.too_slow
-
-    @cached_property
-    def sends(self) -> bool:
-        """Whether the step has messages to other ranks, which would have to run it, too."""
-        return any(is_message(op.target) for op in self.captured.graph.ops)
+        here = not (self.simulated_only or self.captured.sends)
+        return here and self.predicted_bytes <= self.free_bytes and not self.too_slow
 
     @cached_property
     def too_slow(self) -> str:
@@ -361,7 +355,7 @@ class Subject(TracedModel):
     @cached_property
     def may_run(self) -> bool:
         """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
-        if self.runs or self.simulated_only or self.sends or self.too_slow:
+        if self.runs or self.simulated_only or self.captured.sends or self.too_slow:
             return self.runs
         return self.floor_at(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 

@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import magis
+from magis.ops.collectives import is_collective
+from magis.runtime.measure import collector_spared, window_peak
 
 RANKS, WORDS, WIDTH = 2, 57, 33
 
@@ -154,6 +156,23 @@ def planned(kind: str, rank: int) -> list[Any]:
     return numbers(model, [step(x, t).item() for x, t in batches(rank, 3)])
 
 
+def peak(kind: str, rank: int) -> list[int]:
+    """Bytes of a step with all that stays, as measured and as planned; and of the largest message, of which gloo holds
+    copies for a while."""
+    model, _ = made(kind)
+    x, t = next(batches(rank, 1))
+    step = magis.optimize(model, loss_of, None, (x, t), memory_ratio=0.8, budget=300)
+    step(x, t)
+    model.zero_grad(set_to_none=True)
+    with collector_spared():
+        window = window_peak(lambda: step(x, t))
+    held = {getattr(each, "_local_tensor", each).untyped_storage() for each in model.parameters()}
+    stays = sum(tensor.nbytes for tensor in (*model.buffers(), x, t)) + sum(memory.nbytes() for memory in held)
+    graph = step._entries[-1].plan.graph
+    sent = [graph.values[op.made()[0]].nbytes for op in graph.ops if is_collective(op.target)]
+    return [window.peak_bytes + stays, step.report().planned_bytes, max(sent)]
+
+
 def clipped(rank: int, *, plan: bool) -> list[Any]:
     """Gradients of two batches, clipped together."""
     model, optimizer = made("fully_shard")
@@ -203,6 +222,11 @@ def refusals(rank: int) -> dict[str, str]:
             param._sharded_param_data = param._sharded_param_data.clone()
         return step(*first)
 
+    def branching() -> object:
+        model = sharded(Net())
+        model.register_forward_pre_hook(lambda _module, given: given if (given[0] > 3).any() else (given[0] + 1,))
+        return optimized(model)
+
     norms = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     return {
         "tensor parallel": line(divided),
@@ -210,6 +234,7 @@ def refusals(rank: int) -> dict[str, str]:
         "other batch": line(lambda: optimized(sharded(Net()), next(batches(rank, 1, samples=6 + rank)))),
         "no plan": line(lambda: optimized(sharded(Net()), memory_limit="1 KiB")),
         "moved": line(moved),
+        "branch": line(branching),
     }
 
 
@@ -220,6 +245,7 @@ def run(rank: int, at: str, port: int) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     found: dict[str, Any] = {kind: [plainly(kind, rank), planned(kind, rank)] for kind in KINDS}
     found["clipped"] = [clipped(rank, plan=False), clipped(rank, plan=True)]
+    found["peaks"] = [peak(kind, rank) for kind in KINDS]
     found["refusals"] = refusals(rank)
     (Path(at) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
