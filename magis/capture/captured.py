@@ -54,6 +54,7 @@ from magis.errors import CaptureError
 from magis.graph import Graph
 from magis.ops import optimizers
 from magis.ops.averages import averages_named
+from magis.ops.collectives import is_message
 from magis.ops.eager_only import products_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.held_tensors import find
@@ -107,6 +108,11 @@ class Captured:
     def expects(self) -> bool:
         """Whether branches on data are expected to go as they did when the step was captured."""
         return self.heard is not None and self.heard.expects
+
+    @property
+    def sends(self) -> bool:
+        """Whether the step has messages to other ranks, which would have to run it, too."""
+        return any(is_message(op.target) for op in self.graph.ops)
 
     @property
     def original(self) -> Captured:

@@ -22,7 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+COUNTERS = (RemovableHandle,)
+"""Classes of torch that count what they make."""
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 LEAVES = (Tensor, Optimizer, logging.Logger, types.ModuleType, torch.Generator)
 CONTAINERS = (dict, list, set, deque)
@@ -206,7 +209,8 @@ class Snapshot:
 
     def _class(self, item: type) -> None:
         for base in item.__mro__:
-            if base.__module__ in ("builtins", "abc", "typing") or (base is not item and id(base) in self._known):
+            known = base is not item and id(base) in self._known
+            if known or base in COUNTERS or base.__module__ in ("builtins", "abc", "typing"):
                 continue
             self._known[id(base)] = base
             names = self._reads.names

@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture import OptimizerSpec
-from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart, with_rates
-from magis.capture.python_state import advance
-from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import as_batch
 from magis.errors import UsageError
-from magis.frontends.branching import Draw, Undo, contents_kept, draw_of, outline, undo_of
-from magis.frontends.optimizer_state import (
-    MemoryGuard,
-    OptimizerState,
-    adopted,
-    check_hooks,
-    check_mode,
-    check_optimizer,
-    device_of,
-    trained_parameters,
-)
-from magis.frontends.planned import (
-    AUTOCAST,
-    Limits,
-    Planned,
-    PlanReport,
-    limits_of,
-    planned,
-    read_plan,
-    subject_now,
-    write_plan,
-)
-from magis.ops.generators import held_generators
-from magis.ops.optimizers import scalars
+from magis.frontends.optimized_step import OptimizedStep
+from magis.frontends.optimizer_state import device_of
+from magis.frontends.planned import AUTOCAST, limits_of
 from magis.results import Case
-from magis.runtime.steps import GraphStep
 
 __all__ = ["OptimizedStep", "optimize"]
 
-KEPT = 4
-"""Plans for batches of different kinds, and modules in different states, that are kept."""
 _SHARE = "use a share above 0 and at most 1, or a latency of at least 1"
 HINTS = {"memory_ratio": _SHARE, "latency_ratio": _SHARE, "budget": "use a whole number above 0"}
-DRAWS = "its forward draws on the host which parameters it uses"
-VARIANTS = 64
-"""Plans for different draws of one step that are kept."""
-RESTLESS = 2
-"""Changes of an optimizer's numbers (not its learning rates) that are planned for; then it runs by itself."""
 
 
 def optimize(
@@ -92,6 +58,10 @@ def optimize(
     `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `slack` is by how
     much swaps may be slower than predicted before the step waits for them, `plan` is a file of `OptimizedStep.save`.
 
+    A model under `fully_shard` or `DistributedDataParallel` is planned with its messages: every rank calls this, with
+    batches of one kind, one rank searches and all run its plan. Gradients come to where these put them, and the
+    optimizer runs by itself.
+
     Raises UsageError for arguments that cannot be and limits that no plan is found for, CaptureError, naming module
     and line, for a step that is no single static graph.
     """
@@ -104,309 +74,19 @@ def optimize(
     if autocast not in AUTOCAST:
         raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
     where = device_of(model, device)
-    step = OptimizedStep(model, loss_fn, optimizer, limits, where, autocast)
+    step = _shared_step(model, loss_fn, optimizer, limits, where, autocast)
+    if step is None:
+        step = OptimizedStep(model, loss_fn, optimizer, limits, where, autocast)
     step.prepare(as_batch(example_batch), plan)
     return step
 
 
-class OptimizedStep:
-    """A training step that `magis.optimize` made. Calling it runs the step on a batch and returns the loss."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Tensor] | None,
-        optimizer: Optimizer | None,
-        limits: Limits,
-        device: str,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.model = model
-        self._whole, self._loss_fn = with_loss(model, loss_fn)
-        self._optimizer = optimizer
-        self._limits = limits
-        self._device = device
-        self._autocast = autocast
-        self._memory = MemoryGuard(self._whole)
-        self._fingerprint: tuple[Any, ...] = ()
-        self._restless = 0
-        self._apart = ""
-        self._choice = _Choice("left to the caller", None)
-        self._entries: list[_Entry] = []
-        self._plans: OrderedDict[str, Planned] = OrderedDict()
-
-    def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
-        """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
-        given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
-        entry, draw = self.prepare(given), None
-        if entry.plan.drawn:
-            entry, draw = self._drawn(given, entry)
-        if entry.bound is None:
-            entry.bound = self._bind(given, entry)
-        return entry.bound.run(given, draw)
-
-    def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Entry:
-        """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
-        check_mode(self._device)
-        self._look_at_optimizer()
-        self._look_at_memory()
-        found = self._find(batch)
-        if found is None:  # the module has changed, or the optimizer's state: what of it can be part of the step?
-            self._choice, self._memory = self._choose(), MemoryGuard(self._whole)
-            found = self._find(batch) or self._made(batch, plan)
-        self._entries = [*(entry for entry in self._entries if entry is not found), found][-KEPT:]
-        return found
-
-    def report(self) -> PlanReport:
-        """What the step that ran last was planned to need."""
-        return self._entries[-1].plan.report
-
-    def save(self, path: Path | str) -> None:
-        """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
-        write_plan(Path(path), self._entries[-1].plan)
-
-    def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
-        """The plan for what this step draws, and what that is."""
-        rule = entry.plan.rule
-        with contents_kept(self._whole, self._loss_fn):
-            captured = subject_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast).captured
-        name = outline(captured.graph)
-        found = entry.variants.pop(name, None)
-        if found is not None and found.bound is not None and not found.bound.is_current(self._choice):
-            found.bound = None
-        entry.variants[name] = found = found or self._made(batch, None)
-        while len(entry.variants) > VARIANTS:
-            del entry.variants[next(iter(entry.variants))]
-        entry.plan = replace(found.plan, guards=entry.plan.guards)
-        return found, draw_of(captured, self._device)
-
-    def _unbind(self) -> None:
-        for entry in self._entries:
-            for one in (entry, *entry.variants.values()):
-                one.bound = None
-
-    # -- what plans rest on -------------------------------------------------------------------------------------
-
-    def _key(self, batch: Batch) -> Any:
-        return batch.key(self._memory.storages), self._memory.overlaps
-
-    def _find(self, batch: Batch) -> _Entry | None:
-        key, rule = self._key(batch), self._choice.rule
-        for entry in reversed(self._entries):
-            if entry.key == key and entry.choice.rule == rule and entry.plan.guards.hold(batch):
-                if entry.bound is None or entry.bound.is_current(self._choice):
-                    return entry
-                entry.bound = None
-                self._choice = self._choose()
-                return entry if self._choice.rule == rule else None
+def _shared_step(model: nn.Module, *further: Any) -> OptimizedStep | None:
+    """The step of a model that ranks share; None for any other one."""
+    if not (dist.is_available() and dist.is_initialized()):
         return None
+    from magis.frontends.shared_step import SharedStep
+    from magis.strategies.plain_twins import shared_module
 
-    def _look_at_memory(self) -> None:
-        if not self._memory.holds():
-            self._memory = MemoryGuard(self._whole)
-            self._unbind()
-
-    def _look_at_optimizer(self) -> None:
-        """Choose again where the optimizer is not what it was; one whose numbers always change runs by itself."""
-        if self._optimizer is None:
-            return
-        now = fingerprint(self._optimizer)
-        if now == self._fingerprint:
-            return
-        before, self._fingerprint = self._choice, now
-        self._choice = self._choose()
-        if before.update is not None and self._choice.update is not None and before.rule != self._choice.rule:
-            self._restless += 1
-            self._choice = self._choose()
-
-    def _choose(self) -> _Choice:
-        if self._optimizer is None:
-            return _Choice("left to the caller", None)
-        trained = trained_parameters(self._whole)
-        check_optimizer(self._optimizer, trained)
-        why = why_apart(self._optimizer, trained) or self._apart
-        if not why and self._restless > RESTLESS:
-            why = "its numbers change from step to step"
-        if why:
-            return _Choice(f"by the optimizer itself, after the step: {why}", None)
-        return _Choice("part of the step", update_of(self._optimizer, trained))
-
-    def _made(self, batch: Batch, plan: Path | str | None) -> _Entry:
-        module = with_keywords(self._whole, batch)
-        trained = trained_parameters(module)
-        check_hooks(trained)
-        choice, rule = self._choice, OptimizerSpec("gradients")
-        if self._optimizer is not None and choice.update is not None:
-            rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
-        graph, expected = (None, "") if plan is None else read_plan(Path(plan))
-        with contents_kept(self._whole, self._loss_fn):
-            found = planned(
-                self._whole, self._loss_fn, batch, rule, self._limits,
-                device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
-                known=self._plans, optimizer=None if choice.update is not None else self._optimizer,
-            )  # fmt: skip
-        if found is None:
-            self._apart = DRAWS
-            self._choice = self._choose()
-            return self._made(batch, plan)
-        self._plans[found.digest] = found
-        self._plans.move_to_end(found.digest)
-        while len(self._plans) > KEPT:
-            self._plans.popitem(last=False)
-        return _Entry(self._key(batch), choice, found)
-
-    def _bind(self, batch: Batch, entry: _Entry) -> _Bound:
-        module = with_keywords(self._whole, batch)
-        state, found = None, entry.plan
-        if self._optimizer is not None and self._choice.update is not None:
-            # as torch's own: a parameter without a gradient has no state, and its counter stands still
-            named = {name: p for name, p in module.named_parameters() if name in found.graded}
-            state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
-        step = GraphStep(
-            found.graph, module, batch.inputs, batch.targets, found.rule,
-            device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
-            cached=found.cached,
-        )  # fmt: skip
-        self._look_at_memory()  # weights that are used together may have been moved together
-        undo = undo_of(found.graph, step, self._device)
-        return _Bound(found, step, module, state, self._optimizer, self._loss_fn, self._eager, undo)
-
-    def _eager(self, batch: Batch) -> Tensor:
-        """Forward, loss and backward as the loop's own."""
-        loss_fn = own_loss if self._loss_fn is None else self._loss_fn
-        with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
-            loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
-        loss.backward()
-        return loss.detach()
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """Where the weight update happens, in words; and the update, if that is in the step."""
-
-    words: str
-    update: Update | None
-
-    @property
-    def rule(self) -> OptimizerSpec | None:
-        return None if self.update is None else self.update.frozen_in
-
-
-@dataclass(eq=False)
-class _Entry:
-    """A plan, the kind of batch that it is for, and what runs it on the present tensors, once that has been made."""
-
-    key: Any
-    choice: _Choice
-    plan: Planned
-    bound: _Bound | None = None
-    variants: dict[str, _Entry] = field(default_factory=dict)
-    """By the outlines of their graphs, where forwards draw on the host."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Bound:
-    """A plan on the tensors of a module and an optimizer."""
-
-    plan: Planned
-    step: GraphStep
-    module: nn.Module
-    state: OptimizerState | None
-    optimizer: Optimizer | None
-    loss_fn: Callable[..., Tensor] | None
-    eager: Callable[[Batch], Tensor]
-    undo: Undo | None
-
-    def is_current(self, choice: _Choice) -> bool:
-        known = self.step.generators
-        if known and known != held_generators(self.module, self.loss_fn):  # there are few steps that have some
-            return False
-        homes = None if choice.update is None else choice.update.homes
-        return self.state is None or (self.state.update.homes == homes and self.state.is_current())
-
-    def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
-        self.step.prepare()
-        if self.undo is None:  # eager may not make them where a branch goes another way
-            self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
-        self.step.feed(batch.by_name)
-        if draw is not None:
-            self.step.feed(draw.constants)
-        planned = partial(self._planned, draw)
-        return planned() if self.undo is None else self.undo.attempt(planned, partial(self._eagerly, batch))
-
-    def _planned(self, draw: Draw | None) -> Tensor:
-        loss = self._gradients() if self.state is None else self._updated(self.state)
-        if draw is not None and draw.after is not None:
-            draw.after.restore()
-        return loss
-
-    def _leave_behind(self, results: Sequence[Tensor]) -> None:
-        """What a forward changes in Python: before the optimizer goes, whose hooks may look at it."""
-        self._leave(dict(zip(self.plan.results, results[1:], strict=False)))
-        advance({"model": self.module, "loss": self.loss_fn}, self.plan.counted)
-
-    def _leave(self, results: Mapping[str, Tensor | None]) -> None:
-        """Tensors where the forward leaves them: in attributes of modules."""
-        for path, tensor in results.items():
-            attributes, name = self._place(path)
-            attributes[name] = tensor
-
-    def _place(self, path: str) -> tuple[dict[str, Any], str]:
-        holder, _, name = path.rpartition(".")
-        return vars(self.module.get_submodule(holder)), name
-
-    def _eagerly(self, batch: Batch) -> Tensor:
-        """The step without a plan."""
-        self.step.prepare()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss = self.eager(batch)
-        for path in self.plan.results:  # as planned steps leave them, without eager's graph
-            attributes, name = self._place(path)
-            left = attributes.get(name)
-            attributes[name] = left.detach() if isinstance(left, Tensor) else left
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def _updated(self, state: OptimizerState) -> Tensor:
-        optimizer = state.optimizer
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        rule = with_rates(state.update, optimizer)
-        with state.step_to_come() as number:
-            loss = self.step.run_with(scalars(rule, number))
-        self.step.finish()
-        self._leave_behind(self.step.results())
-        self.step.prepare()
-        _mark_stepped(optimizer)
-        return loss
-
-    def _gradients(self) -> Tensor:
-        """Gradients to where autograd puts them; then the optimizer's own step, if there is one."""
-        parameters = dict(self.module.named_parameters())
-        gradient: Tensor | None = None
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss = self.step.run_with(scalars(self.plan.rule, 1))
-        self.step.finish()
-        found = self.step.results()
-        gradients = found[len(found) - len(self.plan.graded) :]
-        self._leave_behind(found)
-        self.step.prepare()
-        for name, gradient in zip(self.plan.graded, gradients, strict=True):
-            parameter = parameters[name]
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if self.optimizer is not None:
-            del found, gradients, gradient
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss
-
-
-def _mark_stepped(optimizer: Optimizer) -> None:
-    """Learning-rate schedulers warn unless the optimizer went first; the step was its step."""
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 (torch has no other way)
+    shared = shared_module(model)
+    return None if shared is None else SharedStep(model, shared, *further)

@@ -1,14 +1,12 @@
-"""From a module, an example batch and a limit to a plan, and the plan as a file: the inside of `magis.optimize`."""
+"""From a module, an example batch and a limit to a plan: the inside of `magis.optimize`."""
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,66 +16,27 @@ from torch.optim import Optimizer
 
 from magis.capture import OptimizerSpec, Workload
 from magis.capture.eager_run import Heard
-from magis.capture.optimizer_rule import step_apart
 from magis.capture.python_state import deep_copy
 from magis.capture.refusals import BranchError
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
-from magis.errors import MagisError, UsageError
+from magis.errors import UsageError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
+from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
-from magis.graph import Graph, Value, dump, parse, verify
+from magis.frontends.plan_files import check_fits
+from magis.graph import Graph
 from magis.ops.call import undone
 from magis.ops.generators import generators_kept, seed_all
-from magis.planner.kept_plans import foreign_operator
+from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.planning import plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.report import write_text_atomically
 from magis.results import Case
-from magis.simulate.simulator import replay, rounded
+from magis.strategies.rank_step import World
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
-
-
-@dataclass(frozen=True)
-class Behind:
-    """What an optimizer that runs by itself behind a step adds: its state, and the peak of its own step with all that
-    stays and every gradient."""
-
-    state_bytes: int = 0
-    step_bytes: int = 0
-    note: str = ""
-
-    def peak(self, of_step: int) -> int:
-        """The peak of both, one after the other."""
-        return max(of_step + self.state_bytes, self.step_bytes)
-
-
-def behind_step(subject: Subject, optimizer: Optimizer | None, own: Mapping[str, nn.Parameter]) -> Behind:
-    """What an optimizer adds to a step that stops at gradients; `own` are the module's parameters by name."""
-    if optimizer is None:
-        return Behind()
-    captured = subject.captured
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    graded = {name: own[name] for name in captured.graded if id(own[name]) in mine}
-    apart = step_apart(optimizer, graded, subject.kind)
-    if apart is None:
-        return Behind(note="; what its state and its step need is not counted")
-    costs = subject.costs(subject.workspaces(apart.graph, runs=False))
-    profile = replay(apart.graph, costs.workspace, deaths=apart.deaths, rounding=costs.rounding)
-    trained = {f"parameter:{name}" for name in graded}
-    stays = {s.id: s.nbytes for s in captured.graph.storages.values() if s.persistent}
-    for value in captured.graph.inputs:
-        if captured.graph.values[value].name in trained:
-            stays.pop(captured.graph.values[value].storage, None)
-    left = [each.nbytes for name, each in own.items() if name in captured.graded and name not in graded]  # gradients
-    loss = captured.graph.values[captured.graph.outputs[0]].nbytes
-    beside = sum(rounded(nbytes, costs.rounding) for nbytes in (*stays.values(), *left, loss))
-    state = sum(rounded(nbytes, costs.rounding) for nbytes in apart.state_bytes)
-    return Behind(state, profile.peak_bytes + beside)
-
 
 OTHER = 20261123
 """Seeds the generators for another draw, to see what drawing changes."""
@@ -179,79 +138,172 @@ def planned(
     graph: Graph | None = None,
     expected: str = "",
     known: Mapping[str, Planned] | None = None,
+    world: World | None = None,
 ) -> Planned | None:
     """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
 
     `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
-    digest: one of the same graph holds again. None where the forward draws on the host and the update is part of the
-    step, which parameters of layers that are left out would miss.
+    digest: one of the same graph holds again. Ranks of a `world` agree on one plan. None where the forward draws on
+    the host and the update is part of the step, which parameters of layers that are left out would miss.
     Raises CaptureError for a step that is no single static graph, UsageError for a limit that no plan is found for.
     """
-    subject = subject_now(module, loss_fn, batch, rule, device, autocast, limits.slack)
+    look = partial(subject_now, module, loss_fn, batch, rule, device, autocast, limits.slack)
     cast = None if autocast is None else str(autocast).removeprefix("torch.")
+    capture = partial(captured_step, look, cast, alone=world is None)
+    compare = partial(compared_step, look, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
+    if world is not None:
+        return _planned_together(capture, compare, world, graph, expected)
+    seen = compare(capture())
+    if seen.drawn and rule.kind != "gradients":
+        return None
+    same = (known or {}).get(seen.digest)
+    if same is not None:
+        return seen.planned(same.graph, replace(same.report, update=seen.update))
+    return seen.plan(graph, expected)
+
+
+def _planned_together(
+    capture: Callable[[], tuple[Subject, Reads]],
+    compare: Callable[[tuple[Subject, Reads]], ComparedStep],
+    world: World,
+    graph: Graph | None,
+    expected: str,
+) -> Planned:
+    """The plan that all ranks run: that of the first one, or of the file that all of them read."""
+    # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
+    captured = all_or_none("step", capture, world)
+    plans: list[Planned] = []
+
+    def plan_of(step: ComparedStep) -> Planned:
+        plans.append(step.plan(graph, expected))
+        return plans[0]
+
+    seen = all_or_none("step", partial(compare, captured), world)
+    chosen = agreed(lambda: seen, plan_of, world, group=1)
+    return plans[0] if plans else seen.taken(chosen, "as the first rank found")
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedStep:
+    """A step as it was captured, and all of it that a plan goes by."""
+
+    subject: Subject
+    reads: Reads
+    guards: Guards
+    behind: Behind
+    rule: OptimizerSpec
+    limits: Limits
+    update: str
+    digest: str
+    """Of the step; of its outline, where its forward draws on the host."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its forward draws on the host."""
+        return self.subject.captured.drawn
+
+    @property
+    def original_bytes(self) -> int:
+        """Eager's peak, with that of the optimizer behind the step."""
+        return self.behind.peak(self.subject.original.peak_bytes)
+
+    def planned(self, graph: Graph, report: PlanReport) -> Planned:
+        """The plan with what it rests on."""
+        captured = self.subject.captured
+        return Planned(
+            graph, captured.graded, self.digest, self.rule, report, self.guards, captured.cached, self.reads.counted,
+            captured.results, captured.drawn,
+        )  # fmt: skip
+
+    def plan(self, graph: Graph | None, expected: str) -> Planned:
+        """The best plan found within the limits; `graph` itself, if that is of the step with the digest `expected`.
+        UsageError."""
+        if graph is None:
+            return self._searched()
+        if self.digest != expected:
+            raise UsageError(
+                "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
+            )
+        check_fits(graph, self.subject.captured.graph)
+        return self.taken(graph, "as saved")
+
+    def taken(self, graph: Graph, fission: str) -> Planned:
+        """A plan that somebody else has made."""
+        subject = self.subject
+        peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
+        ratio = latency_ratio_of(subject, subject.latency_ns(graph))
+        limit = self.limits.bytes_of(self.original_bytes)
+        return self.planned(graph, PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, 0.0))
+
+    def _searched(self) -> Planned:
+        subject, behind, limits = self.subject, self.behind, self.limits
+        original = self.original_bytes
+        limit = limits.bytes_of(original)
+        apart = behind.state_bytes + _kept_bytes(subject.captured.graph)
+        found = plan(
+            subject,
+            memory_limit=None if limit is None else max(1, limit - apart),
+            latency_limit_ns=share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph)),
+            budget=limits.budget,
+            seconds=limits.seconds,
+            seed=0,
+            stored=None,
+        )
+        peak = behind.peak(found.peak + _kept_bytes(found.graph))
+        if limit is not None and (peak > limit or not found.feasible):
+            raise UsageError(
+                f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
+                f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
+                hint="raise the limit",
+            )
+        ratio = latency_ratio_of(subject, found.latency_ns)
+        report = PlanReport(
+            original, peak, limit, ratio, found.recomputed_ops, found.swapped_bytes, found.fission, self.update,
+            found.seconds,
+        )  # fmt: skip
+        return self.planned(found.graph, report)
+
+
+def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool) -> tuple[Subject, Reads]:
+    """The step, and what its forward reads. CaptureError where it is no single static graph."""
+    subject = look()
     reads = _observed(subject, cast)
+    step = subject.captured
+    of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
+    if not alone and (step.drawn or step.expects or of_batch):
+        raise UsageError(
+            "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
+            hint="leave that out of the model, or train it without magis.optimize",
+        )
     if reads.stale:
         warnings.warn(f"{reads.stale[0]} {STALE}", stacklevel=2)
+    return subject, reads
+
+
+def compared_step(
+    look: Callable[[], Subject],
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor] | None,
+    batch: Batch,
+    captured: tuple[Subject, Reads],
+    *,
+    limits: Limits,
+    update: str,
+    optimizer: Optimizer | None,
+) -> ComparedStep:
+    """The same, once it was compared with eager's. CaptureError where that is another one."""
+    subject, reads = captured
     _ = subject.conformance
-    captured = subject.captured
-    guards = Guards(module, loss_fn, batch, reads, captured.contents)
-    if captured.drawn and rule.kind != "gradients":
-        return None
-    if captured.drawn:
+    found = subject.captured
+    guards = Guards(module, loss_fn, batch, reads, found.contents)
+    rule = subject.traced.optimizer
+    if found.drawn and rule.kind == "gradients":
         with generators_kept():
             seed_all(OTHER)
-            check_outlines(captured.graph, subject_now(module, loss_fn, batch, rule, device, autocast).captured.graph)
+            check_outlines(found.graph, look().captured.graph)
     behind = behind_step(subject, optimizer, dict(with_keywords(module, batch).named_parameters()))
-    update = f"{update}{behind.note}"
-    digest = outline(captured.graph) if captured.drawn else subject.digest
-    made = partial(
-        Planned, graded=captured.graded, digest=digest, rule=rule, guards=guards, cached=captured.cached,
-        counted=reads.counted, results=captured.results, drawn=captured.drawn,
-    )  # fmt: skip
-    same = (known or {}).get(digest)
-    if same is not None:
-        return made(graph=same.graph, report=replace(same.report, update=update))
-    if graph is not None and digest != expected:
-        raise UsageError(
-            "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
-        )
-    original = behind.peak(subject.original.peak_bytes)
-    limit = limits.bytes_of(original)
-    if graph is not None:
-        _check_fits(graph, captured.graph)
-        peak = behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
-        ratio = latency_ratio_of(subject, subject.latency_ns(graph))
-        report = PlanReport(original, peak, limit, ratio, 0, 0, "as saved", update, 0.0)
-        return made(graph=graph, report=report)
-    latency_limit = share_of(limits.latency_ratio, subject.latency_ns(subject.captured.original.graph))
-    found = plan(
-        subject,
-        memory_limit=None if limit is None else max(1, limit - behind.state_bytes - _kept_bytes(captured.graph)),
-        latency_limit_ns=latency_limit,
-        budget=limits.budget,
-        seconds=limits.seconds,
-        seed=0,
-        stored=None,
-    )
-    peak = behind.peak(found.peak + _kept_bytes(found.graph))
-    if limit is not None and (peak > limit or not found.feasible):
-        raise UsageError(
-            f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
-            f" less than {format_bytes(behind.peak(subject.lower_bound))}, eager {format_bytes(original)}",
-            hint="raise the limit",
-        )
-    report = PlanReport(
-        original,
-        peak,
-        limit,
-        latency_ratio_of(subject, found.latency_ns),
-        found.recomputed_ops,
-        found.swapped_bytes,
-        found.fission,
-        update,
-        found.seconds,
-    )
-    return made(graph=found.graph, report=report)
+    digest = outline(found.graph) if found.drawn else subject.digest
+    return ComparedStep(subject, reads, guards, behind, rule, limits, f"{update}{behind.note}", digest)
 
 
 def _observed(subject: Subject, autocast: str | None) -> Reads:
@@ -273,25 +325,6 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
 def _kept_bytes(graph: Graph) -> int:
     """Of copies of what a step changes before it knows that all branches go as expected."""
     return sum((undone(graph) or {}).values())
-
-
-def _check_fits(graph: Graph, step: Graph) -> None:
-    """A graph from a file may hold operators and tensors of the step that it is for, and what plans make of them;
-    UsageError."""
-    target = foreign_operator(graph, step)
-    if target is not None:
-        raise UsageError(f"the saved plan holds {target}, which its step has not", hint="optimize again")
-    known = {_looks(step.values[value]) for value in step.inputs}
-    for value in (graph.values[value] for value in graph.inputs):
-        if value.name and _looks(value) not in known:
-            looks = f"{value.dtype}{list(value.shape)}"
-            raise UsageError(
-                f"the saved plan works on {value.name} as {looks}, its step does not", hint="optimize again"
-            )
-
-
-def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
-    return value.name, value.dtype, value.shape
 
 
 def subject_now(
@@ -346,42 +379,3 @@ def limits_of(asked: Mapping[str, Any], hints: Mapping[str, str] = MappingProxyT
     nbytes, budget = (None if number is None else int(number) for number in whole)
     slack = Case.slack if found["slack"] is None else found["slack"]
     return Limits(found["memory_ratio"], nbytes, found["latency_ratio"], budget, found["seconds"], slack)
-
-
-# A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.
-#
-#     magis plan 1
-#     {"digest": "..."}
-#     magis graph 1
-#     ...
-#
-# Reading one runs no code. What it may make a step do is bounded (`magis.frontends.planned`): every operator must be
-# one of the step that it is for, which must have the digest that the file names, or one that plans are made of.
-
-HEADER = "magis plan 1"
-
-
-def write_plan(path: Path, plan: Planned) -> None:
-    """Write the file in one step."""
-    head = json.dumps({"digest": plan.digest}, sort_keys=True)
-    write_text_atomically(path, f"{HEADER}\n{head}\n{dump(plan.graph)}")
-
-
-def read_plan(path: Path) -> tuple[Graph, str]:
-    """The graph of a file, verified, and the digest of the step that it is for. Raises UsageError in one line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"cannot read the plan {path}: {reason}") from None
-    header, _, rest = text.partition("\n")
-    head, _, body = rest.partition("\n")
-    if header != HEADER:
-        raise UsageError(f"{path} is no plan of this version: it begins with {header[:40]!r}", hint="save it again")
-    try:
-        digest = json.loads(head)["digest"]
-        graph = parse(body)
-        verify(graph)
-    except (MagisError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"the plan {path} is corrupt: {error}", hint="save it again") from None
-    return graph, str(digest)

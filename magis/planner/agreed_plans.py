@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from magis.errors import MagisError
 from magis.graph import Graph, digest, dump, parse, verify
-from magis.planner.plans import Plan
-from magis.planner.subject import Subject
 from magis.strategies.rank_step import World
 
 T = TypeVar("T")
 
 
-def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], world: World, *, group: int) -> Graph:
+class Digested(Protocol):
+    """A captured step."""
+
+    @property
+    def digest(self) -> str: ...
+
+
+class OfGraph(Protocol):
+    """A plan of it."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+
+S = TypeVar("S", bound=Digested)
+
+
+def agreed(subject: Callable[[], S], planned: Callable[[S], OfGraph], world: World, *, group: int) -> Graph:
     """The plan of the first rank that has this rank's step, which all ranks with that step run.
 
     Groups of so many ranks, one behind the other, are replicas of each other. Raises MagisError, with the same line on
@@ -31,7 +46,7 @@ def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], w
     check_same("step", steps, [rank % group for rank in range(world.size)])
     firsts = [steps.index(each) for each in steps]
     mine = ("", "")
-    if firsts[world.rank] == world.rank and isinstance(found, Subject):
+    if firsts[world.rank] == world.rank and not isinstance(found, str):
         best = attempt(partial(planned, found))
         mine = (best, "") if isinstance(best, str) else ("", dump(best.graph))
     texts = told("plan", *mine, world)
@@ -41,6 +56,13 @@ def agreed(subject: Callable[[], Subject], planned: Callable[[Subject], Plan], w
     if isinstance(graph, str):
         raise MagisError(graph)
     return graph
+
+
+def all_or_none(what: str, make: Callable[[], T], world: World) -> T:
+    """What ``make`` makes on this rank; raises MagisError, the same on all ranks, where it does not on one of them."""
+    found = attempt(make)
+    told(what, found if isinstance(found, str) else "", "", world)
+    return cast("T", found)
 
 
 def attempt(make: Callable[[], T]) -> T | str:

@@ -71,7 +71,7 @@ class Subject(TracedModel):
         another one."""
         if self.traced.optimizer.kind == "none":  # torch's fused layers step aside where anybody watches
             return "not checked: inference"
-        if not self.runs and not self._asked.of_user:
+        if not (self.runs or self.captured.sends or self._asked.of_user):
             return "not checked: built in, and simulated"
         if self.too_slow:
             return f"not checked: {self.too_slow}"
@@ -341,7 +341,8 @@ class Subject(TracedModel):
     @cached_property
     def runs(self) -> bool:
         """Whether cases run for real: there is a device, the step fits into what is free there, and does not crawl."""
-        return not self.simulated_only and self.predicted_bytes <= self.free_bytes and not self.too_slow
+        here = not (self.simulated_only or self.captured.sends)
+        return here and self.predicted_bytes <= self.free_bytes and not self.too_slow
 
     @cached_property
     def too_slow(self) -> str:
@@ -354,7 +355,7 @@ class Subject(TracedModel):
     @cached_property
     def may_run(self) -> bool:
         """Whether some step can run for real: the original, or an optimized one alone, by the least that any needs."""
-        if self.runs or self.simulated_only or self.too_slow:
+        if self.runs or self.simulated_only or self.captured.sends or self.too_slow:
             return self.runs
         return self.floor_at(self.roofline).nbytes + self.captured.graph.persistent_bytes() <= self.free_bytes
 

@@ -36,6 +36,8 @@ class ShardedParameter:
     trained: bool
     look: Callable[[Tensor], Tensor] | None = None
     """What modules meet is made of the shown tensor by that; None: it is that."""
+    dtype: torch.dtype | None = None
+    """What gradients are cast to in the end; None: nothing."""
 
     def rows(self, ranks: int) -> int:
         """First dimension of a shard, with the padding that makes all of them equal."""
@@ -95,13 +97,19 @@ class _Shown(torch.autograd.Function):
         return None, *ctx.unit.returned(grads)
 
 
+@dataclass(frozen=True)
 class GatheredUnit(Unit):
     """Parameters in shards, which are gathered together."""
+
+    gathered: torch.dtype | None = None
+    """What they are cast to before; None: nothing."""
+    reduced: torch.dtype | None = None
+    """What gradients are cast to before they are reduced; None: nothing."""
 
     def shown(self, held: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The whole parameters."""
         ranks, lengths = self.ranks, [piece.length(self.ranks) for piece in self.pieces]
-        flats = [shard.reshape(-1) for shard in held]
+        flats = [_cast(shard.reshape(-1), self.gathered) for shard in held]
         table = all_gather(flats[0] if len(flats) == 1 else torch.cat(flats), ranks, self.group).view(ranks, -1)
         return tuple(
             table[:, end - length : end].reshape(ranks * piece.rows(ranks), *piece.shape[1:])[: piece.shape[0]]
@@ -114,11 +122,13 @@ class GatheredUnit(Unit):
         given = [(piece, grad) for piece, grad in zip(self.pieces, grads, strict=True) if grad is not None]
         if not given:
             return (None,) * len(grads)
-        tables = [_padded(grad, ranks * piece.rows(ranks)).reshape(ranks, -1) for piece, grad in given]
+        tables = [
+            _cast(_padded(grad, ranks * piece.rows(ranks)), self.reduced).reshape(ranks, -1) for piece, grad in given
+        ]
         flat = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)).reshape(-1)
         parts = iter(reduce_scatter(flat, ranks, self.group).split([table.shape[1] for table in tables]))
         return tuple(
-            None if grad is None else next(parts).view(piece.rows(ranks), *piece.shape[1:])
+            None if grad is None else _cast(next(parts), piece.dtype).view(piece.rows(ranks), *piece.shape[1:])
             for piece, grad in zip(self.pieces, grads, strict=True)
         )
 
@@ -138,6 +148,10 @@ class Replica(Unit):
         flat = given[0].reshape(-1) if len(given) == 1 else torch.cat([grad.reshape(-1) for grad in given])
         parts = iter(all_reduce(flat, "avg", self.group).split([grad.numel() for grad in given]))
         return tuple(None if grad is None else next(parts).view(grad.shape) for grad in grads)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
 
 
 def _padded(grad: Tensor, rows: int) -> Tensor:
@@ -162,7 +176,7 @@ def shard_weights(module: nn.Module, blocks: Sequence[str], ranks: int, rank: in
             shard = nn.Parameter(_shard(parameter.detach(), piece.rows(ranks), rank), parameter.requires_grad)
             for owner, name in owners:
                 part.get_submodule(owner)._parameters[name] = shard
-        _hook(part, GatheredUnit(pieces, ranks, group))
+        hook_unit(part, GatheredUnit(pieces, ranks, group))
 
 
 def average_weights(
@@ -175,11 +189,12 @@ def average_weights(
     for part, named in units(module, blocks):
         pieces = (_sharded(parameter, owners) for parameter, owners in named.items())
         looking = [replace(piece, look=(looks or {}).get(each)) for piece, each in zip(pieces, named, strict=True)]
-        _hook(part, Replica(tuple(looking), ranks, group))
+        hook_unit(part, Replica(tuple(looking), ranks, group))
 
 
-def _hook(part: nn.Module, unit: Unit) -> None:
-    part.register_forward_pre_hook(unit.enter)
+def hook_unit(part: nn.Module, unit: Unit, *, first: bool = False) -> None:
+    """Show a unit's parameters while that module runs: ``first``, to its other hooks too, which are there already."""
+    part.register_forward_pre_hook(unit.enter, prepend=first)
     part.register_forward_hook(unit.leave)
 
 

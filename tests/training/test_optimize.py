@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from magis import CaptureError, UsageError, optimize
-from magis.frontends.optimize import KEPT
+from magis.frontends.optimized_step import KEPT
 from magis.runtime.measure import window_peak
 from tests.nets import Block
 from tests.training.loops import BUDGET, Loops, assert_same, batch, loss_of, net

@@ -1,0 +1,281 @@
+"""Plain twins of modules that ranks share: of those under `fully_shard`, or in `DistributedDataParallel`.
+
+What these do by hooks is no part of a step that could be captured. Their twin is: a copy of the module which holds the
+very memory of this rank's weights and has the same messages as operators (`sharded_weights.py`). Its gradients go to
+where the user's optimizer finds them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from magis.capture import Workload
+from magis.errors import UsageError
+from magis.ops.collectives import REPLICAS, register_group
+from magis.strategies.rank_step import World
+from magis.strategies.sharded_weights import GatheredUnit, ShardedParameter, average_weights, hook_unit
+from magis.strategies.single_device import blocks_of
+
+OTHERWISE = "use fully_shard over one mesh of all ranks, or DistributedDataParallel"
+FSDP = "torch.distributed.fsdp"
+STATES = (STATE_KEY, REGISTRY_KEY)
+"""Where torch notes in a module what was done to it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter as the user's module has it, and the plain one on the same memory."""
+
+    own: nn.Parameter
+    plain: nn.Parameter
+    sharded: Any = None
+    """Torch's record of a sharded parameter."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether both still lie on the same bytes."""
+        memory: Tensor = self.own if self.sharded is None else self.sharded._sharded_param_data
+        return memory.data_ptr() == self.plain.data_ptr()
+
+    def hand_over(self) -> None:
+        """Add the gradient of the plain one to that of the user's."""
+        grad, self.plain.grad = self.plain.grad, None
+        if grad is None:
+            return
+        if self.sharded is not None:  # without the padding
+            size, stride = self.sharded.sharded_size, self.sharded.contiguous_sharded_stride
+            grad = cast("Tensor", self.sharded.to_sharded_dtensor(torch.as_strided(grad, size, stride)))
+        self.own.grad = grad if self.own.grad is None else self.own.grad + grad
+
+
+@dataclass(frozen=True, eq=False)
+class SharedModule:
+    """The plain twin of a module that ranks share."""
+
+    module: nn.Module
+    world: World
+    held: tuple[Held, ...]
+    modes: tuple[tuple[nn.Module, nn.Module], ...]
+    """Modules of the user's and their twins, which train or evaluate as those do."""
+
+    def refresh(self) -> None:
+        """Take over what the user's module says now. UsageError where its weights are in other memory by now."""
+        for theirs, plain in self.modes:
+            plain.training = theirs.training
+        if not all(each.is_current for each in self.held):
+            raise UsageError("the weights of the model have moved in memory", hint="call magis.optimize again")
+
+    def hand_over(self) -> None:
+        """Give the gradients to the user's parameters."""
+        for each in self.held:
+            each.hand_over()
+
+
+def shared_module(model: nn.Module) -> SharedModule | None:
+    """The plain twin of a module that ranks share; None for any other one.
+
+    UsageError in one line for forms of sharing that have none.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return _replicated(model)
+    if any(isinstance(each, FSDPModule) for each in model.modules()):
+        return _sharded(model)
+    strange = next((name for name, p in model.named_parameters() if isinstance(p.data, DTensor)), None)
+    if strange is not None:
+        raise UsageError(f"{strange} is a distributed tensor of no fully_shard", hint=OTHERWISE)
+    return None
+
+
+def _replicated(model: DistributedDataParallel) -> SharedModule:
+    group = model.process_group
+    world = _world(group, "DistributedDataParallel")
+    if model.broadcast_buffers and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
+        raise UsageError(
+            "DistributedDataParallel sends the statistics of its batch norms, which a planned step does not",
+            hint="give it broadcast_buffers=False, or use SyncBatchNorm",
+        )
+    held = tuple(Held(p, nn.Parameter(p.detach(), p.requires_grad)) for p in model.module.parameters())
+    twin = _twin(model.module, {id(each.own): each.plain for each in held})
+    blocks = blocks_of(cast("Workload", _Named(twin)))
+    average_weights(twin, blocks, world.size, register_group(group, REPLICAS))
+    return SharedModule(twin, world, held, _modes(model.module, twin))
+
+
+@dataclass(frozen=True)
+class _Named:
+    """As much of a workload as blocks are found in."""
+
+    module: nn.Module
+    blocks: tuple[str, ...] = ()
+
+
+def _sharded(model: nn.Module) -> SharedModule:
+    found = list(_groups(model))
+    group = found[0][1].mesh_info.shard_process_group
+    world = _world(group, "fully_shard")
+    held = []
+    for _, each in found:
+        if each.mesh_info.shard_process_group.size() != world.size:
+            raise UsageError("fully_shard over several groups of ranks", hint=OTHERWISE)
+        each.lazy_init()
+        held += [_shard_of(param) for param in each.fsdp_params]
+    twin = _twin(model, {id(each.own): each.plain for each in held})
+    pairs = dict(_modes(model, twin))
+    name = register_group(group, REPLICAS)
+    for modules, each in found:
+        part = pairs[modules[0]] if len(modules) == 1 else twin
+        paths = {module: path for path, module in part.named_modules()}
+        pieces = tuple(_piece(param, pairs, paths) for param in each.fsdp_params)
+        policy = each.mp_policy
+        unit = GatheredUnit(pieces, world.size, name, policy.param_dtype, policy.reduce_dtype)
+        part.register_forward_hook(partial(_shown_in_backward, unit))
+        hook_unit(part, unit, first=True)
+        for module in modules:
+            _cast(pairs[module], policy)
+    return SharedModule(twin, world, tuple(held), tuple(pairs.items()))
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
+    """Torch's groups of parameters that are gathered together, each with its modules."""
+    seen = set()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        module.reshard()
+        state: Any = module._get_fsdp_state()
+        if state in seen:
+            continue
+        seen.add(state)
+        for group in state._fsdp_param_groups:
+            _check(group)
+            yield state._modules, group
+
+
+def _check(group: Any) -> None:
+    """UsageError for what `fully_shard` does there and the twin does not."""
+    mesh = group.mesh_info
+    offloads = any(param.offload_to_cpu for param in group.fsdp_params)
+    odd = {
+        "over a mesh of several dimensions": mesh.mesh.ndim != 1 or not hasattr(mesh, "shard_process_group"),
+        "of weights that are distributed already (tensor parallelism)": any(p.is_dtensor for p in group.fsdp_params),
+        "along another dimension than the first": any(p.fsdp_placement.dim for p in group.fsdp_params),
+        "with offloading to the CPU": offloads,
+        "with a factor of its own for gradients": group.gradient_divide_factor is not None,
+        "that does not reduce gradients": not (group.reduce_grads and group.all_reduce_grads),
+    }
+    for what, found in odd.items():
+        if found:
+            raise UsageError(f"fully_shard {what}", hint=OTHERWISE)
+
+
+def _world(group: dist.ProcessGroup, what: str) -> World:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if group.size() != size:
+        raise UsageError(f"{what} over {group.size()} of {size} ranks", hint=OTHERWISE)
+    return World(size, rank)
+
+
+def _shard_of(param: Any) -> Held:
+    own: nn.Parameter = param.sharded_param
+    memory: Tensor = param._sharded_param_data.view(param.padded_sharded_param_size)
+    return Held(own, nn.Parameter(memory, own.requires_grad), param)
+
+
+def _piece(param: Any, pairs: Mapping[nn.Module, nn.Module], paths: Mapping[nn.Module, str]) -> ShardedParameter:
+    info = param._module_info
+    owners = zip((info.module, *info.shared_modules), (info.param_name, *info.shared_param_names), strict=True)
+    named = tuple((paths[pairs[module]], name) for module, name in owners)
+    own = param.sharded_param
+    return ShardedParameter(named, tuple(param._orig_size), own.requires_grad, dtype=own.dtype)
+
+
+def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output: Any) -> None:
+    """Have the modules meet the unit's parameters in the backward, too: what is checkpointed runs again there."""
+    places = {(module.get_submodule(path), name) for piece in unit.pieces for path, name in piece.owners}
+    shown = {place: vars(place[0])[place[1]] for place in places}
+    awaited = {id(tensor) for tensor in shown.values() if tensor.requires_grad}
+
+    def again(_grad: Tensor) -> None:
+        for (holder, name), tensor in shown.items():
+            vars(holder)[name] = tensor
+
+    def over(number: int, _grad: Tensor) -> None:
+        awaited.discard(number)
+        if not awaited:
+            for holder, name in shown:
+                vars(holder).pop(name, None)
+            shown.clear()
+
+    for tensor in {id(tensor): tensor for tensor in shown.values() if tensor.requires_grad}.values():
+        tensor.register_hook(partial(over, id(tensor)))
+    for tensor in torch.utils._pytree.tree_iter(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(again)
+
+
+def _cast(module: nn.Module, policy: Any) -> None:
+    """Have a module cast what comes and goes as its policy says."""
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        module.register_forward_pre_hook(partial(_cast_inputs, policy.param_dtype), prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        module.register_forward_hook(partial(_cast_output, policy.output_dtype))
+
+
+def _cast_inputs(dtype: torch.dtype, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return _as(args, dtype), _as(kwargs, dtype)
+
+
+def _cast_output(dtype: torch.dtype, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return _as(output, dtype)
+
+
+def _as(given: Any, dtype: torch.dtype) -> Any:
+    def one(item: Any) -> Any:
+        return item.to(dtype) if isinstance(item, Tensor) and item.is_floating_point() else item
+
+    return torch.utils._pytree.tree_map(one, given)
+
+
+def _modes(model: nn.Module, twin: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
+    return tuple(zip(model.modules(), twin.modules(), strict=True))
+
+
+def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
+    """A copy of a module without what torch's sharding has put into it: other parameters, by the identities of the
+    model's; all other tensors that modules hold are shared."""
+    memo: dict[int, Any] = dict(parameters)
+    theirs = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor):
+                memo.setdefault(id(tensor), tensor)
+    for module in theirs:
+        _, original, *_ = type(module).__bases__
+        memo[id(module)] = object.__new__(original)
+    for module in theirs:
+        own = {name: _without_sharding(name, value) for name, value in vars(module).items() if name not in STATES}
+        memo[id(module)].__dict__.update(copy.deepcopy(own, memo))
+    return copy.deepcopy(model, memo)
+
+
+def _without_sharding(name: str, value: Any) -> Any:
+    """An attribute of a module; a table of hooks without those of `fully_shard`."""
+    if not name.endswith("_hooks") or not isinstance(value, dict):
+        return value
+    return type(value)((key, each) for key, each in value.items() if not _is_sharding(each))
+
+
+def _is_sharding(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(FSDP)

@@ -1,0 +1,252 @@
+"""What two ranks do with modules that they share: a plain loop, and `magis.optimize`, on the same batches."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import magis
+from magis.ops.collectives import is_collective
+from magis.runtime.measure import collector_spared, window_peak
+
+RANKS, WORDS, WIDTH = 2, 57, 33
+
+
+class Block(nn.Module):
+    """Of widths that two ranks do not divide."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.changed, x, use_reentrant=False) if self.again else self.changed(x)
+        return x + out
+
+    def changed(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Net(nn.Module):
+    """Words in, words out; with tied ends, a frozen parameter and a buffer, if asked for."""
+
+    def __init__(self, *, tied: bool = False, again: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(again=again) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.register_buffer("seen", torch.zeros(()))
+        if tied:
+            self.head.weight = self.words.weight
+            self.norm.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(1)
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def loss_of(scores: Tensor, wanted: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+
+def sharded(net: Net) -> nn.Module:
+    for block in net.blocks:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+def grouped(net: Net) -> nn.Module:
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard([net.norm, net.head])
+    return fully_shard(net)
+
+
+def mixed(net: Net) -> nn.Module:
+    half = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    for block in net.blocks:
+        fully_shard(block, mp_policy=half)
+    return fully_shard(net, mp_policy=replace(half, output_dtype=torch.float32))
+
+
+def replicated(net: Net) -> nn.Module:
+    return DistributedDataParallel(net, broadcast_buffers=False)
+
+
+KINDS: Mapping[str, Callable[[], nn.Module]] = {
+    "fully_shard": lambda: sharded(Net()),
+    "tied": lambda: sharded(Net(tied=True)),
+    "grouped": lambda: grouped(Net()),
+    "mixed": lambda: mixed(Net()),
+    "checkpointed": lambda: sharded(Net(again=True)),
+    "blocks alone": lambda: only_blocks(Net()),
+    "DistributedDataParallel": lambda: replicated(Net()),
+}
+
+
+def only_blocks(net: Net) -> nn.Module:
+    """What is in no block is the rank's own, and no gradient of it is averaged."""
+    for block in net.blocks:
+        fully_shard(block)
+    return net
+
+
+def batches(rank: int, count: int, samples: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
+    drawn = torch.Generator().manual_seed(5 + rank)
+    for _ in range(count):
+        x, t = torch.randint(0, WORDS, (2, samples, 20), generator=drawn)
+        yield x, t
+
+
+def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def numbers(model: nn.Module, losses: list[float]) -> list[Any]:
+    """Losses, then sums and first elements of all that a rank holds."""
+    found: list[Any] = losses
+    for tensor in (*model.parameters(), *model.buffers()):
+        own = getattr(tensor, "to_local", lambda tensor=tensor: tensor)().detach()
+        found += [own.double().sum().item(), own.flatten()[:1].tolist()]
+    return found
+
+
+def plainly(kind: str, rank: int) -> list[Any]:
+    model, optimizer = made(kind)
+    torch.manual_seed(7 + rank)
+    losses = []
+    for x, t in batches(rank, 3):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), t)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return numbers(model, losses)
+
+
+def planned(kind: str, rank: int) -> list[Any]:
+    model, optimizer = made(kind)
+    step = magis.optimize(model, loss_of, optimizer, next(batches(rank, 1)), memory_ratio=0.8, budget=300)
+    assert step.report().memory_ratio <= 0.8
+    torch.manual_seed(7 + rank)
+    return numbers(model, [step(x, t).item() for x, t in batches(rank, 3)])
+
+
+def peak(kind: str, rank: int) -> list[int]:
+    """Bytes of a step with all that stays, as measured and as planned; and of the largest message, of which gloo holds
+    copies for a while."""
+    model, _ = made(kind)
+    x, t = next(batches(rank, 1))
+    step = magis.optimize(model, loss_of, None, (x, t), memory_ratio=0.8, budget=300)
+    step(x, t)
+    model.zero_grad(set_to_none=True)
+    with collector_spared():
+        window = window_peak(lambda: step(x, t))
+    held = {getattr(each, "_local_tensor", each).untyped_storage() for each in model.parameters()}
+    stays = sum(tensor.nbytes for tensor in (*model.buffers(), x, t)) + sum(memory.nbytes() for memory in held)
+    graph = step._entries[-1].plan.graph
+    sent = [graph.values[op.made()[0]].nbytes for op in graph.ops if is_collective(op.target)]
+    return [window.peak_bytes + stays, step.report().planned_bytes, max(sent)]
+
+
+def clipped(rank: int, *, plan: bool) -> list[Any]:
+    """Gradients of two batches, clipped together."""
+    model, optimizer = made("fully_shard")
+    if plan:
+        first = next(batches(rank, 1))
+        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.8, budget=300)
+    torch.manual_seed(7 + rank)
+    losses = []
+    for number, (x, t) in enumerate(batches(rank, 4)):
+        if plan:
+            loss = step(x, t)
+        else:
+            loss = loss_of(model(x), t)
+            loss.backward()
+        losses.append(loss.item())
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return numbers(model, losses)
+
+
+def line(make: Callable[[], object]) -> str:
+    try:
+        make()
+    except magis.MagisError as error:
+        return str(error)
+    return "no error"
+
+
+def refusals(rank: int) -> dict[str, str]:
+    first = next(batches(rank, 1))
+
+    def optimized(model: nn.Module, batch: Any = first, **limit: Any) -> object:
+        return magis.optimize(model, loss_of, None, batch, **(limit or {"memory_ratio": 0.8}))
+
+    def divided() -> object:
+        return optimized(
+            parallelize_module(Net(), init_device_mesh("cpu", (RANKS,)), {"blocks.*.up": ColwiseParallel()})
+        )
+
+    def moved() -> object:
+        model = sharded(Net())
+        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.9, budget=100)
+        state: Any = model
+        for param in state._get_fsdp_state()._fsdp_param_groups[0].fsdp_params:
+            param._sharded_param_data = param._sharded_param_data.clone()
+        return step(*first)
+
+    def branching() -> object:
+        model = sharded(Net())
+        model.register_forward_pre_hook(lambda _module, given: given if (given[0] > 3).any() else (given[0] + 1,))
+        return optimized(model)
+
+    norms = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    return {
+        "tensor parallel": line(divided),
+        "statistics": line(lambda: optimized(DistributedDataParallel(norms))),
+        "other batch": line(lambda: optimized(sharded(Net()), next(batches(rank, 1, samples=6 + rank)))),
+        "no plan": line(lambda: optimized(sharded(Net()), memory_limit="1 KiB")),
+        "moved": line(moved),
+        "branch": line(branching),
+    }
+
+
+def run(rank: int, at: str, port: int) -> None:
+    """One rank: writes what it found to a file."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    found: dict[str, Any] = {kind: [plainly(kind, rank), planned(kind, rank)] for kind in KINDS}
+    found["clipped"] = [clipped(rank, plan=False), clipped(rank, plan=True)]
+    found["peaks"] = [peak(kind, rank) for kind in KINDS]
+    found["refusals"] = refusals(rank)
+    (Path(at) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
