@@ -92,6 +92,13 @@ OPTIONS = (
         details="The ranks are processes of this machine, those of a `torchrun` or Slurm job, or predicted.",
     ),
     Option(
+        "accumulate",
+        "N",
+        "micro-batches of which the ranks of distributed strategies add up gradients (default: 1)",
+        details="`ddp`, `oss`, `fsdp` and `tp` run forward and backward on one after another, `pp` has so many. Also "
+        "by name: `--magis-strategies=accumulate4+fsdp`. Ranks that run a plan take none: it cuts the batch itself.",
+    ),
+    Option(
         "device",
         "NAME",
         "cpu, cuda or a simulated GPU such as sim:a100 (default: cuda where there is one, else cpu)",

@@ -120,6 +120,7 @@ def _flag(shown: str, text: str) -> bool:
 
 
 READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "accumulate": lambda shown, text: whole(shown, text, least=1),
     "budget": _budget_or_names,
     "cache": lambda shown, text: choice(shown, "cache", text, CACHES),
     "dtype": lambda shown, text: choice(shown, "dtype", text, DTYPES),

@@ -93,6 +93,7 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         seconds=_read(config, "seconds"),
         seed=_read(config, "seed") or 0,
         ranks=_read(config, "ranks") or RANKS,
+        accumulate=_read(config, "accumulate") or Grid.accumulate,
         slack=_slack(config),
     )
     _, resume = read_sharing(config)

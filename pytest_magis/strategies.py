@@ -12,6 +12,7 @@ from magis.strategies.strategy_names import (
     LISTED,
     PLANNED_CODE,
     RESERVED,
+    accumulated,
     check_limit_of,
     check_parts,
     family,
@@ -46,10 +47,11 @@ class Ranked:
                 f"strategy {self.name!r} needs a multiple of {group} ranks, there are {grid.ranks}",
                 hint=f"give --magis-ranks={-(-grid.ranks // group) * group}, or make its groups smaller",
             )
-        label = f"{self.name}-x{grid.ranks}"
         if not self.name.startswith("magis+"):
-            yield label, replace(grid.case(model, self.name), ranks=grid.ranks)
+            name = accumulated(self.name, grid.accumulate)
+            yield f"{name}-x{grid.ranks}", replace(grid.case(model, name), ranks=grid.ranks)
             return
+        label = f"{self.name}-x{grid.ranks}"
         for ratio in grid.memory_ratios:
             case = replace(grid.searched(model, self.name), ranks=grid.ranks, memory_ratio=ratio)
             yield f"{label}-mem{ratio:.12g}", case
@@ -106,6 +108,8 @@ class Grid:
     seconds: float | None = None
     seed: int = 0
     ranks: int = 1
+    accumulate: int = 1
+    """Micro-batches of distributed strategies."""
     slack: float = Case.slack
 
     def case(self, model: str, strategy: str) -> Case:

@@ -42,7 +42,7 @@ A marked test takes some of these options as arguments of its mark: [gate-my-mod
 written by `tools/options_page.py` from the code; a test keeps it true.
 """
 GROUPS = {
-    "What runs": ("models", "strategies", "ranks", "device", "preset", "dtype", "seed"),
+    "What runs": ("models", "strategies", "ranks", "accumulate", "device", "preset", "dtype", "seed"),
     "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
     "The search": ("search", "budget", "seconds", "slack", "processes", "resume", "profile"),
     "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),

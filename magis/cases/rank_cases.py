@@ -19,7 +19,7 @@ from magis.ranks import RankError, RankJob, RankPool, RankReport, mean_losses, s
 from magis.results import Case, CaseResult, Memory, RankMemory, StepFigures
 from magis.runtime.measure import device_identity
 from magis.strategies.distributed import without_dropout
-from magis.strategies.distributed_names import check_world, distributed_strategy, is_own
+from magis.strategies.distributed_names import check_world, distributed_strategy, is_lower, is_own
 from magis.strategies.rank_step import RankStrategy
 from magis.strategies.single_device import on_fake_tensors
 from magis.units import median_and_spread
@@ -142,14 +142,15 @@ class _RankedCase:
 
     def _numbers(self, losses: tuple[float, ...]) -> str:
         """How the losses of the ranks together compare with those of one rank that takes the whole batch."""
-        normalizes = self.case.ranks > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
-        lower = self.strategy.name.startswith(("amp+", "half+"))
+        parts = int(getattr(self.strategy, "micro_batches", None) or 1)
+        normalizes = self.case.ranks * parts > 1 and any(map(_normalizes_alone, self.subject.traced.module.modules()))
+        lower = is_lower(self.strategy.name)
         if normalizes and (getattr(self.strategy, "stages", 1) > 1 or is_own(self.case.strategy)):
             return f"{NOT_RUN}: of which samples batch norm takes the mean is not known"
         if normalizes and lower:
             return f"{NOT_RUN}: what batch norm makes of a share's rounding in lower precision is no error"
         # in data parallelism, of those of a rank's share of the batch
-        expected = self._losses_alone(self.case.ranks // self.strategy.group if normalizes else 1)
+        expected = self._losses_alone(parts * self.case.ranks // self.strategy.group if normalizes else 1)
         if not losses or len(losses) != len(expected):
             return f"{NOT_RUN}: no rank saw a loss"
         off = max(abs(ours - alone) / max(abs(alone), 1e-12) for ours, alone in zip(losses, expected, strict=True))

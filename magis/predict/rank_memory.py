@@ -21,7 +21,7 @@ from magis.predict.live_storage import LiveStorage
 from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
 from magis.strategies.distributed import forget_meshes, local, quiet
-from magis.strategies.distributed_names import check_world
+from magis.strategies.distributed_names import check_world, is_lower
 from magis.strategies.rank_step import WARM_STEPS, RankStep, RankStrategy, World
 
 _SCALING = 3
@@ -85,7 +85,7 @@ def rank_peak(
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
     """Steps after which a strategy's next one is like all later ones."""
     steps = int(getattr(strategy, "warm_steps", WARM_STEPS))
-    scaled = world.device == "cuda" and not world.fake and strategy.name.startswith(("amp+", "half+"))
+    scaled = world.device == "cuda" and not world.fake and is_lower(strategy.name)
     return steps + (_SCALING if scaled else 0)
 
 

@@ -28,7 +28,7 @@ from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
 
-_BY_TORCH = ("ddp", "oss", "amp+ddp", "amp+oss", "half+ddp")
+_BY_TORCH = ("ddp", "oss")
 """Strategies on DistributedDataParallel, of whose messages no operator tells."""
 _ONCE = frozenset({"broadcast_", "reduce_", "send", "scatter_", "gather_"})
 _SHARED = frozenset(
@@ -126,7 +126,7 @@ def predict_step(
     pace = StepTime(device, links_of(device.name))
     seen = _Seen(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
-    if strategy.name in _BY_TORCH:
+    if strategy.name.rpartition("+")[2] in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
     return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
 

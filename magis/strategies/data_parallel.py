@@ -7,7 +7,8 @@ that rank alone, during the backward, and frees it everywhere else (fairscale's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,19 +116,34 @@ class BucketedReplica(nn.Module):
         self._limits = [FIRST_BUCKET_BYTES, bucket_bytes]
         self._arrived: list[Tensor] = []
         self._rebuilt = False
+        self._synchronizes = True
         parameters: list[Tensor] = list(trained(module).values())
         cut = self._cut(parameters, [])
         self._buckets = [self._bucket([parameters[index] for index in bucket]) for bucket in reversed(cut)]
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived.append)
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        if self._synchronizes:
+            self._arrived.append(parameter)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """The gradients of what runs inside stay this rank's own."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
 
     def forward(self, *inputs: Tensor) -> Any:
         """The module's own."""
-        if self._arrived and not self._rebuilt:
+        if self._synchronizes and self._arrived and not self._rebuilt:
             order, self._rebuilt = self._arrived, True
             cut = self._cut(order, list(range(len(order))))
             self._buckets = [self._bucket([order[index] for index in bucket]) for bucket in cut]
-        self._arrived.clear()
+        if self._synchronizes:
+            self._arrived.clear()
         return self.module(*inputs)
 
     def _cut(self, parameters: list[Tensor], order: list[int]) -> list[list[int]]:

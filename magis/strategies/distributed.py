@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.building import SelfAttention
 from magis.ops.optimizers import OptimizerSpec, torch_optimizer
-from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
+from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping, batch_size, split
 
 K = TypeVar("K")
 BUCKET_BYTES = 25 * 2**20
@@ -242,6 +242,8 @@ class PlainStep:
     after_update: Callable[[], None] | None = None
     autocast: bool = True
     """Whether lower precision is autocast's; else the weights are in the lower type themselves."""
+    micro_batches: int = 1
+    """In which forward and backward run, one after another; a replica's gradients are averaged with the last one."""
 
     def __post_init__(self) -> None:
         self._scaler = LossScaler(self.world, enabled=self.amp and self.world.device == "cuda")
@@ -257,19 +259,39 @@ class PlainStep:
 
     def run(self) -> Tensor:
         """One whole step; the mean loss of the rank's share."""
-        work = self.work
         if self.before_forward is not None:
             self.before_forward()
-        with cast(self.world, amp=self.amp and self.autocast), quiet():
-            loss = work.loss_fn(self.call(*work.inputs), *work.targets)
-        with quiet():
-            self._scaler.scaled(loss).backward()
+        loss = self._gradients()
         if self.after_backward is not None:
             self.after_backward()
         self._scaler.step(self.optimizer, gradients(self.optimizer))
         if self.after_update is not None:
             self.after_update()
-        return loss.detach()
+        return loss
+
+    def _gradients(self) -> Tensor:
+        """Forward and backward; the mean loss."""
+        work, count = self.work, self.micro_batches
+        if count == 1:
+            return self._part_of_gradients(work.inputs, work.targets)
+        parts = (split(tensors, batch_size(work), count) for tensors in (work.inputs, work.targets))
+        losses = []
+        for number, (inputs, targets) in enumerate(zip(*parts, strict=True)):
+            later = getattr(self.call, "no_sync", None) if number + 1 < count else None
+            with nullcontext() if later is None else later():
+                losses.append(self._part_of_gradients(inputs, targets))
+        return torch.stack(losses).sum()
+
+    def _part_of_gradients(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Of a micro-batch: its share of the mean loss, detached."""
+        with cast(self.world, amp=self.amp and self.autocast), quiet():
+            loss = self.work.loss_fn(self.call(*inputs), *targets)
+            if self.micro_batches > 1:
+                loss = loss / self.micro_batches
+        with quiet():
+            self._scaler.scaled(loss).backward()
+        found: Tensor = loss.detach()
+        return found
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds for longer than an operator, each with its kind."""
@@ -294,6 +316,46 @@ def held_by(module: nn.Module, optimizer: Optimizer, work: Workload) -> Iterator
     yield from masters() if masters is not None else ()
     owned = [p for group in inner.param_groups for p in group["params"]]
     yield from (("gradients", local(p.grad)) for p in (*module.parameters(), *owned) if p.grad is not None)
+
+
+@dataclass(frozen=True)
+class Accumulated(Wrapping):
+    """`accumulate4+fsdp` and the like: another strategy, whose ranks add up the gradients of so many micro-batches.
+
+    A replica of `ddp` averages them behind the last one (`no_sync`), `fsdp` reduces those of each; of a pipeline these
+    are the micro-batches that it runs anyway. Loss and gradients are those of the whole share, but for batch norm.
+    """
+
+    strategy: RankStrategy
+    micro_batches: int
+
+    @property
+    def name(self) -> str:
+        return f"accumulate{self.micro_batches}+{self.strategy.name}"
+
+    def prepare(self, work: Workload, world: World) -> RankStep:
+        """The inner strategy's step. UsageError for a share of the batch that has no equal micro-batches."""
+        if self.stages > 1:
+            inner: Any = self.strategy
+            return in_micro_batches(inner, self.micro_batches).prepare(work, world)
+        step: Any = self.strategy.prepare(work, world)
+        samples = batch_size(step.work)
+        if samples % self.micro_batches:
+            raise UsageError(
+                f"{work.name}: a share of {samples} samples has no {self.micro_batches} equal micro-batches",
+                hint="accumulate as many as divide it",
+            )
+        step.micro_batches = self.micro_batches
+        found: RankStep = step
+        return found
+
+
+def in_micro_batches(strategy: Any, count: int) -> RankStrategy:
+    """A pipeline on so many micro-batches; in half precision, one in that."""
+    if isinstance(strategy, Halved):
+        return replace(strategy, strategy=in_micro_batches(strategy.strategy, count))
+    found: RankStrategy = replace(strategy, micro_batches=count)
+    return found
 
 
 # Mixed precision without autocast, as Megatron-LM has it, under the strategies that otherwise autocast.

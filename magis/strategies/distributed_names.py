@@ -1,8 +1,8 @@
 """From the name of a distributed strategy to the strategy. Imports torch only when one is made.
 
 A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
-ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). A strategy of the user's own goes by
-"package.module:factory".
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). "accumulate4+" in front: gradients of four
+micro-batches. A strategy of the user's own goes by "package.module:factory".
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero
 
 _REPLICATED = ("ddp", "oss", "oss+sdp")
 _HALVED = ("ddp", "tp", "pp", "tp+pp")
+_ACCUMULATED = ("ddp", "oss", "fsdp", "tp", "pp", "tp+pp")
+"""All others reduce gradients in ways that a second micro-batch would meet again."""
+_ACCUMULATES = re.compile(r"accumulate([1-9]\d*)\+")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
@@ -40,6 +43,7 @@ class _Parsed:
     """Ranks that share each block."""
     stages: int = 1
     half: bool = False
+    micro_batches: int | None = None
 
 
 def distributed_strategy(name: str) -> RankStrategy:
@@ -57,6 +61,11 @@ def distributed_strategy(name: str) -> RankStrategy:
             f"{name!r} is no distributed strategy",
             hint=f"did you mean {' or '.join(near)}? tp and pp take a number of at least 2, as in tp4+pp2",
         )
+    if parsed.micro_batches is not None:
+        from magis.strategies.distributed import Accumulated
+
+        inner = distributed_strategy(_ACCUMULATES.sub("", name, count=1))
+        return Accumulated(inner, parsed.micro_batches)
     if parsed.half:
         from magis.strategies.distributed import Halved
 
@@ -81,6 +90,11 @@ def distributed_strategy(name: str) -> RankStrategy:
 def is_distributed(name: str) -> bool:
     """Whether a name is that of a distributed strategy; of a factory, whether it is written as one."""
     return is_planned(name) or is_own(name) or _parsed(name) is not None
+
+
+def is_lower(name: str) -> bool:
+    """Whether a name is that of a strategy in mixed or half precision."""
+    return any(part in ("amp", "half") for part in name.split("+"))
 
 
 def is_planned(name: str) -> bool:
@@ -143,7 +157,23 @@ def _own(name: str) -> RankStrategy:
     return made
 
 
+def accumulated(name: str, micro_batches: int) -> str:
+    """The name of a distributed strategy with so many micro-batches a step. UsageError for one that takes none."""
+    if micro_batches == 1:
+        return name
+    found = f"accumulate{micro_batches}+{name}"
+    if _parsed(found) is None:
+        raise UsageError(
+            f"strategy {name!r} does not accumulate gradients", hint=f"choose from {', '.join(_ACCUMULATED)}"
+        )
+    return found
+
+
 def _parsed(name: str) -> _Parsed | None:
+    if (several := _ACCUMULATES.match(name)) is not None:
+        inner = _parsed(name[several.end() :])
+        fits = inner is not None and inner.micro_batches is None and inner.plain in _ACCUMULATED
+        return replace(inner, micro_batches=int(several[1])) if inner is not None and fits else None
     if name.startswith("half+"):
         inner = _parsed(name.removeprefix("half+"))
         fits = inner is not None and not inner.amp and not inner.half and inner.plain in _HALVED

@@ -9,7 +9,7 @@ import re
 from typing import NamedTuple
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, PLANNED, group_of, is_distributed
+from magis.strategies.distributed_names import DISTRIBUTED, PLANNED, accumulated, group_of, is_distributed
 
 __all__ = [
     "BLOCK",
@@ -23,6 +23,7 @@ __all__ = [
     "RESERVED",
     "SEARCHES",
     "OrtName",
+    "accumulated",
     "check_limit_of",
     "check_parts",
     "family",
