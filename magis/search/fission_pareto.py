@@ -8,7 +8,8 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
+from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import (
     BudgetedEvaluator,
     JudgedPlan,
@@ -139,9 +141,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
     """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
     ``over``."""
     place = work.places[number]
-    numbers = numbers_of_parts(most_parts(place.cuts))
     first: LoopNest | None = None
-    for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
+    for parts in _tried_parts(work, place.cuts):
         region = Region(place.cuts, parts)
         if first is not None and over():
             return
@@ -154,6 +155,22 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
         yield LoopPlace(place.at, parts, number), here
+
+
+def least_ns_at(work: DivisibleStep, number: int) -> int:
+    """Nanoseconds of the step with a place's loops in the fewest parts that are tried, where nothing is made again; 0
+    where they cannot be cut."""
+    cuts = work.places[number].cuts
+    for parts in _tried_parts(work, cuts)[:1]:
+        with contextlib.suppress(VerifyError):
+            graph = expand(work.graph, Region(cuts, parts), in_place=True)
+            return sum(work.costs.nanoseconds(op, graph.values) for op in graph.ops)
+    return 0
+
+
+def _tried_parts(work: DivisibleStep, cuts: Mapping[int, Split]) -> list[int]:
+    numbers = numbers_of_parts(most_parts(cuts))
+    return numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers
 
 
 def numbers_of_parts(most: int) -> list[int]:
