@@ -8,8 +8,7 @@ Bodies cut into other numbers of parts differ in sizes and times alone, so plans
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -21,7 +20,6 @@ from magis.fission.expand import expand, reparted
 from magis.fission.loss_suffix import Piece, pieces
 from magis.fission.region import Region
 from magis.graph import Graph
-from magis.ops.splits import Split
 from magis.search.budgeted_evaluator import (
     BudgetedEvaluator,
     JudgedPlan,
@@ -35,6 +33,7 @@ from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
     PlanCosts,
+    least_ns,
     level,
     other_parts,
     solution,
@@ -142,7 +141,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
     ``over``."""
     place = work.places[number]
     first: LoopNest | None = None
-    for parts in _tried_parts(work, place.cuts):
+    numbers = numbers_of_parts(most_parts(place.cuts))
+    for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
         region = Region(place.cuts, parts)
         if first is not None and over():
             return
@@ -160,17 +160,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
 def least_ns_at(work: DivisibleStep, number: int) -> int:
     """Nanoseconds of the step with a place's loops in the fewest parts that are tried, where nothing is made again; 0
     where they cannot be cut."""
-    cuts = work.places[number].cuts
-    for parts in _tried_parts(work, cuts)[:1]:
-        with contextlib.suppress(VerifyError):
-            graph = expand(work.graph, Region(cuts, parts), in_place=True)
-            return sum(work.costs.nanoseconds(op, graph.values) for op in graph.ops)
-    return 0
-
-
-def _tried_parts(work: DivisibleStep, cuts: Mapping[int, Split]) -> list[int]:
-    numbers = numbers_of_parts(most_parts(cuts))
-    return numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers
+    first = next(levels_at(work, number), None)
+    return 0 if first is None else least_ns(first[1])
 
 
 def numbers_of_parts(most: int) -> list[int]:
