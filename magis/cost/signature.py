@@ -12,6 +12,7 @@ reads the line back, so that a stored cost can be measured again without the gra
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Mapping
 
@@ -59,12 +60,14 @@ def _text(arg: Arg, values: Mapping[int, Value]) -> str:
 
 def tensor_text(value: Value) -> str:
     """A tensor as signatures write it: `float32[2,3]{3,1}`; sizes and strides in elements."""
-    bits = "".join(f"~{bit}" for bit in value.bits)
-    return f"{value.dtype}[{_numbers(value.shape)}]{{{_numbers(value.stride)}}}{bits}"
+    return _looks(value.dtype, value.shape, value.stride, value.bits)
 
 
-def _numbers(items: tuple[int, ...]) -> str:
-    return ",".join(str(item) for item in items)
+@functools.lru_cache(maxsize=65536)
+def _looks(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], bits: tuple[str, ...]) -> str:
+    """Written once: a step has few looks, and is asked for them again and again."""
+    sizes, strides = (",".join(map(str, items)) for items in (shape, stride))
+    return f"{dtype}[{sizes}]{{{strides}}}{''.join(f'~{bit}' for bit in bits)}"
 
 
 def parse(text: str) -> tuple[Op, dict[int, Value]]:

@@ -13,9 +13,10 @@ from math import gcd
 
 import rustworkx as rx
 
+from magis.fission.ways import ways
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph
-from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension, splits
+from magis.ops.splits import Cut, Halo, How, Overlap, Split, dimension
 
 
 def grow(
@@ -98,7 +99,7 @@ def _matching(op: Op, graph: Graph, state: Mapping[int, How], made: Collection[i
     """The way to cut ``op`` that agrees with what is known of its inputs; ``made`` are those that the region makes."""
     if op.random or op.phase == "update":
         return None
-    for split in splits(op, graph.values):
+    for split in ways(op, graph.values):
         pairs = list(zip(op.inputs(), split.inputs, strict=True))
         agrees = all(_same(state[value], cut, outside=value not in made) for value, cut in pairs if value in state)
         if agrees and any(cut is not None and value in state for value, cut in pairs):
@@ -153,7 +154,7 @@ def regions_around(graph: Graph, position: int, *, most: int) -> list[dict[int, 
             pieces = connected(graph, grow(graph, start, range(first, end), dag), dag)
             for cuts in (piece for piece in pieces if position in piece):
                 found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
-    for split in splits(graph.ops[position], graph.values):
+    for split in ways(graph.ops[position], graph.values):
         cuts = {position: split}
         found.setdefault(tuple(cuts.items()), inner_bytes(graph, cuts))
     ranked = sorted(found, key=lambda key: (-found[key], len(key)))

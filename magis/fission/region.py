@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import rustworkx as rx
 
+from magis.fission.ways import ways
 from magis.graph import Graph, Op
 from magis.graph.hazards import dependency_graph, fills, is_dense, is_pure_view
-from magis.ops.splits import Cut, Halo, How, Overlap, Split, splits, why_opaque
+from magis.ops.splits import Cut, Halo, How, Overlap, Split, why_opaque
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +69,7 @@ def _operator_problems(graph: Graph, op: Op, split: Split, parts: int) -> Iterat
         yield f"{_where(op)}: draws random numbers, which would be others in parts"
     elif op.body is not None:
         yield f"{_where(op)}: is split already"
-    elif split not in splits(op, graph.values):
-        known = splits(op, graph.values)
+    elif split not in (known := ways(op, graph.values)):
         reason = "not in that way" if known else why_opaque(op, graph.values)
         yield f"{_where(op)}: cannot be cut: {reason}"
     elif split.extent % parts:

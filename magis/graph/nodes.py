@@ -132,8 +132,12 @@ class Op:
     _made: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        refs = _refs((self.args, tuple(arg for _, arg in self.kwargs)))
-        object.__setattr__(self, "_taken", tuple(ref.value for ref in refs))  # both are asked for again and again
+        taken = list[int]()
+        for arg in self.args:
+            _note_refs(arg, taken)
+        for _, arg in self.kwargs:
+            _note_refs(arg, taken)
+        object.__setattr__(self, "_taken", tuple(taken))  # both are asked for again and again
         object.__setattr__(self, "_made", tuple(value for value in self.outputs if value is not None))
 
     def inputs(self) -> tuple[int, ...]:
@@ -207,12 +211,13 @@ def every_op(graph: Graph) -> Iterator[tuple[Op, Mapping[int, Value]]]:
             yield from every_op(op.body.graph)
 
 
-def _refs(arg: Arg) -> Iterator[Ref]:
+def _note_refs(arg: Arg, found: list[int]) -> None:
+    """Append the ids of the values in an argument."""
     if isinstance(arg, Ref):
-        yield arg
+        found.append(arg.value)
     elif isinstance(arg, tuple):
         for item in arg:
-            yield from _refs(item)
+            _note_refs(item, found)
 
 
 def _scalars(arg: Arg) -> Iterator[str]:

@@ -21,7 +21,7 @@ from magis.planner.plans import (
     searched,
 )
 from magis.planner.subject import Subject
-from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
+from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest, never
 from magis.search.driver import SearchResult, near, search
 from magis.search.fission_pareto import FissionFront, FissionPoint, LoopPlace, any_enough, joined, place_front
 from magis.search.latency_bound import nest_latency_bound
@@ -179,7 +179,7 @@ def _by_turns(
         return search(problem, goal, budget=budget, allow_swap=swap, seed=wanted.seed, over=wanted.over, starts=starts)
 
     for _ in range(TURNS):
-        inner, before = best.inner, best
+        inner = best.inner
         if here.inner is None or inner is None or wanted.over():
             break
         plan = found(best.problem, wanted.goal, [best.plan, *around])
@@ -191,8 +191,8 @@ def _by_turns(
         other = _around(here, best, solution(here.inner, here.inner.compiled.problem, body, None))
         if other.plan.key(wanted.goal) < best.plan.key(wanted.goal):
             best = other
-        if best is before:
-            break
+        if best.inner is inner:
+            break  # the step around the same body has been searched
     return best, states
 
 
@@ -258,7 +258,9 @@ def worth_dividing(scratch: PlanScratch, goal: Objective, plain: Plan) -> bool:
 
 
 def divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
-    """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof."""
+    """The best plan with fission, or the one without if that is as good, or where a cut does not pass its proof.
+
+    Where the one without misses the limit, a hasty look at loops comes however little time is left."""
     try:
         return _divided(scratch, wanted, plain)
     except VerifyError as error:
@@ -273,9 +275,9 @@ def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     """
     subject, goal = scratch.subject, wanted.goal
     graph = subject.aggregated
-    known = (plain.planned.peak_bytes, plain.latency_ns)
-    front = subject.sketched
-    if not any_enough(front.points, wanted):
+    known = costs_of(plain)
+    front = subject.sketched(wanted, known, wanted.over if plain.feasible else never)
+    if not (wanted.over() or any_enough(front.points, wanted)):
         # the best configurations within a memory limit are planned thoroughly anyway, so brief looks at all places are
         # enough; not where only loops keep the limit, and briefly looked at the best ones may miss it
         brief = goal.memory_limit is not None and plain.feasible
@@ -312,6 +314,11 @@ def _without(subject: Subject, wanted: PlanRequest, plain: Plan) -> Plan:
     if plain.fission:
         return plain
     return replace(plain, unsplit=blocked(subject.untangled) or "no cut is worth its time")
+
+
+def costs_of(plan: Plan) -> tuple[int, int]:
+    """Its peak in bytes and its latency in ns."""
+    return plan.planned.peak_bytes, plan.latency_ns
 
 
 def key_of(goal: Objective, plan: Plan) -> tuple[bool, int, int]:

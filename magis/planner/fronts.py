@@ -137,7 +137,7 @@ def realized_front(
     )
     known = scratch.known((subject.captured.original.graph, *searched(subject.normal)))
     costs, reuse = subject.costs(known), subject.source.reuse
-    hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched
+    hasty, sketched = whole_front(subject.normal, costs, reuse=reuse, effort=HASTY), subject.sketched(wanted)
     swept = subject.whole_front(known, partial(over, WHOLE))
     divided = joined(sketched, subject.divided_front(wanted))
     polished = joined(*_polished(scratch, swept, divided, wanted))

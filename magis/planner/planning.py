@@ -11,15 +11,16 @@ from magis.errors import UsageError, VerifyError
 from magis.fission.proof import verify_fission
 from magis.paper.coordinated_search import STATES, PaperSearch
 from magis.paper.ftree import LEVELS
-from magis.planner.fission_plan import described, divided, key_of, listed, worth_dividing
+from magis.planner.fission_plan import costs_of, described, divided, key_of, listed, worth_dividing
 from magis.planner.kept_plans import KeptPlans
 from magis.planner.plans import Begun, Plan, PlanScratch, Searched, approached, attempts, bounded, searched
 from magis.planner.search_progress import BestSoFar
 from magis.planner.subject import Subject
 from magis.progress import Progress
+from magis.runtime.measure import collector_spared
 from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, PlanRequest, never
 from magis.search.driver import FROM_NOTHING
-from magis.search.fission_pareto import MOST_OPERATORS, FissionFront, any_enough
+from magis.search.fission_pareto import MOST_OPERATORS, FissionFront
 from magis.search.pareto_sweep import BRIEF, FULL
 
 WHOLE = 0.45
@@ -28,6 +29,8 @@ which has the rest. On a CPU, where that is seldom: all of it."""
 FROM_NOTHING_SHARE, FRONT_SHARE = 0.6, 0.8
 """Shares of that by which the search from nothing, and the front for the search that goes on from it, must end; where
 loops come before the front, its share is of the whole cap."""
+LATE = 0.8
+"""Share of the cap from which on a plan that keeps its limit is realized and checked, and nothing else begins."""
 AT_ONCE = 1000
 """States of the search for the first plan."""
 ROUNDS = 5
@@ -77,8 +80,10 @@ def plan(
         by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
 
     def search_for() -> Plan:
-        found = by()
-        return bounded(found, memory_limit) if subject.simulated_only else replace(found, searched=None)
+        with collector_spared(collect=False):
+            found = by()
+        worth_bounding = subject.simulated_only and not found.stopped_by_seconds
+        return bounded(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
     if subject.kept is None:
         best = search_for()
@@ -200,20 +205,28 @@ def _searched(
         effort = BRIEF if len(subject.normal.ops) > MOST_OPERATORS else FULL
         return subject.whole_front(known, partial(over, until * FRONT_SHARE), effort)
 
+    def in_loops(plain: Plan) -> Plan:
+        stage("searching with parts of the step as loops")
+        return divided(scratch, replace(wanted, over=late) if plain.feasible else wanted, plain)
+
     stage("searching")
-    first = at_once(scratch, wanted, loops=seconds is None) if goes_on and not on_cpu else None
+    late = partial(over, LATE)
+    first = at_once(scratch, wanted, late, in_loops) if goes_on and not on_cpu else None
     if first is not None and wanted.enough(first.peak, first.latency_ns):
         return first
+    if first is not None and first.feasible and late():
+        return replace(first, stopped_by_seconds=True)
+    stage("searching")
     begun = Begun()
     by = partial(plan_whole, scratch, goal, seed=seed, left=left, begun=begun)
     loops_first = goes_on and not on_cpu and goal.memory_limit is not None
     early = None if loops_first or not goes_on else partial(front, whole)
     plain = by(budget=FROM_NOTHING if loops_first else budget, over=partial(over, whole), front=early)
     best = plain if first is None else better(goal, plain, first)
-    if worth_dividing(scratch, goal, best):
-        stage("searching with parts of the step as loops")
-        best = replace(best, stopped_by_seconds=True) if over() else divided(scratch, wanted, best)
-    if loops_first and over():
+    looped = first is not None and bool(first.fission)
+    if not looped and worth_dividing(scratch, goal, best):
+        best = replace(best, stopped_by_seconds=True) if over() else in_loops(best)
+    if loops_first and late():
         return replace(best, stopped_by_seconds=True)
     if loops_first and not _beats_all(scratch, begun, goal, best, plain):
         # the search that goes on from a front is worth its time only where loops leave something to win
@@ -236,22 +249,23 @@ def _beats_all(scratch: PlanScratch, begun: Begun, goal: Objective, best: Plan, 
     """Whether no plan without loops, as the ``plain`` one, beats the best by more than searching is worth."""
     if not best.feasible or plain.searched is None:
         return False
-    least = begun.least(scratch, plain.searched.step.compiled.problem, goal)
-    return scratch.enough(goal, best.peak, best.latency_ns, least)
+    return begun.enough(scratch, plain.searched.step.compiled.problem, goal, best.peak, best.latency_ns)
 
 
-def at_once(scratch: PlanScratch, wanted: PlanRequest, *, loops: bool) -> Plan:
-    """A first plan after little work: without fission, or, if ``loops`` may be looked for, with the first ones found
-    where these cost nothing and even a plan without fission that is better by a fifth would be worth cutting."""
+def at_once(scratch: PlanScratch, wanted: PlanRequest, late: Over, in_loops: Callable[[Plan], Plan]) -> Plan:
+    """A first plan after little work: without fission. Or the best one ``in_loops``, where a hasty look, done before it
+    is ``late``, halves what the plan costs, and even one without fission that is better by a fifth would be worth
+    cutting."""
     goal, eager_ns = wanted.goal, wanted.eager_ns
     attempt = attempts(scratch, scratch.subject.normal, budget=AT_ONCE, seed=wanted.seed, brief=True)
     plain = approached(goal, attempt, hopeless=scratch.subject.is_hopeless(goal))
     hoped = replace(plain, latency_ns=eager_ns + (plain.latency_ns - eager_ns) * 4 // 5)
     if not plain.feasible or goal.memory_limit is None or not worth_dividing(scratch, goal, hoped):
         return plain
-    if not loops or not any_enough(scratch.subject.sketched.points, wanted):
-        return plain
-    return divided(scratch, wanted, plain)
+    points = scratch.subject.sketched(wanted, costs_of(plain), late).points
+    half = (eager_ns + plain.latency_ns) // 2
+    halved = any(goal.met(point.peak, point.latency_ns) and point.latency_ns <= half for point in points)
+    return in_loops(plain) if halved else plain
 
 
 def plan_whole(

@@ -147,7 +147,15 @@ class Begun:
             states = self.results[goal].states
         return self.results[goal], states
 
-    def least(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
+    def enough(self, scratch: PlanScratch, problem: Problem, goal: Objective, peak: int, latency_ns: int) -> bool:
+        """Whether a plan is so close to eager's latency, or to that, that searching on has next to nothing to win."""
+        if scratch.enough(goal, peak, latency_ns):
+            return True
+        if not goal.met(peak, latency_ns):
+            return False
+        return scratch.enough(goal, peak, latency_ns, self._least(scratch, problem, goal))
+
+    def _least(self, scratch: PlanScratch, problem: Problem, goal: Objective) -> int:
         """That latency within a memory limit; 0 where finding it would take as long as the search."""
         if goal.memory_limit is None or problem.n_nodes > BOUNDED_NODES:
             return 0
@@ -224,7 +232,7 @@ def whole_search(
         return [found], states
     if over():
         return [replace(found, stopped_by_seconds=True)], states
-    if found.feasible and scratch.enough(goal, found.peak, found.latency_ns, begun.least(scratch, problem, goal)):
+    if begun.enough(scratch, problem, goal, found.peak, found.latency_ns):
         return [found], states
     known = front()
     starts = [found, *(point.plan for point in near(known.points, goal))]

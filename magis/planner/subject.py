@@ -32,14 +32,14 @@ from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_st
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of
-from magis.search.loop_places import TriedPlaces, hastily, places_front, sketch
+from magis.search.loop_places import TriedPlaces, hastily, is_beaten, places_front, sketch
 from magis.search.pareto_sweep import FULL, Effort
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.strategies.rank_step import loss_of_shares
 
 ROUNDS_ALONE = 5
-_OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured"})
+_OF_LAYOUTS = frozenset({"normal", "digest", "original", "original_measured", "original_ns"})
 """Members that everything comes from that hangs on how the captured step lays its tensors out."""
 ALONE = Sharing()
 
@@ -61,7 +61,8 @@ class Subject(TracedModel):
         self.slack = slack
         self._share = sharing if sharing.needed else None
         self.scratches = Scratches()
-        self._tried, self._briefly = TriedPlaces(), TriedPlaces()
+        self._tried = TriedPlaces()
+        self._briefly = TriedPlaces(least_ns=self._tried.least_ns)
         self._whole: dict[tuple[Effort, tuple[tuple[str, int], ...]], FissionFront] = {}
         self.memo = Memo()
 
@@ -110,12 +111,16 @@ class Subject(TracedModel):
     def _work(self) -> DivisibleStep:
         return work_of(self.aggregated, self.roofline, reuse=self.source.reuse)
 
-    @cached_property
-    def sketched(self) -> FissionFront:
-        """A first, hasty answer to what parts of the step in loops give."""
-        found = sketch(self._work)
-        for tried in (self._briefly, self._tried) if self._work.efforts.middling else (self._briefly,):
-            tried.fronts.setdefault(0, found)  # nothing more would be tried there
+    def sketched(self, wanted: PlanRequest, known: tuple[int, int] | None = None, over: Over = never) -> FissionFront:
+        """A first, hasty answer to what parts of the step in loops give: those of the first place, as far as it was
+        looked at until ``over``. None where no plan of that place is better than a ``known`` one."""
+        if over() or not (work := self._work).places or is_beaten(work, 0, wanted, self._tried, known):
+            return FissionFront((), 0)
+        if (found := self._briefly.fronts.get(0)) is None:
+            found = sketch(work, over)
+            if not over():
+                for tried in (self._briefly, self._tried) if work.efforts.middling else (self._briefly,):
+                    tried.fronts.setdefault(0, found)  # nothing more would be tried there
         return found
 
     def divided_front(
@@ -267,7 +272,7 @@ class Subject(TracedModel):
         behind = self.captured.behind
         return 0 if behind is None else self.latency_ns(behind.graph)
 
-    @property
+    @cached_property
     def original_ns(self) -> int:
         """Simulated latency of the original step, without what runs behind it."""
         return self.latency_ns(self.captured.original.graph) - self.behind_ns

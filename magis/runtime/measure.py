@@ -100,15 +100,17 @@ def replay(events: Iterable[Allocation]) -> WindowPeak:
 
 
 @contextmanager
-def collector_spared() -> Iterator[None]:
+def collector_spared(*, collect: bool = True) -> Iterator[None]:
     """What exists before the block is not looked through by the collections inside it: modules, graphs, a whole torch.
 
     Measuring collects before every window; most of its time would go into objects that live as long as the process.
+    Where garbage that is there already harms nothing, nobody need ``collect`` it first.
     """
     if gc.get_freeze_count():  # somebody else's decision, which cannot be told apart from ours afterwards
         yield
         return
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.freeze()
     try:
         yield

@@ -33,6 +33,7 @@ from magis.search.loop_nest import (
     LoopNest,
     LoopNestPlan,
     PlanCosts,
+    least_ns,
     level,
     other_parts,
     solution,
@@ -139,8 +140,8 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
     """The region of a place as a loop, cut into every number of parts; only into the first of them where all is
     ``over``."""
     place = work.places[number]
-    numbers = numbers_of_parts(most_parts(place.cuts))
     first: LoopNest | None = None
+    numbers = numbers_of_parts(most_parts(place.cuts))
     for parts in numbers[len(numbers) // 2 :][:1] if work.efforts.middling else numbers:
         region = Region(place.cuts, parts)
         if first is not None and over():
@@ -154,6 +155,13 @@ def levels_at(work: DivisibleStep, number: int, over: Over = never) -> Iterator[
         except VerifyError:
             return  # no legal region (``fission.blocked`` says why), or a kernel refuses the size of a part
         yield LoopPlace(place.at, parts, number), here
+
+
+def least_ns_at(work: DivisibleStep, number: int) -> int:
+    """Nanoseconds of the step with a place's loops in the fewest parts that are tried, where nothing is made again; 0
+    where they cannot be cut."""
+    first = next(levels_at(work, number), None)
+    return 0 if first is None else least_ns(first[1])
 
 
 def numbers_of_parts(most: int) -> list[int]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Protocol, TypeAlias
 
 from magis.errors import VerifyError
+from magis.fission.candidates import most_parts
 from magis.graph import Graph
 from magis.search.budgeted_evaluator import JudgedPlan, Over, PlanRequest, never
 from magis.search.fission_pareto import (
@@ -21,11 +22,12 @@ from magis.search.fission_pareto import (
     LoopPlace,
     any_enough,
     joined,
+    least_ns_at,
     levels_at,
     place_front,
     work_of,
 )
-from magis.search.loop_nest import LoopNest, PlanCosts, least_ns, solution, with_body
+from magis.search.loop_nest import PlanCosts, solution, with_body
 from magis.search.pareto_sweep import C, Front, pareto
 from magis.simulate.compiled_problem import Costs
 from magis.simulate.evaluator import evaluate
@@ -57,10 +59,6 @@ class TriedPlaces:
     fronts: dict[int, FissionFront] = field(default_factory=dict)
     findings: dict[int, Findings] = field(default_factory=dict)
     least_ns: dict[int, int] = field(default_factory=dict)
-
-
-Levels: TypeAlias = "dict[int, Iterator[tuple[LoopPlace, LoopNest]]]"
-"""By the number of a place, its loop in ever more parts."""
 
 
 class Share(Protocol):
@@ -103,14 +101,12 @@ def places_front(
     """
     tried = TriedPlaces() if tried is None else tried
     untried = reversed(range(len(work.places)))  # the loops of late places are small, and soon tried
-    begun: Levels = {}
 
     def promising(known: tuple[int, int] | None) -> Iterator[int]:
-        return _promising(work, wanted, tried, known, untried, begun)
+        return _promising(work, wanted, tried, known, untried)
 
     def made(number: int) -> FissionFront:
-        levels = begun.pop(number, None) or levels_at(work, number, wanted.over)
-        return place_front(list(levels), work.efforts, wanted.over)
+        return place_front(list(levels_at(work, number, wanted.over)), work.efforts, wanted.over)
 
     if share is None:
         ours = partial(_in_turn, noted=tried.fronts, made=made, wanted=wanted)
@@ -119,7 +115,6 @@ def places_front(
 
     def shared(numbers: Iterator[int]) -> Generator[Findings, None, None]:
         every = list(numbers)
-        begun.clear()  # levels are made where the places are tried
         with contextlib.closing(share(work, [n for n in every if n not in tried.findings], wanted.over)) as others:
             yield from _in_turn(every, tried.findings, lambda _: next(others, None), wanted)
 
@@ -154,25 +149,37 @@ def _promising(
     tried: TriedPlaces,
     known: tuple[int, int] | None,
     untried: Iterator[int],
-    begun: Levels,
 ) -> Iterator[int]:
-    """Numbers of the places that may have a better plan than the known one, by their loops in the fewest parts, which
-    are taken to be the quickest: no price of a device says that more parts are; what was made of the levels of the last
-    of them is ``begun``."""
+    """Numbers of the places that may have a better plan than the known one. A place whose loops hold those of one that
+    has none is taken to have none either: what it runs in parts besides is not quicker so."""
+    beaten: list[int] = []
     for number in untried:
-        if known is not None and wanted.goal.met(*known):
-            if number not in tried.least_ns:
-                if wanted.over():
-                    return
-                levels = levels_at(work, number, wanted.over)
-                first = next(levels, None)
-                tried.least_ns[number] = 0 if first is None else least_ns(first[1])
-                begun.clear()
-                if number not in tried.fronts and first is not None:
-                    begun[number] = itertools.chain((first,), levels)
-            if wanted.key(*known) <= wanted.key(0, tried.least_ns[number]):
-                continue
-        yield number
+        if known is not None and wanted.over():
+            return
+        if any(_holds(work, number, other) for other in beaten):
+            continue
+        if is_beaten(work, number, wanted, tried, known):
+            beaten.append(number)
+        else:
+            yield number
+
+
+def is_beaten(
+    work: DivisibleStep, number: int, wanted: PlanRequest, tried: TriedPlaces, known: tuple[int, int] | None
+) -> bool:
+    """Whether no plan of a place is better than the known one, by its loops in the fewest parts, which are taken to be
+    the quickest: no price of a device says that more parts are."""
+    if known is None or not wanted.goal.met(*known):
+        return False
+    if number not in tried.least_ns:
+        tried.least_ns[number] = least_ns_at(work, number)
+    return wanted.key(*known) <= wanted.key(0, tried.least_ns[number])
+
+
+def _holds(work: DivisibleStep, number: int, other: int) -> bool:
+    """Whether the loops of a place run all that those of another one run, in as few parts."""
+    mine, its = work.places[number].cuts, work.places[other].cuts
+    return its.items() <= mine.items() and most_parts(its) == most_parts(mine)
 
 
 def _in_turn(
@@ -196,11 +203,11 @@ def hastily(work: DivisibleStep) -> DivisibleStep:
     return replace(work, efforts=replace(work.efforts, body=replace(hasty, watch=None), around=hasty))
 
 
-def sketch(work: DivisibleStep) -> FissionFront:
+def sketch(work: DivisibleStep, over: Over = never) -> FissionFront:
     """A first answer: the first place with little effort."""
     if not work.places:
         return FissionFront((), 0)
-    return place_front(list(levels_at(work, 0)), hastily(work).efforts)
+    return place_front(list(levels_at(work, 0, over)), hastily(work).efforts, over)
 
 
 def _until_spent(fronts: Iterator[Front[C]], wanted: PlanRequest) -> tuple[list[C], int]:

@@ -251,15 +251,18 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
     redo = tuple(redo_form(op, graph) for op in group)
     victims = [graph.values[v].storage for v in reusable(graph, group[0])] if reuse and len(group) == 1 else []
     ws, tensor = _workspace(graph, group, costs)
-    redo_ws, redo_tensor = (ws, tensor) if redo == group else _workspace(graph, redo, costs)
+    ns = sum(costs.nanoseconds(op, graph.values) for op in group)
+    redo_ns, redo_ws, redo_tensor = ns, ws, tensor
+    if redo != group:
+        redo_ws, redo_tensor = _workspace(graph, redo, costs)
+        redo_ns = sum(costs.nanoseconds(op, graph.values) for op in redo)
     return NodeRow(
         inputs=tuple(facts.number[s] for s in taken if s in facts.number),
         outputs=tuple(facts.number[s] for s in made if s in facts.number),
-        ns=sum(costs.nanoseconds(op, graph.values) for op in group),
+        ns=ns,
         ws=ws,
         tensor=tensor,
-        redo_ns=sum(costs.nanoseconds(op, graph.values) for op in redo)
-        + (GENERATOR_NS if any(op.random for op in group) else 0),
+        redo_ns=redo_ns + (GENERATOR_NS if any(op.random for op in group) else 0),
         redo_ws=redo_ws,
         redo_tensor=redo_tensor,
         copies=any(op.body is not None and _swaps(op.body.graph) for op in group),

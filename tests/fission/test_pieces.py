@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from magis.fission.candidates import connected, most_parts
 from magis.fission.loss_suffix import LEAST, axes, heaviest, own_bytes, pieces, places, suffix
+from magis.fission.ways import ways
 from magis.graph import Graph
 from magis.graph.hazards import dependency_graph
+from magis.ops.splits import splits
 from magis.planner.bench import Bench
 from magis.results import Case
 from magis.rewrite.functionalize import functionalize, untangle
@@ -123,3 +125,9 @@ def test_stretches_between_dropouts_are_left_out() -> None:
     assert all(piece.nbytes * LEAST >= 0.9 * whole for piece in found)
     (axis,) = axes(graph)
     assert len(found) < len(places(graph, axis, 8))
+
+
+@pytest.mark.parametrize("model", ["bert", "resnet50"])
+def test_calls_that_look_alike_can_be_cut_in_the_same_ways(model: str) -> None:
+    graph = Bench().subject(Case(model, "magis", "sim:rtx3090", "small")).untangled
+    assert all(ways(op, graph.values) == splits(op, graph.values) for op in graph.ops)

@@ -18,7 +18,7 @@ from magis.graph import Graph, dump, verify
 from magis.planner.fission_plan import Divided, divide, replan, to_the_end
 from magis.runtime.swap_streams import HostMemory, Stored
 from magis.search.budgeted_evaluator import JudgedPlan, Objective, PlanRequest
-from magis.search.fission_pareto import DivisibleStep, numbers_of_parts, work_of
+from magis.search.fission_pareto import DivisibleStep, least_ns_at, numbers_of_parts, work_of
 from magis.search.loop_nest import LoopNest, LoopNestPlan, realize_level, solution, with_body
 from magis.search.loop_places import TriedPlaces, places_front, sketch
 from magis.simulate.evaluator import evaluate
@@ -123,6 +123,7 @@ def test_a_sketch_is_one_place_with_little_effort() -> None:
     hasty, place = sketch(work), front_of(given)
     assert {point.cut.at for point in hasty.points if point.cut} == {work.places[0].at}
     assert 0 < 10 * hasty.states < place.states
+    assert 0 < least_ns_at(work, 0) == min(fastest_ns(point.level) for point in hasty.points)
     for point in hasty.points:
         assert point.cut is not None
         realized(given, Divided((point.cut,), point.level, point.solution()))

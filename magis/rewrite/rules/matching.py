@@ -47,6 +47,7 @@ class Index:
         self._written = {storage for op in graph.ops for storage, _ in op.writes}
         self._returned = {graph.values[value].storage for value in graph.outputs}
         self._seen: dict[tuple[str, int], Seen | None] = {}
+        self._all: dict[str, list[tuple[Op, Seen]]] = {}
         self._part = {op.id: op for op in graph.ops if self.takes_part(op)}
         self.in_cat: dict[int, tuple[int, int]] = {}
         for op, seen in self.all("cat"):
@@ -60,12 +61,12 @@ class Index:
             self._seen[where] = FORMS[form](op, self.graph.values) if op.id in self._part else None
         return self._seen[where]
 
-    def all(self, form: str) -> Iterator[tuple[Op, Seen]]:
+    def all(self, form: str) -> Sequence[tuple[Op, Seen]]:
         """Every call of an operator of the language, in program order."""
-        for op in self._part.values():
-            seen = self.see(form, op)
-            if seen is not None:
-                yield op, seen
+        if form not in self._all:
+            seen = ((op, self.see(form, op)) for op in self._part.values())
+            self._all[form] = [(op, found) for op, found in seen if found is not None]
+        return self._all[form]
 
     def takes_part(self, op: Op) -> bool:
         if op.body is not None or op.random or op.writes or op.phase == "update" or not op.made():
