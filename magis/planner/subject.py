@@ -32,7 +32,7 @@ from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_st
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
 from magis.search.fission_pareto import DivisibleStep, FissionFront, whole_front, work_of
-from magis.search.loop_places import TriedPlaces, hastily, is_beaten, places_front, sketch
+from magis.search.loop_places import TriedPlaces, first_look, hastily, places_front
 from magis.search.pareto_sweep import FULL, Effort
 from magis.simulate.cuda_caching_allocator import reserved
 from magis.simulate.simulator import MemoryProfile, replay
@@ -114,14 +114,7 @@ class Subject(TracedModel):
     def sketched(self, wanted: PlanRequest, known: tuple[int, int] | None = None, over: Over = never) -> FissionFront:
         """A first, hasty answer to what parts of the step in loops give: those of the first place, as far as it was
         looked at until ``over``. None where no plan of that place is better than a ``known`` one."""
-        if over() or not (work := self._work).places or is_beaten(work, 0, wanted, self._tried, known):
-            return FissionFront((), 0)
-        if (found := self._briefly.fronts.get(0)) is None:
-            found = sketch(work, over)
-            if not over():
-                for tried in (self._briefly, self._tried) if work.efforts.middling else (self._briefly,):
-                    tried.fronts.setdefault(0, found)  # nothing more would be tried there
-        return found
+        return first_look(self._work, wanted, (self._briefly, self._tried), known, over)
 
     def divided_front(
         self, wanted: PlanRequest, known: tuple[int, int] | None = None, *, brief: bool = False

@@ -203,6 +203,27 @@ def hastily(work: DivisibleStep) -> DivisibleStep:
     return replace(work, efforts=replace(work.efforts, body=replace(hasty, watch=None), around=hasty))
 
 
+def first_look(
+    work: DivisibleStep,
+    wanted: PlanRequest,
+    tried: tuple[TriedPlaces, TriedPlaces],
+    known: tuple[int, int] | None = None,
+    over: Over = never,
+) -> FissionFront:
+    """What the first place gives with little effort, as far as it was looked at until ``over``; kept in the first of
+    ``tried``, places with brief looks, and where that is all the effort in the second, with whole ones. Nothing where
+    no plan of that place is better than a ``known`` one."""
+    briefly, wholly = tried
+    if over() or not work.places or is_beaten(work, 0, wanted, wholly, known):
+        return FissionFront((), 0)
+    if (found := briefly.fronts.get(0)) is None:
+        found = sketch(work, over)
+        if not over():
+            for each in tried if work.efforts.middling else (briefly,):
+                each.fronts.setdefault(0, found)  # nothing more would be tried there
+    return found
+
+
 def sketch(work: DivisibleStep, over: Over = never) -> FissionFront:
     """A first answer: the first place with little effort."""
     if not work.places:
