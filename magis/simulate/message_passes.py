@@ -134,9 +134,9 @@ def _find_moves(
         place = first
         while place > 0 and start_ns[place] > free_ns:
             before = place - 1
-            if own.is_reader[before] or level[before] + nbytes > highest:
+            if own.is_reader[before] or plan.movable[event[before] >> 1]:
                 break
-            if _touches(step, own, event[before] >> 1, at):
+            if level[before] + nbytes > highest or _touches(step, own, event[before] >> 1, at):
                 break
             place = before
         if place < first:
@@ -209,14 +209,28 @@ def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own:
 
 
 @numba.njit(cache=True)
+def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, node: int) -> bool:
+    """Whether a block waits for nothing but to overwrite what a message sends."""
+    ptr, idx = plan.blocks
+    found = False
+    for k in range(ptr[node], ptr[node + 1]):
+        found = found or (own.left[idx[k]] == 1 and scratch.blk_place[idx[k]] <= at)
+    return found and plan.late[node] == 0
+
+
+@numba.njit(cache=True)
 def _is_over(
     plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int, now: int, count: int,
     nbytes: int, highest: int,
 ) -> bool:  # fmt: skip
     """Whether a message is to be waited for behind an event: it is over, or somebody wants its result or its room."""
     node = scratch.event[sent] >> 1
-    last = sent if not plan.seen[node] else count - 1 if own.reader[sent] < 0 else own.reader[sent] - 1
-    return at >= last or own.end_ns[sent] <= now or own.level[at + 1] + nbytes > highest
+    last = own.reader[sent] - 1
+    if own.reader[sent] < 0:
+        last = count - 1 if plan.late[node] > 0 else sent
+    if at >= last or own.end_ns[sent] <= now or _holds_up(plan, scratch, own, at, node):
+        return True
+    return own.level[at + 1] + nbytes > highest  # type: ignore[no-any-return]
 
 
 @numba.njit(cache=True)
@@ -279,17 +293,19 @@ def _run(
 
 @numba.njit(cache=True)
 def _lengthen(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
-    """What is sent stays until the message is waited for: only messages read it."""
+    """What is sent stays until the message is waited for: only messages read it, and not every copy is read."""
     last_use, wait_at, storages = scratch.last_use, own.wait_at, len(step.nbytes)
     for storage in range(storages):
         if plan.taken[storage]:
-            last_use[storage] = wait_at[last_use[storage]]
+            last_use[storage] = max(last_use[storage], wait_at[last_use[storage]])
             if scratch.redo_at[storage] >= 0:
-                last_use[storages + storage] = wait_at[last_use[storages + storage]]
+                again = last_use[storages + storage]
+                last_use[storages + storage] = max(again, wait_at[again])
     for k in range(scratch.result[N_BETWEEN]):
         storage = scratch.between[k, 0]
         if plan.taken[storage]:
             used_at = scratch.between[k, 2]
+            until = max(used_at, wait_at[used_at])
             scratch.free[used_at] -= step.nbytes[storage]
-            scratch.free[wait_at[used_at]] += step.nbytes[storage]
-            scratch.between[k, 2] = wait_at[used_at]
+            scratch.free[until] += step.nbytes[storage]
+            scratch.between[k, 2] = until

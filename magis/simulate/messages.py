@@ -20,10 +20,9 @@ class MessageStep(NamedTuple):
     ns: Int64s  # [n] on the stream of messages
     takes: Int32s  # [n] temporary storage that is sent, -1: what is sent persists
     gives: Int32s  # [n] storage that arrives
-    movable: Bools  # [n] may be sent earlier than it stands, with the early nodes that make what it takes
+    movable: Bools  # [n] may be sent much earlier than it stands, with the early nodes that make what it takes
     early: Bools  # [n] see ``Problem``: these nodes
-    seen: Bools  # [n] whether nodes or blocks read what arrives
-    late: Int64s  # [n] bytes that stay longer where only blocks read what arrives: that, and what the blocks need
+    late: Int64s  # [n] where blocks read what arrives: the bytes of that and what the blocks need, at least 1
     blocks: Rows  # [n] blocks that wait for the message, which they read or whose input they overwrite
     taken: Bools  # [s] some message takes it
     ceiling: int  # bytes of temporary storages up to which messages may be given room; at least the plan's own peak
@@ -57,25 +56,25 @@ def messages_of(problem: Problem) -> MessageStep | None:
     if not sent:
         return None
     takes, gives = (np.full(problem.n_nodes, -1, dtype=np.int32) for _ in range(2))
-    late, movable, seen = np.zeros((3, problem.n_nodes), dtype=np.int64)
+    late, movable = np.zeros((2, problem.n_nodes), dtype=np.int64)
     waits: list[list[int]] = [[] for _ in range(problem.n_nodes)]
-    readers, in_blocks = problem.inputs.turned(problem.n_storages), problem.block_inputs.turned(problem.n_storages)
+    in_blocks = problem.block_inputs.turned(problem.n_storages)
     needs = np.maximum(problem.blk_ws, problem.blk_late_ws)
     overwrites = _overwriting(problem)
     for node in sent:
         takes[node] = int(problem.inputs(node)[0]) if len(problem.inputs(node)) else -1
         gives[node] = made = int(problem.outputs(node)[0])
-        movable[node] = not len(problem.extras(node))
+        hangs_on = takes[node] >= 0 and not problem.early[problem.producer[takes[node]]]
+        movable[node] = not (len(problem.extras(node)) or hangs_on)
         blocks = in_blocks(made).tolist()
-        seen[node] = len(readers(made)) + len(blocks)
         waits[node] = [*blocks, *overwrites[node]]
-        if blocks and not len(readers(made)):
-            late[node] = int(problem.nbytes[made]) + int(needs[blocks].max())
+        if blocks:
+            late[node] = max(1, int(problem.nbytes[made]) + int(needs[blocks].max()))
     taken = np.zeros(problem.n_storages, dtype=np.bool_)
     taken[takes[takes >= 0]] = True
     return MessageStep(
-        problem.message_ns, takes, gives, movable.astype(np.bool_), problem.early, seen.astype(np.bool_), late,
-        rows_of(waits), taken, problem.ceiling - problem.persistent_bytes,
+        problem.message_ns, takes, gives, movable.astype(np.bool_), problem.early, late, rows_of(waits),
+        taken, problem.ceiling - problem.persistent_bytes,
     )  # fmt: skip
 
 

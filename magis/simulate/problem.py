@@ -173,6 +173,7 @@ def build_problem(
     persistent_bytes: int = 0,
     xfer_ns_per_byte: float = 0.0,
     copy_ns: int = 0,
+    ceiling: int = 0,
 ) -> Problem:
     """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
     producer = [-1] * len(storages)
@@ -223,6 +224,7 @@ def build_problem(
         persistent_bytes=persistent_bytes,
         xfer_ns_per_byte=xfer_ns_per_byte,
         copy_ns=copy_ns,
+        ceiling=ceiling,
     )
 
 
