@@ -42,7 +42,7 @@ BESIDE = tuple(
     f"{COLLECTIVES}{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
 """Messages that run beside the operators from where they are called to where they are waited for."""
-_WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
+WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
 
@@ -75,7 +75,7 @@ def name_group(mesh: DeviceMesh, role: str) -> None:
 def keeps_order(target: str, args: Sequence[Any]) -> bool:
     """Whether a collective comes in one order with others like it: ranks of its group may have different steps, but
     for replicas, which have one step and so one order anyway."""
-    sends = is_message(target) and target not in _WAITS
+    sends = is_message(target) and target not in WAITS
     return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
 
 
@@ -132,7 +132,7 @@ def propagated_apart() -> Iterator[None]:
 
 def is_wait(func: Any) -> bool:
     """Whether an operator hands out the very tensor that it gets, once that is there or for somebody to wait for."""
-    return str(func) in _WAITS
+    return str(func) in WAITS
 
 
 def waited(result: Tensor) -> Tensor:

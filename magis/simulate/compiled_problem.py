@@ -15,7 +15,7 @@ import rustworkx as rx
 
 from magis.graph import Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
-from magis.ops.collectives import BESIDE
+from magis.ops.collectives import BESIDE, WAITS
 from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
@@ -278,8 +278,10 @@ def _beside(
     graph: Graph, nodes: tuple[Group, ...], rows: list[NodeRow], blocks: list[BlockRow], facts: _Facts
 ) -> list[NodeRow]:
     """The rows, with the time of messages that can run beside the nodes on their own stream: what such a one takes is
-    for it alone, and nothing changes that, or what it makes, before it is over."""
-    if not any(group[0].target in BESIDE for group in nodes):
+    for it alone, and nothing changes that, or what it makes, before it is over. None in a graph with waits of its own.
+    """
+    targets = {op.target for op in graph.ops}
+    if targets.isdisjoint(BESIDE) or not targets.isdisjoint(WAITS):
         return rows
     readers = Counter(storage for row in rows for storage in row.inputs)
     readers.update(storage for row in blocks for storage in row.inputs)

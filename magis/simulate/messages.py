@@ -49,12 +49,14 @@ class MessageArrays(NamedTuple):
     due_next: Int32s  # [b]
 
 
-@lru_cache(maxsize=8)
 def messages_of(problem: Problem) -> MessageStep | None:
     """The messages of a problem that run beside its nodes; None without any."""
+    return _messages(problem) if problem.message_ns.any() else None
+
+
+@lru_cache(maxsize=8)
+def _messages(problem: Problem) -> MessageStep:
     sent = np.flatnonzero(problem.message_ns).tolist()
-    if not sent:
-        return None
     takes, gives = (np.full(problem.n_nodes, -1, dtype=np.int32) for _ in range(2))
     late, movable = np.zeros((2, problem.n_nodes), dtype=np.int64)
     waits: list[list[int]] = [[] for _ in range(problem.n_nodes)]
