@@ -81,9 +81,9 @@ def without(subject: Subject) -> int:
     compiled = compile_problem(subject.normal, subject.roofline)
     problem = compiled.problem
     flags = np.full(problem.n_storages, KEEP, dtype=np.int8)
+    longest = problem.message_ns.max()  # of the embedding and the head, which stay
     for node in np.flatnonzero(problem.message_ns).tolist():
-        op = compiled.nodes[node][0]
-        if op.phase == "forward" and op.module.startswith("layers."):
+        if compiled.nodes[node][0].phase == "forward" and problem.message_ns[node] < longest:
             table = int(problem.outputs(node)[0])
             flags[[*problem.inputs(node), table]] = RECOMPUTE
             for reader in range(problem.n_nodes):
