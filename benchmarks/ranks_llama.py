@@ -4,12 +4,13 @@
         [--layers 32] [--budget N] [--output FILE]
 
 bfloat16, AdamW, one sequence a rank, `fully_shard` by layer. First what a rank needs without a plan: bytes as predicted
-for `fsdp`, and the time of its operators and messages with every layer's weights gathered again for the backward. Then
+for `fsdp`, and the time of its step in program order with every layer's weights gathered again for the backward. Then
 a row per share: whether the plan keeps it; its peak as a share of that of `fsdp`; its latency above that of `fsdp`;
 tensors made again, GiB swapped, seconds of planning from the captured step, largest resident memory, parts. Then how
 users checkpoint: every layer, every second one, and torchtitan's selection of operators (it keeps attention, every
 second product and reduce-scatters), each with its peak, what it computes again as a share of the step's time, and the
-plan at that very peak. Messages count as waited for, in all rows alike.
+plan at that very peak. Messages run beside the operators in all rows, each sent ahead of its first reader, one at a
+time, as `fully_shard` does; of the rows that checkpoint none is waited for longer than in the step without.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +32,7 @@ from magis.quiet import before_torch
 
 before_torch()
 
+import numpy as np
 import torch
 from lib.llama import Llama, Sizes
 from torch import Tensor
@@ -41,12 +44,14 @@ from magis.capture.workload import fake_tensors
 from magis.cost.devices import find_device
 from magis.cost.links import links_of
 from magis.models.building import numbered
-from magis.ops.collectives import is_collective
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.planned_ranks import PlannedRanks
 from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world, predict_rank
 from magis.predict.step_time import StepTime
+from magis.simulate.compiled_problem import compile_problem
+from magis.simulate.evaluator import evaluate
+from magis.simulate.problem import KEEP, RECOMPUTE
 from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import World
 
@@ -71,12 +76,21 @@ def llama(layers: int, ranks: int, length: int) -> Workload:
 
 
 def without(subject: Subject) -> int:
-    """Nanoseconds of a rank's step under `fsdp`, which gathers each layer's weights twice."""
-    graph, costs = subject.captured.graph, subject.roofline
-    gathered = (
-        op for op in graph.ops if op.phase == "forward" and op.module.startswith("layers.") and is_collective(op.target)
-    )
-    return subject.original_ns + sum(costs.nanoseconds(op, graph.values) for op in gathered)
+    """Nanoseconds of a rank's step under `fsdp`, which gathers each layer's weights twice; to put them in their places
+    again counts nothing."""
+    compiled = compile_problem(subject.normal, subject.roofline)
+    problem = compiled.problem
+    flags = np.full(problem.n_storages, KEEP, dtype=np.int8)
+    longest = problem.message_ns.max()  # of the embedding and the head, which stay
+    for node in np.flatnonzero(problem.message_ns).tolist():
+        if compiled.nodes[node][0].phase == "forward" and problem.message_ns[node] < longest:
+            table = int(problem.outputs(node)[0])
+            flags[[*problem.inputs(node), table]] = RECOMPUTE
+            for reader in range(problem.n_nodes):
+                if table in problem.inputs(reader):
+                    flags[problem.outputs(reader)] = RECOMPUTE
+    free = replace(problem, redo_ns=np.zeros_like(problem.redo_ns), ceiling=1 << 62)
+    return evaluate(free, np.arange(problem.n_nodes, dtype=np.int32), flags).latency_ns
 
 
 def rows(ranks: int, layers: int, length: int, device: str, shares: list[float], budget: int | None) -> Iterator[str]:

@@ -114,7 +114,7 @@ class Span:
     nbytes: int
     """In memory at the worst moment of the call, tensors and scratch."""
     stream: str = "compute"
-    """ "to host" and "from host": copies beside the operators."""
+    """ "to host" and "from host": copies beside the operators; "messages": between ranks, beside the operators."""
     again: bool = False
     """Whether it is a recomputation."""
     kinds: tuple[int, ...] = ()

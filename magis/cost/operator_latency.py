@@ -16,7 +16,7 @@ from magis.cost.signature import parse, signature
 from magis.errors import MagisError
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.nodes import Graph, Op, Ref, Value, every_op
-from magis.ops.collectives import is_message
+from magis.ops.collectives import ARRIVED, is_message
 
 # Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
 #
@@ -35,6 +35,8 @@ _MATRIX = _CONVOLUTIONS | {"matmul", "attention", "attention_backward"}
 
 def roofline_ns(device: DeviceModel, op: Op, values: Mapping[int, Value]) -> int:
     """Estimated nanoseconds of one call on `device`; `values` holds its inputs and outputs."""
+    if op.target == ARRIVED:
+        return 0
     if is_message(op.target):
         return message_ns(device.name, op, values)
     return work_ns(device, work(op, values))

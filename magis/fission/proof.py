@@ -141,7 +141,7 @@ class _Undoing:
             case (("magis.store" | "magis.load" | "magis.alias"), (Ref(value),)):
                 for made in op.made():
                     self.facts[made] = {fact: _Alias(value, fact) for fact in self.facts.get(value, ())}
-            case "magis.wait", _:
+            case (("magis.wait" | "magis.arrived"), _):
                 pass
             case _:
                 self._operator(at, op)

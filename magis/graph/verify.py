@@ -37,6 +37,7 @@ def _problems(graph: Graph, kinds: tuple[str, ...]) -> Iterator[str]:
     yield from _value_problems(graph)
     yield from _schedule_problems(graph)
     yield from _copy_problems(graph)
+    yield from _message_problems(graph)
     for op in graph.ops:
         where = f"operator {op.id} ({op.target})"
         yield from loop_problems(graph, op, where)
@@ -141,6 +142,28 @@ def _copy_problems(graph: Graph) -> Iterator[str]:
             yield f"{where}: loads what nothing has waited for, so its copy to the host may not be there yet"
     for _, where in leaving.values():
         yield f"{where}: nothing waits for the copy, so its memory may be used again too early"
+
+
+def _message_problems(graph: Graph) -> Iterator[str]:
+    """A message that an operator waits for runs beside the others until then: so long nobody reads what it brings, and
+    nothing changes what it sends."""
+    brought = {value for op in graph.ops if op.target == "magis.arrived" for value in op.inputs()[:1]}
+    sent: dict[int, tuple[set[int], int]] = {}  # what a message brings -> storages that it reads, the one that it makes
+    for op in graph.ops if brought else ():
+        where = f"operator {op.id} ({op.target})"
+        if op.target == "magis.arrived":
+            if sent.pop(op.inputs()[0], None) is None:
+                yield f"{where}: waits for value {op.inputs()[0]}, which no message brings"
+            continue
+        taken, made = ({graph.values[value].storage for value in each} for each in (op.inputs(), op.made()))
+        written = {storage for storage, _ in op.writes}
+        view = bool(made) and made <= taken and not op.writes
+        for value, (read, arrives) in sent.items():
+            if (arrives in taken and not view) or (read | {arrives}) & written:
+                yield f"{where}: uses memory of the message that brings value {value}, which is still under way"
+        sent.update((value, (taken, graph.values[value].storage)) for value in op.made() if value in brought)
+    for value in sent:
+        yield f"the message that brings value {value} is not waited for where it was sent last"
 
 
 def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: set[int]) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""Collectives as operators of a step: torch's functional ones, each waited for where it is called.
+"""Collectives as operators of a step: torch's functional ones.
 
     _c10d_functional.all_gather_into_tensor(%x [k], ranks, group)      -> [ranks * k], every rank's %x in their order
     _c10d_functional.reduce_scatter_tensor(%x [k], op, ranks, group)   -> [k / ranks], this rank's part of the result
     _c10d_functional.all_reduce(%x, op, group)                         -> the result, as large as %x
 
-The wait is no operator of the graph: nothing may look at a result before it is there, so generated code waits, too.
+A captured step waits for each where it is called, and has no operator for that. A plan says where it waits:
+
+    magis.arrived(%result, %x)      what was sent may go, and what arrives may be read, from here on
 A group goes by one name on all ranks (`register_group`), so that all of them have the same graph.
 """
 
@@ -34,7 +36,13 @@ REPLICAS = "dp"
 """The role of groups whose ranks run the same step."""
 MESSAGES = "messages"
 """Stands for what collectives that keep their order write, one after the other."""
-_WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
+ARRIVED = "magis.arrived"
+"""The operator that waits for a message."""
+BESIDE = tuple(
+    f"{COLLECTIVES}{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+)
+"""Messages that run beside the operators from where they are called to where they are waited for."""
+WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")
 
@@ -67,7 +75,7 @@ def name_group(mesh: DeviceMesh, role: str) -> None:
 def keeps_order(target: str, args: Sequence[Any]) -> bool:
     """Whether a collective comes in one order with others like it: ranks of its group may have different steps, but
     for replicas, which have one step and so one order anyway."""
-    sends = is_message(target) and target not in _WAITS
+    sends = is_message(target) and target not in WAITS
     return sends and not str(args[-1]).startswith(f"{NAMED}{REPLICAS}-")
 
 
@@ -124,7 +132,7 @@ def propagated_apart() -> Iterator[None]:
 
 def is_wait(func: Any) -> bool:
     """Whether an operator hands out the very tensor that it gets, once that is there or for somebody to wait for."""
-    return str(func) in _WAITS
+    return str(func) in WAITS
 
 
 def waited(result: Tensor) -> Tensor:
@@ -147,6 +155,16 @@ def reduce_scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
     """The "avg" or "sum" of all ranks' tensors."""
     return waited(torch.ops._c10d_functional.all_reduce(tensor, operation, group))
+
+
+def arrived(result: Tensor, *_sent: Tensor) -> None:
+    """Wait for a message that brings a result."""
+    WAIT(result)
+
+
+def under_way(ops: Sequence[Op]) -> set[int]:
+    """What messages bring that an operator of its own waits for."""
+    return {op.inputs()[0] for op in ops if op.target == ARRIVED}
 
 
 def followed_by_wait(function: Any) -> Any:

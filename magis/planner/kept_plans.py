@@ -18,6 +18,7 @@ from magis.errors import MagisError
 from magis.fission.proof import verify_fission
 from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
+from magis.ops.collectives import ARRIVED, under_way
 from magis.ops.operators import OPERATORS, name_of
 from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
@@ -205,10 +206,13 @@ def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:
 
 
 def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """With every copy hidden, and views for nothing."""
+    """With every copy and every message hidden, and views for nothing."""
+    beside = under_way(graph.ops)
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     for op in _timed(graph):
         inside = op.body
+        if not beside.isdisjoint(op.made()):
+            continue
         total += (
             costs.nanoseconds(op, graph.values) if inside is None else inside.parts * _least_ns(inside.graph, costs)
         )
@@ -216,7 +220,7 @@ def _least_ns(graph: Graph, costs: RooflineCosts) -> int:
 
 
 def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
-    """With no copy hidden."""
+    """With no copy and no message hidden."""
     total = GENERATOR_NS * sum(op.target == "magis.rng_enter" for op in graph.ops)
     total += sum(costs.nanoseconds(op, graph.values) for op in _timed(graph))
     copied = [value for op in graph.ops if op.target in MOVES for value in op.made()]
@@ -226,5 +230,5 @@ def _most_ns(graph: Graph, costs: RooflineCosts) -> int:
 def _timed(graph: Graph) -> Iterator[Op]:
     """The operators that take time of their own: no views, copies beside the operators, or states of generators."""
     for op in graph.ops:
-        if not (op.target in MOVES or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
+        if not (op.target in (*MOVES, ARRIVED) or op.target.startswith("magis.rng_") or is_pure_view(graph, op)):
             yield op

@@ -190,11 +190,12 @@ def attempts(
     looped = any(op.body is not None for op in graph.ops)  # a bound must let bodies be planned anew
 
     def attempt(aim: Objective) -> Plan:
+        problem = replace(compiled.problem, ceiling=aim.memory_limit or 0)
         results, states = whole_search(
-            scratch, compiled.problem, aim, budget, seed, front, left=left, over=over, brief=brief, begun=begun
+            scratch, problem, aim, budget, seed, front, left=left, over=over, brief=brief, begun=begun
         )
         result = results[0]
-        events = expand(compiled.problem, result.order, result.flags)
+        events = expand(problem, result.order, result.flags)
         return scratch.plan(
             realize(compiled, events),
             around,
@@ -269,7 +270,7 @@ def approached(goal: Objective, attempt: Callable[[Objective], Plan], hopeless: 
 def latency_ratios(subject: Subject, graph: Graph, slack: float) -> tuple[float, ...]:
     """Latency of a graph of ours to the original's on each of the machines of a slack, what it waits for copies
     included."""
-    eager = subject.latency_ns(subject.captured.original.graph)
+    eager = subject.original_ns + subject.behind_ns
     every = machines(subject.roofline.nominal, slack)
     return tuple((elapsed_ns(graph, each) / each.kernels + subject.behind_ns) / eager for each in every)
 

@@ -21,6 +21,7 @@ from magis.graph import Graph, digest, verify
 from magis.planner.conformance import MOST_BYTES, conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
 from magis.planner.shared_searches import Sharing
+from magis.planner.steps_of_ranks import in_order_ns, sends
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
 from magis.planner.workload_source import Memo, Source, too_slow
 from magis.report.text_store import Kept
@@ -268,6 +269,8 @@ class Subject(TracedModel):
     @cached_property
     def original_ns(self) -> int:
         """Simulated latency of the original step, without what runs behind it."""
+        if sends(self.captured.graph):
+            return self.memo.get(("in order", self.digest), lambda: in_order_ns(self.normal, self.roofline))
         return self.latency_ns(self.captured.original.graph) - self.behind_ns
 
     def reserved_bytes(self, graph: Graph, deaths: Mapping[int, int] | None = None) -> int | None:

@@ -147,7 +147,7 @@ def _along(corners: Sequence[tuple[float, float]]) -> Iterator[tuple[float, floa
 
 CURVE = 512
 """Calls of a time line that is shown as a picture."""
-STREAMS = ("compute", "to host", "from host")
+STREAMS = ("compute", "to host", "from host", "messages")
 US_PER_MS = 1000.0
 
 

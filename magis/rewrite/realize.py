@@ -4,6 +4,7 @@
     take over       -> its in-place form (``add`` -> ``add_``, ``gelu_backward`` -> out variant)
     random again    -> its first generator state around it (``magis.rng_save``, ``rng_enter``, ``rng_leave``)
     store/wait/load -> ``magis.store``, ``magis.wait``, ``magis.load``
+    a message that is over -> ``magis.arrived``
 
 Views are opened again, where they are first needed, on whichever copy of their storage is current. Storage versions
 are carried over from the source graph, so that ``verify`` proves that each operator of the result meets the contents
@@ -17,9 +18,10 @@ from dataclasses import replace
 from magis.errors import VerifyError
 from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
 from magis.graph.hazards import is_pure_view
+from magis.ops.collectives import ARRIVED, BESIDE
 from magis.ops.generators import STATE_BYTES
 from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable, take_over_form
-from magis.simulate.problem import BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
+from magis.simulate.problem import ARRIVE, BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events
 
 GENERATOR_BYTES = STATE_BYTES["cpu"]
 """State of the CPU's generator (``torch.get_rng_state().nbytes``); a GPU's is 16 bytes."""
@@ -49,6 +51,8 @@ def realize(compiled: Compiled, events: Events) -> Graph:
             builder.wait(compiled.storages[arg])
         elif kind == LOAD:
             builder.load(compiled.storages[arg])
+        elif kind == ARRIVE:
+            builder.arrive(compiled.storages[arg])
     return builder.graph()
 
 
@@ -72,6 +76,7 @@ class _Builder:
         self._loaded: dict[int, int] = {}  # copy that came from the host -> value that shows all of it
         self._main: dict[int, int] = {}  # storage -> source value that shows all of it
         self._final = {storage: version for op in source.ops for storage, version in op.writes}
+        self._sent: dict[int, Op] = {}  # storage -> the last message that brings it
         # node -> values of the states before its first run, of each generator that it draws from
         self._saved: dict[int, tuple[int, ...]] = {}
 
@@ -104,6 +109,8 @@ class _Builder:
         copies = self._allocate(op, renewed)
         outputs = tuple(None if value is None else self._made(value, copies) for value in op.outputs)
         self._emit(form, mapping, reads, writes, outputs)
+        if op.target in BESIDE:
+            self._sent[self._source.values[op.made()[0]].storage] = self._ops[-1]
 
     def with_generator(self, group: Group, node: int, renewed: set[int] | None) -> None:
         """Run a node that draws random numbers and that is repeated, or repeat it with the same numbers."""
@@ -166,6 +173,14 @@ class _Builder:
         value = self._new_value(replace(self._source.values[self._main[storage]], storage=copy))
         self._loaded[copy] = value
         self._emit_own("magis.load", (Ref(host),), (value,))
+
+    def arrive(self, storage: int) -> None:
+        """Wait for the message that brings a storage."""
+        message = self._sent[storage]
+        (made,) = message.made()
+        sent = {self._values[value].storage for value in message.inputs()}
+        reads = ((self._values[made].storage, 0), *(read for read in message.reads if read[0] in sent))
+        self._emit_own(ARRIVED, (Ref(made), *map(Ref, message.inputs())), (), reads=reads)
 
     def graph(self) -> Graph:
         outputs = tuple(self._value(value) for value in self._source.outputs)

@@ -6,7 +6,7 @@ nothing is saved for a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
 from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
-from magis.ops.collectives import followed_by_wait, is_collective
+from magis.ops.collectives import ARRIVED, arrived, followed_by_wait, is_collective, under_way
 from magis.ops.fake_results import IN_TRAINING
 from magis.runtime.swap_streams import AnyHost, make_host
 
@@ -55,6 +55,8 @@ Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor
 
 _OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Operators of our own: what happens on the host."""
+_BESIDE = "_beside"
+"""Behind the name of a message that is waited for later."""
 _REDUCTION = {
     "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
     "mean": "{whole}.add_({part}, alpha={share!r}) if {i} else {whole}.copy_({part}).mul_({share!r})",
@@ -85,6 +87,7 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
 
     where = None
+    beside = under_way(graph.ops)
     arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
@@ -97,7 +100,7 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
         elif op.target in (PART, JOIN, REDUCE):
             yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
         else:
-            yield f"{indent}{_call(op, name)}"
+            yield f"{indent}{_call(op, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
                 yield f"{indent}expect_shape({name(value)}, {graph.values[value].shape})"
         if op.target == "magis.load":
@@ -183,12 +186,17 @@ def compile_step(
             for value in op.made():
                 dtype = Const("dtype", values[value].dtype)
                 namespace[_constant(dtype)] = constant(dtype, device)
+        elif op.target == ARRIVED:
+            namespace[_function(ARRIVED)] = arrived
         elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
             # The builtin behind the overload: one Python call less per operator.
             function = resolve(op.target)._op
             if trains and op.target in IN_TRAINING:
                 function = torch.enable_grad()(function)
             if is_collective(op.target):
+                namespace[f"{_function(op.target)}{_BESIDE}"] = (
+                    function if between is None else _followed(function, between)
+                )
                 function = followed_by_wait(function)
             if between is not None and not op.target.startswith("magis."):
                 function = _followed(function, between)
@@ -219,9 +227,12 @@ def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Call
     return call
 
 
-def _call(op: Op, name: Name) -> str:
+def _call(op: Op, name: Name, beside: Container[int] = ()) -> str:
+    """The line of an operator; ``beside`` is what messages bring that are waited for later."""
     args = [_arg(arg, name) for arg in op.args] + [f"{key}={_arg(arg, name)}" for key, arg in op.kwargs]
     function = _OWN.get(op.target) or _function(op.target)
+    if any(value in beside for value in op.made()):
+        function += _BESIDE
     call = f"{function}({', '.join(args)})"
     names = [name(value) if value is not None else "none" for value in op.outputs]
     if not names or (not op.many and names == ["none"]):

@@ -11,10 +11,11 @@ afterwards (r), in shares between 0 and 1:
               <= link * (all that may run meanwhile + sum of time * x + stall)
     least sum of time * x + stall
 
-Everything unclear is left out: bytes between two moments, small tensors, fixed costs of copies, that both directions
-may share a link, that something is made again twice. So plans with any number of copies, gaps and recomputations of a
-tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is the solver's own;
-on steps of hundreds of operators these gain next to nothing.
+Messages between ranks take no time of the nodes: what a plan waits for them is stall, and all of them go over one
+stream. Everything unclear is left out: bytes between two moments, small tensors, fixed costs of copies, that both
+directions may share a link, that something is made again twice. So plans with any number of copies, gaps and
+recomputations of a tensor obey it, waiting for the link or not. Small steps are solved for whole shares, whose bound is
+the solver's own; on steps of hundreds of operators these gain next to nothing.
 
 In shares, what is reported is not the solver's optimum but the value of its dual prices, computed here: a bound by weak
 duality, however exact the solver was. That value falls linearly with the limit, so that bounds of a loop's body at a
@@ -84,7 +85,10 @@ def nest_latency_bound(nest: LoopNest, memory_limit: int) -> int:
 
 def _at(problem: Problem, memory_limit: int, loops: Mapping[int, BodyBound]) -> int:
     found = bound_at(problem, memory_limit, loops, whole=True)
-    return NEVER if found is None else math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
+    if found is None:
+        return NEVER
+    ns = math.ceil(found.ns * (1 - TOLERANCE))  # plans last whole nanoseconds
+    return max(ns, int(problem.message_ns.sum()))  # all messages go over one stream
 
 
 def with_least(problem: Problem, loops: Mapping[int, BodyBound]) -> Problem:

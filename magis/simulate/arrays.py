@@ -96,6 +96,11 @@ def make_step(problem: Problem) -> NodeStep:
     # A block floats, so it must find a gradient where it was made: what blocks read stays put.
     stays = problem.pinned | problem.to_end | in_block
     xfer = problem.xfer_ns_per_byte
+    sent = np.zeros(problem.n_storages, dtype=np.bool_)
+    for node in np.flatnonzero(
+        problem.message_ns
+    ).tolist():  # a copy to the host would read what is still on its way, or free it too early
+        sent[[*problem.inputs(node), *problem.outputs(node)]] = True
     same = {name: getattr(problem, name) for name in NodeStep._fields if hasattr(problem, name)}
     return NodeStep(
         **same,
@@ -106,7 +111,7 @@ def make_step(problem: Problem) -> NodeStep:
         tensor=np.stack([problem.node_tensor, problem.redo_tensor]),
         xfer_ns=int64s(problem.copy_ns + math.ceil(int(size) * xfer) for size in problem.nbytes),
         redoable=~stays & problem.redo_ok[problem.producer],
-        swappable=~stays & (problem.nbytes > 0) & (xfer > 0.0),
+        swappable=~stays & ~sent & (problem.nbytes > 0) & (xfer > 0.0),
     )
 
 

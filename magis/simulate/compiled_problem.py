@@ -6,6 +6,7 @@ updates persistent memory is gathered into blocks that float (see ``Problem``).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,6 +15,7 @@ import rustworkx as rx
 
 from magis.graph import Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
+from magis.ops.collectives import BESIDE, WAITS
 from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
@@ -186,8 +188,10 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
     """
     nodes, blocks = split(graph)
     facts = _Facts(graph, nodes, blocks)
+    rows = [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)]
+    updates = [_block_row(graph, block, facts, costs) for block in blocks]
     problem = build_problem(
-        [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)],
+        _beside(graph, nodes, rows, updates, facts),
         [
             StorageRow(
                 nbytes=rounded(graph.storages[storage].nbytes, costs.rounding),
@@ -197,7 +201,7 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
             )
             for storage in facts.storages
         ],
-        [_block_row(graph, block, facts, costs) for block in blocks],
+        updates,
         persistent_bytes=sum(rounded(s.nbytes, costs.rounding) for s in graph.storages.values() if s.persistent),
         xfer_ns_per_byte=1e9 / costs.link_bytes_per_s if costs.link_bytes_per_s > 0 else 0.0,
         copy_ns=costs.copy_ns,
@@ -271,6 +275,39 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
     )
+
+
+def _beside(
+    graph: Graph, nodes: tuple[Group, ...], rows: list[NodeRow], blocks: list[BlockRow], facts: _Facts
+) -> list[NodeRow]:
+    """The rows, with the time of messages that can run beside the nodes on their own stream: what such a one takes is
+    for it alone, and nothing changes that, or what it makes, before it is over. None in a graph with waits of its own.
+    """
+    targets = {op.target for op in graph.ops}
+    if targets.isdisjoint(BESIDE) or not targets.isdisjoint(WAITS):
+        return rows
+    readers = Counter(storage for row in rows for storage in row.inputs)
+    readers.update(storage for row in blocks for storage in row.inputs)
+    makers = {storage: row for row in rows for storage in row.outputs}
+
+    def can(group: Group, row: NodeRow) -> bool:
+        kept = {graph.values[value].storage for value in group[0].inputs()}
+        touched = (*row.inputs, *row.outputs)
+        return (
+            group[0].target in BESIDE
+            and len(row.outputs) == 1
+            and len(row.inputs) <= 1
+            and all(readers[storage] == 1 and len(makers[storage].outputs) == 1 for storage in row.inputs)
+            and not any(
+                facts.pinned(each) or each in facts.returned for each in map(facts.storages.__getitem__, touched)
+            )
+            and all(storage in facts.number or storage not in facts.last_write for storage in kept)
+        )
+
+    return [
+        replace(row, ns=0, redo_ns=0, message_ns=row.ns, reuse=()) if can(group, row) else row
+        for group, row in zip(nodes, rows, strict=True)
+    ]
 
 
 def _swaps(body: Graph) -> bool:

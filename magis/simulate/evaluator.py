@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from magis.errors import VerifyError
-from magis.simulate import kernel
+from magis.simulate import kernel, message_passes
 from magis.simulate.arrays import NodeStep, make_scratch, make_step
+from magis.simulate.gaps import find_gaps
+from magis.simulate.messages import make_message_arrays, messages_of
 from magis.simulate.problem import (
+    ARRIVE,
     BLOCK,
     FIRST,
     KEEP,
@@ -24,6 +27,7 @@ from magis.simulate.problem import (
     REDO,
     REPEAT,
     STORE,
+    SWAP,
     WAIT,
     Bools,
     Events,
@@ -44,7 +48,8 @@ class Evaluation:
     tensor_peak: int
     """Bytes, persistent ones included, workspace left out."""
     latency_ns: int
-    """Nanoseconds of all nodes, recomputations and blocks; copies are hidden behind them."""
+    """Nanoseconds of all nodes, recomputations and blocks, and of what they wait for messages; copies are hidden behind
+    them."""
     redos: int
     """Recomputed nodes."""
     swaps: int
@@ -62,19 +67,38 @@ class Evaluator:
         self.problem = problem
         self.order = np.ascontiguousarray(order, dtype=np.int32)
         self.step = make_step(problem) if step is None else step
-        self.gaps = kernel.find_gaps(self.step, self.order)
-        self._scratch = make_scratch(self.step)
-        self._result = self._scratch.result
+        self.gaps = find_gaps(self.step, self.order)
+        self._messages = messages_of(problem)
+        self._make_room(1)
         self._persistent = problem.persistent_bytes
 
     def quick(self, flags: Int8s) -> tuple[int, int]:
         """Peak bytes and latency in nanoseconds; the methods below then tell more of the same plan."""
-        if not kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch):
-            self._scratch = make_scratch(self.step, MOST_COPIES)  # few plans need it, and it takes a while
-            self._result = self._scratch.result
-            kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch)
+        if not self._run(flags):
+            self._make_room(MOST_COPIES)  # few plans need it, and it takes a while
+            self._run(flags)
         # -1: nothing runs at all
         return max(int(self._result[kernel.PEAK]), 0) + self._persistent, int(self._result[kernel.LATENCY])
+
+    def _make_room(self, copies: int) -> None:
+        self._scratch = make_scratch(self.step, copies)
+        self._result = self._scratch.result
+        self._beside = None if self._messages is None else make_message_arrays(self._scratch)
+
+    def _run(self, flags: Int8s) -> bool:
+        """Judge a plan; False where there is no room for it. Messages first count as waited for at once, which shows
+        what room there is."""
+        step, scratch = self.step, self._scratch
+        if self._messages is None or self._beside is None:
+            return bool(kernel.run_plan(step, self.order, self.gaps, flags, scratch))
+        if kernel.begin_plan(step, self.order, self.gaps, flags, scratch) < 0:
+            return False
+        swaps = bool(np.any(flags == SWAP))
+        message_passes.remember(scratch, self._beside)
+        kernel.finish_plan(step, flags, scratch, swaps, False)
+        message_passes.place_messages(step, self._messages, scratch, self._beside)
+        kernel.finish_plan(step, flags, scratch, swaps, True)
+        return True
 
     def evaluate(self, flags: Int8s) -> Evaluation:
         """All figures of a plan."""
@@ -140,11 +164,22 @@ class Evaluator:
         made: Bools = self._scratch.redo_at >= 0
         return made
 
+    def _arrivals(self) -> dict[int, list[int]]:
+        """By run, what the messages bring that are waited for behind it."""
+        found: dict[int, list[int]] = {}
+        if self._messages is None or self._beside is None:
+            return found
+        for run, wait_at in zip(self.runs.tolist(), self._beside.wait_at.tolist(), strict=False):
+            if wait_at >= 0:
+                found.setdefault(wait_at, []).append(int(self._messages.gives[run >> 1]))
+        return found
+
     def events(self) -> Events:
         """The schedule of the plan judged last."""
         scratch = self._scratch
         swaps = bool(self._result[kernel.N_SWAPS])
         made = {*map(tuple, self.between[:, :2].tolist()), *enumerate(scratch.redo_at.tolist())}
+        arrivals = self._arrivals()
         found: list[tuple[int, int, int, list[int]]] = []  # kind, argument, whose memory is taken over, what is renewed
         for at, run in enumerate(self.runs.tolist()):
             node, again = run >> 1, run & 1
@@ -155,6 +190,7 @@ class Evaluator:
             found.append((REDO if again else FIRST, node, int(scratch.reuse[at]), renewed))
             if swaps:
                 found += [(STORE, storage, -1, []) for storage in _chain(scratch.store_head[at], scratch.store_next)]
+            found += [(ARRIVE, storage, -1, []) for storage in arrivals.get(at, ())]
             found += [(BLOCK, block, -1, []) for block in _chain(scratch.blk_head[at], scratch.blk_next)]
         return Events(
             kind=np.array([kind for kind, *_ in found], dtype=np.int8),

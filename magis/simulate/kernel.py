@@ -4,12 +4,13 @@ Four passes: lazy recursive recomputation, weight updates as early as they may r
 direction, bytes. All is integer arithmetic on preallocated arrays. The whole compiled part stands in this file, since
 numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound to local names because
 numba counts references on every access through a tuple, which costs more than the work.
+
+Of steps with messages, ``message_passes`` runs between ``begin_plan`` and ``finish_plan``.
 """
 
 from __future__ import annotations
 
 import numba
-import numpy as np
 
 from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
 from magis.simulate.problem import DROP, KEEP, MOST_COPIES, REPEAT, SWAP, Int8s, Int32s
@@ -18,49 +19,6 @@ FOREVER = 2**31 - 1
 
 # Slots of the result array.
 PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN = range(8)
-
-
-@numba.njit(cache=True)
-def find_gaps(step: NodeStep, order: Int32s) -> Gaps:
-    """The gaps of an order: per storage the longest stretch, in time, between two touches by nodes.
-
-    Touches are its production, its mutations and its reads; stretches before its last write do not count. Of
-    equally long ones the one over most positions wins, then the first.
-    """
-    count = len(step.nbytes)
-    longest = np.full(count, -1, dtype=np.int64)
-    widest = np.zeros(count, dtype=np.int32)
-    end_ns = np.zeros(count, dtype=np.int64)
-    start = np.full(count, -1, dtype=np.int32)
-    end = np.full(count, -1, dtype=np.int32)
-    last = np.full(count, -1, dtype=np.int32)
-    in_ptr, in_idx = step.inputs
-    out_ptr, out_idx = step.outputs
-    now = 0
-    for position in range(len(order)):
-        node = order[position]
-        after = now + step.ns[0, node]
-        for k in range(in_ptr[node], in_ptr[node + 1]):
-            storage = in_idx[k]
-            idle = now - end_ns[storage]
-            wide = position - last[storage] - 1
-            longer = idle > longest[storage] or (idle == longest[storage] and wide > widest[storage])
-            if wide > 0 and longer:
-                longest[storage] = idle
-                widest[storage] = wide
-                start[storage] = last[storage]
-                end[storage] = position
-            last[storage] = position
-            end_ns[storage] = after
-            if step.last_write[storage] == node:  # what came before does not count
-                longest[storage] = -1
-                start[storage] = -1
-                end[storage] = -1
-        now = after
-        for k in range(out_ptr[node], out_ptr[node + 1]):
-            last[out_idx[k]] = position
-            end_ns[out_idx[k]] = after
-    return Gaps(start, end, last)
 
 
 @numba.njit(cache=True)
@@ -176,14 +134,14 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
 
 
 @numba.njit(cache=True)
-def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
-    """Pass 2: every update block behind the last event that it must wait for."""
+def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int, timed: bool) -> None:
+    """Pass 2: every update block behind the last event that it must wait for; ``timed``: where it was placed."""
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
     place_of, head, link, held_by = scratch.blk_place, scratch.blk_head, scratch.blk_next, scratch.held_by
     head[:count] = -1
     for block in range(len(step.blk_ns) - 1, -1, -1):
-        place = 0
+        place = place_of[block] if timed else 0
         for k in range(in_ptr[block], in_ptr[block + 1]):
             place = max(place, first_at[last_write[in_idx[k]]])
             held_by[in_idx[k]] = -1
@@ -200,8 +158,8 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
-    """Start times, and the longest gap of every storage that the plan swaps."""
+def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int, timed: bool) -> None:
+    """Start times, unless they are known, and the longest gap of every storage that the plan swaps."""
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
     start_ns, gap_ns, gap_from, gap_to = scratch.start_ns, scratch.gap_ns, scratch.gap_from, scratch.gap_to
@@ -209,6 +167,7 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
     gap_ns[:] = 0
     now = 0
     for at in range(count):
+        now = start_ns[at] if timed else now
         start_ns[at] = now
         node = event[at] >> 1
         again = event[at] & 1
@@ -230,7 +189,7 @@ def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int)
         while block >= 0:
             now += blk_ns[block]
             block = blk_next[block]
-    start_ns[count] = now
+    start_ns[count] = start_ns[count] if timed else now
 
 
 @numba.njit(cache=True)
@@ -290,7 +249,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
+def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int, timed: bool) -> None:
     """Pass 3: where swapped storages leave the device and come back.
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
@@ -299,7 +258,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
     copy within a loop, which knows nothing of those around it: these are over before the loop begins, or begin
     behind it.
     """
-    _swap_gaps(step, flags, scratch, count)
+    _swap_gaps(step, flags, scratch, count, timed)
     gap_ns, gap_from, gap_to = scratch.gap_ns, scratch.gap_from, scratch.gap_to
     wait_at, load_at = scratch.wait_at, scratch.load_at
     stores, store_next = scratch.store_head, scratch.store_next
@@ -405,15 +364,29 @@ def _count_bytes(step: NodeStep, scratch: WorkingArrays, swaps: bool, count: int
 
 
 @numba.njit(cache=True)
+def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> int:
+    """Pass 1 of a plan: the number of its events; -1 where REPEAT finds no room."""
+    _set_until(step, gaps, flags, scratch)
+    return -1 if scratch.result[N_BETWEEN] > len(scratch.between) else _expand(step, order, scratch)
+
+
+@numba.njit(cache=True)
+def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool, timed: bool) -> None:
+    """The other passes; ``timed``: start times, and where blocks run, are known."""
+    count = scratch.result[N_EVENTS]
+    _place_blocks(step, scratch, count, timed)
+    scratch.result[N_SWAPS] = 0
+    if swaps:
+        _place_swaps(step, flags, scratch, count, timed)
+    _count_bytes(step, scratch, swaps, count)
+
+
+@numba.njit(cache=True)
 def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Judge a plan; what is to be known of it is then in ``scratch``. False where REPEAT finds no room in that."""
     swaps = _set_until(step, gaps, flags, scratch)
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False
-    count = _expand(step, order, scratch)
-    _place_blocks(step, scratch, count)
-    scratch.result[N_SWAPS] = 0
-    if swaps:
-        _place_swaps(step, flags, scratch, count)
-    _count_bytes(step, scratch, swaps, count)
+    _expand(step, order, scratch)
+    finish_plan(step, flags, scratch, swaps, False)
     return True

@@ -74,6 +74,8 @@ class Problem:
     redo_tensor: Int64s
     redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
     copies: Bools  # [n] makes copies of its own, a loop whose parts swap: no other copy is under way meanwhile
+    message_ns: Int64s  # [n] time on the stream of messages of one that runs beside the nodes; 0: it is none
+    early: Bools  # [n] needs nothing of the step but what such nodes make: it may run at any time before its readers
     reuses: Rows  # [n] inputs whose memory its only output may take over when they die with it
     preads: Rows  # [n] persistent storages that it reads and that some block writes
     extras: Rows  # [n] earlier nodes that must stay before it, other than those it reads from
@@ -95,6 +97,7 @@ class Problem:
     persistent_bytes: int  # weights, buffers, optimizer state, batch: counted the whole time
     xfer_ns_per_byte: float  # device to host and back, both ways at once; 0.0 where nothing can be swapped
     copy_ns: int  # of every copy besides
+    ceiling: int = 0  # bytes up to which messages may be given room to run beside nodes; at least the plan's own peak
 
     @property
     def n_nodes(self) -> int:
@@ -133,6 +136,7 @@ class NodeRow:
     redo_tensor: int = 0
     redo_ok: bool = False
     copies: bool = False
+    message_ns: int = 0
     reuse: tuple[int, ...] = ()
     preads: tuple[int, ...] = ()
     extra: tuple[int, ...] = ()
@@ -169,6 +173,7 @@ def build_problem(
     persistent_bytes: int = 0,
     xfer_ns_per_byte: float = 0.0,
     copy_ns: int = 0,
+    ceiling: int = 0,
 ) -> Problem:
     """The arrays of a step given row by row; raises VerifyError where a row breaks what Problem promises."""
     producer = [-1] * len(storages)
@@ -180,6 +185,9 @@ def build_problem(
             if not 0 <= tensor <= total or block.ns < 0:
                 raise VerifyError(f"block {index}: needs 0 <= tensor bytes {tensor} <= bytes {total}")
         _check_ids(f"block {index}", block.inputs, len(storages))
+    for index, node in enumerate(nodes):
+        if node.message_ns:
+            _check_alone(f"node {index}", node, nodes, storages, blocks, producer)
     if blocks and not nodes:
         raise VerifyError("blocks need a node to run behind")
     if persistent_bytes < 0 or not 0.0 <= xfer_ns_per_byte < 1e6 or copy_ns < 0:
@@ -196,6 +204,8 @@ def build_problem(
         redo_tensor=int64s(node.redo_tensor for node in nodes),
         redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
         copies=np.array([node.copies for node in nodes], dtype=np.bool_),
+        message_ns=int64s(node.message_ns for node in nodes),
+        early=np.array(_early(nodes, producer), dtype=np.bool_),
         reuses=rows_of(node.reuse for node in nodes),
         preads=rows_of(node.preads for node in nodes),
         extras=rows_of(node.extra for node in nodes),
@@ -214,12 +224,49 @@ def build_problem(
         persistent_bytes=persistent_bytes,
         xfer_ns_per_byte=xfer_ns_per_byte,
         copy_ns=copy_ns,
+        ceiling=ceiling,
     )
+
+
+def _early(nodes: Sequence[NodeRow], producer: Sequence[int]) -> list[bool]:
+    """Which nodes hang on nothing but others like them; no messages."""
+    found: list[bool] = []
+    for node in nodes:
+        free = not (node.extra or node.message_ns or node.copies)
+        found.append(free and all(found[producer[storage]] for storage in node.inputs))
+    return found
+
+
+def _check_message(what: str, node: NodeRow) -> None:
+    """A message that runs beside nodes takes one temporary storage at most, and makes one."""
+    if node.message_ns < 0:
+        raise VerifyError(f"{what}: negative time of a message")
+    if node.message_ns and (len(node.inputs) > 1 or len(node.outputs) != 1 or node.reuse or node.ns or node.redo_ns):
+        raise VerifyError(f"{what}: a message takes one storage at most, makes one, and takes no time of the nodes")
+
+
+def _check_alone(
+    what: str,
+    node: NodeRow,
+    nodes: Sequence[NodeRow],
+    storages: Sequence[StorageRow],
+    blocks: Sequence[BlockRow],
+    producer: Sequence[int],
+) -> None:
+    """What a message takes is for it alone, and what it takes and makes stays as it is."""
+    for storage in (*node.inputs, *node.outputs):
+        if storages[storage].pinned or storages[storage].to_end:
+            raise VerifyError(f"{what}: a message takes or makes storage {storage}, which is pinned or needed")
+    for storage in node.inputs:
+        readers = sum(storage in each.inputs for each in nodes) + sum(storage in each.inputs for each in blocks)
+        if readers != 1 or len(nodes[producer[storage]].outputs) != 1:
+            raise VerifyError(f"{what}: what a message takes, storage {storage}, is made alone, and for it alone")
 
 
 def _check_node(index: int, node: NodeRow, storages: Sequence[StorageRow], producer: list[int]) -> None:
     """The promises of one node; notes it as the producer of its outputs."""
     what = f"node {index}"
+    _check_message(what, node)
     if min(node.ns, node.ws, node.redo_ns, node.redo_ws) < 0:
         raise VerifyError(f"{what}: negative time or workspace")
     for tensor, total in ((node.tensor, node.ws), (node.redo_tensor, node.redo_ws)):
@@ -282,6 +329,7 @@ BLOCK = 2  # update block runs
 STORE = 3  # storage starts to be copied to the host, after everything issued so far
 WAIT = 4  # the compute stream waits for that copy and frees the device memory of the storage
 LOAD = 5  # device memory of the storage is allocated again and filled; its next reader waits for that
+ARRIVE = 6  # the compute stream waits for the message that makes the storage, and whose input dies here at the earliest
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +340,7 @@ class Events:
     that live to the end of the step do not die. Nothing else frees memory, except WAIT.
     """
 
-    kind: Int8s  # [m] FIRST ... LOAD
+    kind: Int8s  # [m] FIRST ... ARRIVE
     arg: Int32s  # [m] node, block or storage
     reuse: Int32s  # [m] storage dying with this FIRST or REDO whose memory its output takes over, or -1
     renews: Rows  # [m] outputs of this REDO that become current; its others die at once

@@ -11,6 +11,7 @@ from operator import add
 from magis.cost.machines import Times
 from magis.graph import Graph, Op
 from magis.graph.hazards import is_pure_view, lifetimes
+from magis.ops.collectives import ARRIVED, under_way
 from magis.results import Span
 from magis.simulate.compiled_problem import GENERATOR_NS
 from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
@@ -19,21 +20,24 @@ from magis.simulate.simulator import MemoryProfile, Workspace, inside, replay, r
 MOST_CALLS = 50_000
 """Of a time line in which the parts of loops are told one by one; in a longer one a loop is one call."""
 NS_PER_MS = 1e6
-UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
+UNTIMED = ("magis.wait", "magis.rng_save", "magis.rng_enter", "magis.rng_leave", ARRIVED)
 """What the search counts no time for."""
 
 
 COPIES = {"magis.store": "to host", "magis.load": "from host"}
 """The stream of each kind of copy."""
+MESSAGES = "messages"
+"""The stream of messages between ranks that are waited for later."""
 
 
 @dataclass
 class _Clock:
-    """Nanoseconds at which each stream is free, and at which storages that were copied are where they go."""
+    """Nanoseconds at which each stream is free, and at which storages that were copied or sent are where they go."""
 
     compute: int = 0
     copies: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COPIES.values(), 0))
     done: dict[int, int] = field(default_factory=dict)
+    messages: int = 0
 
     def meet(self, storages: Iterable[int]) -> None:
         """The compute stream waits for storages that are being copied."""
@@ -47,13 +51,19 @@ class _Clock:
         self.copies[stream] = self.done[made] = start + spent
         return start, spent
 
+    def send(self, made: int, spent: int) -> int:
+        """Start of a message that brings a storage: after the last one, and as copies."""
+        start = max(self.messages, self.compute)
+        self.messages = self.done[made] = start + spent
+        return start
+
     def inside(self) -> _Clock:
-        """The same moment within a part of a loop, which has storages of its own."""
+        """The same moment within a part of a loop, which has storages of its own, and no messages."""
         return _Clock(self.compute, self.copies)
 
 
 def elapsed_ns(graph: Graph, times: Times) -> int:
-    """How long a schedule takes on a machine, what it waits for copies included."""
+    """How long a schedule takes on a machine, what it waits for copies and messages included."""
     clock = _Clock()
     _run(graph, times, clock)
     return clock.compute
@@ -61,6 +71,7 @@ def elapsed_ns(graph: Graph, times: Times) -> int:
 
 def _run(graph: Graph, times: Times, clock: _Clock) -> None:
     storage_of = {value.id: value.storage for value in graph.values.values()}
+    beside = under_way(graph.ops)
     for op in graph.ops:
         clock.meet(storage_of[value] for value in op.inputs())
         if op.body is not None:
@@ -73,6 +84,8 @@ def _run(graph: Graph, times: Times, clock: _Clock) -> None:
             clock.copy(COPIES[op.target], graph.storages[storage_of[taken]].nbytes, storage_of[made], times)
         elif op.target == "magis.rng_enter":
             clock.compute += GENERATOR_NS
+        elif not beside.isdisjoint(op.made()):
+            clock.send(storage_of[op.made()[0]], times.nanoseconds(op, graph.values))
         elif op.target not in UNTIMED and not is_pure_view(graph, op):
             clock.compute += times.nanoseconds(op, graph.values)
 
@@ -100,7 +113,8 @@ def timeline(
 
     Copies run beside the operators, one at a time in each direction, as the search counts them: a store or a load
     starts once what was given to the compute stream before is done. Whoever takes a loaded tensor waits for it, and
-    before its memory is freed the step waits until a stored one is on the host.
+    before its memory is freed the step waits until a stored one is on the host. Messages between ranks run beside both,
+    one at a time, up to where the schedule waits for them.
     """
     apart = sum(1 if op.body is None else op.body.parts * len(op.body.graph.ops) for op in graph.ops) <= MOST_CALLS
     walk = _Walk(times, workspace, rounding, apart)
@@ -119,6 +133,7 @@ class _Walk:
         """The calls of a graph or of one part of a loop, with all bytes and those of tensors during each operator."""
         storage_of = {value.id: value.storage for value in graph.values.values()}
         seen: Counter[int] = Counter()
+        beside = under_way(graph.ops)
         for op, level, own in zip(graph.ops, levels, held, strict=True):
             clock.meet(storage_of[value] for value in op.inputs())
             if op.body is not None and self.apart:
@@ -136,6 +151,10 @@ class _Walk:
                 again = op.origin is not None and seen[op.origin] > 0
                 seen[-1 if op.origin is None else op.origin] += 1
                 spent = self.times.nanoseconds(op, graph.values)
+                if not beside.isdisjoint(op.made()):
+                    start = clock.send(storage_of[op.made()[0]], spent)
+                    yield _span(op, start, spent, level, own, stream=MESSAGES, again=again)
+                    continue
                 yield _span(op, clock.compute, spent, level, _sum(own, self._worst(op)), again=again)
                 clock.compute += spent
 

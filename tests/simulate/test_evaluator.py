@@ -39,16 +39,15 @@ from magis.simulate.problem import (
 )
 from tests.search.networks import transformer
 from tests.simulate.plans import (
-    Replayed,
     longest_gap,
     plans,
     random_order,
     random_problem,
     reference_runs,
     reference_swaps,
-    replay,
     touches,
 )
+from tests.simulate.replays import Replayed, replay
 from tests.strategies import examples
 
 Plan = tuple[Problem, Int32s, Int8s]

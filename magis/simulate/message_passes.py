@@ -1,0 +1,311 @@
+"""The compiled passes for messages, which run on a stream of their own beside the nodes.
+
+A message starts once the nodes that stand before it are done and the stream is free, and ends its time later. Its
+first reader waits for that, and so does the end of the step. Until the wait, what is sent and what arrives are in
+memory. The plan says which messages there are; these passes say when they are sent and waited for:
+
+1. Where a message could be sent earlier, with the early nodes that make what it takes (an all-gather of weights with
+   the call that puts the shards side by side), it is: as late as it may be to be over when it is wanted, and behind the
+   first reader of the one before it, so that one at most is sent ahead.
+2. A message is waited for behind the first event by which it is over, at the latest before its first reader, or where
+   its room is wanted. Update blocks that read what arrives, or overwrite what is sent, run behind the wait.
+
+Both take no more room than there is: nothing that they lengthen goes above the plan's own peak, as it is without them,
+or above the problem's ceiling. So no plan needs more memory than it needs if it waits for each message at once, unless
+there is room.
+
+This file calls no compiled function of another one, since numba's cache on disk would not notice changes there.
+"""
+
+from __future__ import annotations
+
+import numba
+
+from magis.simulate.arrays import NodeStep, WorkingArrays
+from magis.simulate.messages import MessageArrays, MessageStep
+
+# Slots of the result array, as in ``kernel``.
+PEAK, LATENCY, N_EVENTS, N_BETWEEN = 0, 2, 4, 7
+AHEAD = 1.25
+"""So much of a message's time before it is wanted it is sent, if it can be."""
+
+
+@numba.njit(cache=True)
+def remember(scratch: WorkingArrays, own: MessageArrays) -> None:
+    """Keep what counting bytes will use up."""
+    count = scratch.result[N_EVENTS]
+    own.free[:count] = scratch.free[:count]
+    own.reuse[:count] = scratch.reuse[:count]
+
+
+@numba.njit(cache=True)
+def place_messages(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
+    """Order the events, time them, and say where messages are waited for and where blocks run.
+
+    ``scratch`` has the plan with all messages waited for at once, its bytes counted; afterwards these are to be counted
+    again.
+    """
+    count = scratch.result[N_EVENTS]
+    highest = max(plan.ceiling, scratch.result[PEAK])
+    own.level[:count] = scratch.level[:count]
+    _first_readers(step, plan, scratch, own, count)
+    moves = _find_moves(step, plan, scratch, own, count, highest)
+    _move(step, scratch, own, count, moves)
+    _first_readers(step, plan, scratch, own, count)
+    _list_blocks(step, plan, scratch, own, count)
+    _run(step, plan, scratch, own, count, highest)
+    _lengthen(step, plan, scratch, own)
+
+
+@numba.njit(cache=True)
+def _first_readers(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
+    """Who reads first what a message brings."""
+    in_ptr, in_idx = step.inputs
+    event, reader, is_reader, pending = scratch.event, own.reader, own.is_reader, own.pending
+    pending[:] = -1
+    is_reader[:count] = False
+    reader[:count] = -1
+    for at in range(count):
+        node = event[at] >> 1
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            sender = pending[in_idx[k]]
+            if sender >= 0:
+                reader[sender] = at
+                is_reader[at] = is_reader[at] or plan.movable[event[sender] >> 1]
+                pending[in_idx[k]] = -1
+        if plan.ns[node] > 0:
+            pending[plan.gives[node]] = at
+
+
+@numba.njit(cache=True)
+def _touches(step: NodeStep, own: MessageArrays, node: int, mark: int) -> bool:
+    """Whether a node reads or makes a storage with that mark."""
+    (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
+    found = False
+    for k in range(in_ptr[node], in_ptr[node + 1]):
+        found = found or own.mark[in_idx[k]] == mark
+    for k in range(out_ptr[node], out_ptr[node + 1]):
+        found = found or own.mark[out_idx[k]] == mark
+    return found
+
+
+@numba.njit(cache=True)
+def _bundle(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int) -> int:
+    """Mark what a message reads and makes, and what the early events directly before it do that make that; returns the
+    first of these."""
+    (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
+    first = at
+    while True:
+        node = scratch.event[first] >> 1
+        for k in range(in_ptr[node], in_ptr[node + 1]):
+            own.mark[in_idx[k]] = at
+        for k in range(out_ptr[node], out_ptr[node + 1]):
+            own.mark[out_idx[k]] = at
+        if first == 0:
+            return first
+        before = scratch.event[first - 1] >> 1
+        if not plan.early[before] or own.is_reader[first - 1] or not _touches(step, own, before, at):
+            return first
+        first -= 1
+
+
+@numba.njit(cache=True)
+def _find_moves(
+    step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
+) -> int:
+    """Which events move to before which others, the last ones first; returns how many bundles do."""
+    event, start_ns, ns, level, bundle = scratch.event, scratch.start_ns, step.ns, own.level, own.bundle
+    now = 0
+    for at in range(count):
+        start_ns[at] = now
+        now += ns[event[at] & 1, event[at] >> 1]
+    own.mark[:] = -1
+    free_ns = now
+    moves = 0
+    for at in range(count - 1, -1, -1):
+        node = event[at] >> 1
+        if not plan.movable[node] or own.reader[at] < 0:
+            continue
+        first = _bundle(step, plan, scratch, own, at)
+        nbytes = 0
+        for member in range(first, at + 1):
+            nbytes += step.out_bytes[event[member] >> 1]
+        free_ns = min(free_ns, start_ns[own.reader[at]]) - int(AHEAD * plan.ns[node])
+        place = first
+        while place > 0 and start_ns[place] > free_ns:
+            before = place - 1
+            if own.is_reader[before] or plan.movable[event[before] >> 1]:
+                break
+            if level[before] + nbytes > highest or _touches(step, own, event[before] >> 1, at):
+                break
+            place = before
+        if place < first:
+            for passed in range(place, first):
+                level[passed] += nbytes
+            bundle[moves, 0] = first
+            bundle[moves, 1] = at
+            bundle[moves, 2] = place
+            moves += 1
+    return moves
+
+
+@numba.njit(cache=True)
+def _move(step: NodeStep, scratch: WorkingArrays, own: MessageArrays, count: int, moves: int) -> None:
+    """The events in their new order, and all that names events by their places."""
+    event, level, moved, bundle = scratch.event, scratch.level, own.moved, own.bundle
+    own.event[:count] = event[:count]
+    level[:count] = own.level[:count]
+    moved[:count] = -1
+    place = 0
+    for at in range(count):
+        while moves > 0 and bundle[moves - 1, 2] == at:
+            moves -= 1
+            for member in range(bundle[moves, 0], bundle[moves, 1] + 1):
+                level[member] = own.level[at]
+                moved[member] = place
+                place += 1
+        if moved[at] < 0:
+            moved[at] = place
+            place += 1
+    for at in range(count):
+        event[moved[at]] = own.event[at]
+        own.level[moved[at]] = level[at]
+        scratch.free[moved[at]] = own.free[at]
+        scratch.reuse[moved[at]] = own.reuse[at]
+    storages = len(step.nbytes)
+    for node in range(len(scratch.first_at)):
+        scratch.first_at[node] = moved[scratch.first_at[node]]
+        scratch.again_at[node] = moved[scratch.again_at[node]]
+    for storage in range(storages):
+        scratch.last_use[storage] = moved[scratch.last_use[storage]]
+        if scratch.redo_at[storage] >= 0:
+            scratch.redo_at[storage] = moved[scratch.redo_at[storage]]
+            scratch.last_use[storages + storage] = moved[scratch.last_use[storages + storage]]
+    for k in range(scratch.result[N_BETWEEN]):
+        scratch.between[k, 1] = moved[scratch.between[k, 1]]
+        scratch.between[k, 2] = moved[scratch.between[k, 2]]
+
+
+@numba.njit(cache=True)
+def _list_blocks(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int) -> None:
+    """Behind which event each block may run at the earliest, as far as nodes decide, and how many messages it waits
+    for."""
+    (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
+    own.due_head[:count] = -1
+    for block in range(len(step.blk_ns)):
+        place = left = 0
+        for k in range(in_ptr[block], in_ptr[block + 1]):
+            writer = step.last_write[in_idx[k]]
+            place = max(place, scratch.first_at[writer])
+            left += plan.ns[writer] > 0
+        for k in range(after_ptr[block], after_ptr[block + 1]):
+            place = max(place, scratch.again_at[after_idx[k]])
+            left += plan.ns[after_idx[k]] > 0
+        scratch.blk_place[block] = place
+        own.left[block] = left
+        if left == 0:
+            own.due_next[block] = own.due_head[place]
+            own.due_head[place] = block
+
+
+@numba.njit(cache=True)
+def _holds_up(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, node: int) -> bool:
+    """Whether a block waits for nothing but to overwrite what a message sends."""
+    ptr, idx = plan.blocks
+    found = False
+    for k in range(ptr[node], ptr[node + 1]):
+        found = found or (own.left[idx[k]] == 1 and scratch.blk_place[idx[k]] <= at)
+    return found and plan.late[node] == 0
+
+
+@numba.njit(cache=True)
+def _is_over(
+    plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int, now: int, count: int,
+    nbytes: int, highest: int,
+) -> bool:  # fmt: skip
+    """Whether a message is to be waited for behind an event: it is over, or somebody wants its result or its room."""
+    node = scratch.event[sent] >> 1
+    last = own.reader[sent] - 1
+    if own.reader[sent] < 0:
+        last = count - 1 if plan.late[node] > 0 else sent
+    if at >= last or own.end_ns[sent] <= now or _holds_up(plan, scratch, own, at, node):
+        return True
+    return own.level[at + 1] + nbytes > highest  # type: ignore[no-any-return]
+
+
+@numba.njit(cache=True)
+def _release(plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, at: int, sent: int) -> None:
+    """Blocks that waited for the last run of a message may run."""
+    node = scratch.event[sent] >> 1
+    ptr, idx = plan.blocks
+    if scratch.again_at[node] != sent:
+        return
+    for k in range(ptr[node], ptr[node + 1]):
+        block = idx[k]
+        own.left[block] -= 1
+        if own.left[block] == 0:
+            place = max(scratch.blk_place[block], at)
+            own.due_next[block] = own.due_head[place]
+            own.due_head[place] = block
+
+
+@numba.njit(cache=True)
+def _run(
+    step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays, count: int, highest: int
+) -> None:
+    """Times on both streams; where messages are waited for and blocks run."""
+    event, start_ns, ns, nbytes, queue = scratch.event, scratch.start_ns, step.ns, step.nbytes, own.queue
+    own.wait_at[:count] = -1
+    now = stream_ns = waiting = 0
+    for at in range(count):
+        start_ns[at] = now
+        node = event[at] >> 1
+        now += ns[event[at] & 1, node]
+        if plan.ns[node] > 0:
+            stream_ns = max(stream_ns, now) + plan.ns[node]
+            own.end_ns[at] = stream_ns
+            queue[waiting] = at
+            waiting += 1
+        kept = 0
+        for k in range(waiting):
+            sent = queue[k]
+            sender = event[sent] >> 1
+            stays = plan.late[sender]
+            if plan.takes[sender] >= 0:
+                stays += nbytes[plan.takes[sender]]
+            if _is_over(plan, scratch, own, at, sent, now, count, stays, highest):
+                now = max(now, own.end_ns[sent])
+                own.wait_at[sent] = at
+                _release(plan, scratch, own, at, sent)
+            else:
+                own.level[at + 1] += stays
+                queue[kept] = sent
+                kept += 1
+        waiting = kept
+        block = own.due_head[at]
+        while block >= 0:
+            scratch.blk_place[block] = at
+            now += step.blk_ns[block]
+            block = own.due_next[block]
+    start_ns[count] = now
+    scratch.result[LATENCY] = now
+
+
+@numba.njit(cache=True)
+def _lengthen(step: NodeStep, plan: MessageStep, scratch: WorkingArrays, own: MessageArrays) -> None:
+    """What is sent stays until the message is waited for: only messages read it, and not every copy is read."""
+    last_use, wait_at, storages = scratch.last_use, own.wait_at, len(step.nbytes)
+    for storage in range(storages):
+        if plan.taken[storage]:
+            last_use[storage] = max(last_use[storage], wait_at[last_use[storage]])
+            if scratch.redo_at[storage] >= 0:
+                again = last_use[storages + storage]
+                last_use[storages + storage] = max(again, wait_at[again])
+    for k in range(scratch.result[N_BETWEEN]):
+        storage = scratch.between[k, 0]
+        if plan.taken[storage]:
+            used_at = scratch.between[k, 2]
+            until = max(used_at, wait_at[used_at])
+            scratch.free[used_at] -= step.nbytes[storage]
+            scratch.free[until] += step.nbytes[storage]
+            scratch.between[k, 2] = until
