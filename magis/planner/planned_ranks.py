@@ -28,13 +28,14 @@ from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed import check_update, mesh, place, trained
 from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
-from magis.strategies.model_cuts import cut_of, keep_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
 from magis.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
 from magis.strategies.pipelined_step import Hidden, Stage, pipelined
 from magis.strategies.rank_step import World, batch_size, share_of_batch
 from magis.strategies.sharded_weights import Replica, average_weights, shard_weights
 from magis.strategies.single_device import on_fake_tensors
 from magis.strategies.tensor_parts import hold_parts
+from magis.strategies.vocabulary import share_network
 from magis.units import share_of
 
 SHARE = 0.6
@@ -136,7 +137,7 @@ def _tensor_parallel(work: Workload, world: World, tensor: int) -> Workload:
     work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
     own = ranks["tp"]
     name_group(own, "tp")
-    share_blocks(work, own)
+    work = share_network(work, own)
     looks = hold_parts(work.module)
     average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
     return work

@@ -167,7 +167,8 @@ _CUTS: dict[type[nn.Module], StageCut] = {
 # Tensor parallelism (Shoeybi et al. 2019): attention by heads, feed-forward by inner width, each cut once.
 # The first projections are cut by rows of their weights (`ColwiseParallel`), the last one by columns
 # (`RowwiseParallel`), so that each of the two needs one sum over the group in the forward and one in the backward.
-# Everything else is whole on every rank: embeddings, the vocabulary's projection, norms, the biases behind a sum.
+# The vocabulary is cut in `vocabulary.py`. Everything else is whole on every rank: other embeddings, norms, the biases
+# behind a sum.
 
 _FIRST = {FeedForward: ("up",), BtlmLayer: ("up", "gate")}
 

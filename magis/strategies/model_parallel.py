@@ -34,14 +34,16 @@ from magis.strategies.distributed import (
     cast,
     gradients,
     held_by,
+    local,
     make_optimizer,
     mesh,
     place,
     quiet,
     trained,
 )
-from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, stage_blocks
 from magis.strategies.rank_step import World, batch_size, share_of_batch, split
+from magis.strategies.vocabulary import share_network
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ModelParallel:
         replicas = ranks.get_group("dp")
         if self.stages > 1:
             return self._pipeline(work, world, ranks, stage, replicas)
-        share_blocks(work, ranks["tp"])
+        work = share_network(work, ranks["tp"])
         params = trained(work.module)
         optimizer = make_optimizer(work, params, self.name)
 
@@ -98,7 +100,7 @@ class ModelParallel:
         hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
         keep_stage(work, cut, self.stages, index)
         if self.tensor > 1:
-            share_blocks(work, ranks["tp"])
+            work = share_network(work, ranks["tp"])
         blocks = stage_blocks(len(work.blocks), self.stages, index)
         ends = (index == 0, index == self.stages - 1)
         # each end of the pipeline keeps what it reads of the batch
@@ -242,7 +244,7 @@ class PipelineStep:
         if self.tied is not None:
             parameter, group = self.tied
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=group)
+                dist.all_reduce(local(parameter.grad), group=group)
         average_gradients(trained(self.module).values(), self.replicas)
         self.scaler.step(self.optimizer, gradients(self.optimizer))
         losses = self.part.losses

@@ -9,8 +9,8 @@ from magis.models.encoders import BertConfig, bert
 
 
 def three_heads() -> Workload:
-    """Which two ranks do not divide; the first and the last stage share a weight. Eight samples."""
-    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=32, max_positions=8)
+    """Two ranks divide neither them nor the vocabulary; the first and the last stage share a weight. Eight samples."""
+    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=33, max_positions=8)
     return gpt_neo(sizes, REAL, "three_heads", 0)
 
 
