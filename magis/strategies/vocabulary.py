@@ -36,6 +36,7 @@ from magis.models.decoders import Btlm, Gpt, GptNeo
 from magis.models.encoders import Bert
 from magis.strategies.distributed import quiet
 from magis.strategies.model_cuts import share_blocks
+from magis.strategies.sequence_parts import gathered_output, share_sequence
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,35 @@ class Vocabulary:
     """Path of the module that makes what is projected."""
     bias: str = ""
     """Name of the projection's bias."""
+    in_parts: bool = True
+    """Whether sequence parallelism goes as far as there."""
 
 
 _VOCABULARIES: dict[type[nn.Module], Vocabulary] = {
-    Bert: Vocabulary("embeddings.word", "transform_norm", "decoder_bias"),
+    Bert: Vocabulary("embeddings.word", "transform_norm", "decoder_bias", in_parts=False),
     Gpt: Vocabulary(),
     GptNeo: Vocabulary(),
     Btlm: Vocabulary(),
 }
 
 
-def share_network(work: Workload, group: DeviceMesh) -> Workload:
-    """Cut blocks and vocabulary of ``work`` for the ranks of a group. UsageError where there is nothing to share."""
-    share_blocks(work, group)
-    return share_vocabulary(work, group)
+def share_network(work: Workload, group: DeviceMesh, *, vocabulary: bool = True, sequence: bool = False) -> Workload:
+    """Cut blocks and vocabulary of ``work`` for the ranks of a group, and the ``sequence`` between blocks. UsageError
+    where there is nothing to share."""
+    share_blocks(work, group, sequence=sequence)
+    if sequence:
+        share_sequence(work, group)
+    work = share_vocabulary(work, group, sequence=sequence) if vocabulary or sequence else work
+    for parameter in work.module.parameters():
+        if parameter.requires_grad and isinstance(parameter.data, DTensor):
+            parameter.register_hook(partial(_placed, tuple(parameter.data.placements)))
+    return work
 
 
-def share_vocabulary(work: Workload, group: DeviceMesh) -> Workload:
+def share_vocabulary(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> Workload:
     """Cut the vocabulary of ``work`` for the ranks of a group; the loss is then one of logits in parts.
 
+    ``sequence``: what is projected is in parts of the sequence, unless the network made it whole before.
     The same workload where the network has no vocabulary. UsageError where a rank would have no part of it.
     """
     met, net = _VOCABULARIES.get(type(work.module)), work.module
@@ -75,14 +86,14 @@ def share_vocabulary(work: Workload, group: DeviceMesh) -> Workload:
     embedding: Any = net.get_submodule(met.embedding)
     _check(work, embedding.num_embeddings, group.size())
     whole = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False)
+    if sequence and met.in_parts:
+        whole = gathered_output()
     with quiet():
         parallelize_module(net, group, {met.embedding: RowwiseParallel(input_layouts=Replicate()), met.hidden: whole})
         bias = net._parameters.get(met.bias)
         if bias is not None:
             part = nn.Parameter(distribute_tensor(bias.detach(), group, [Shard(0)]), bias.requires_grad)
             net.register_parameter(met.bias, part)
-    if embedding.weight is not None and embedding.weight.requires_grad:
-        embedding.weight.register_hook(partial(_placed, tuple(embedding.weight.placements)))
     return replace(work, loss_fn=LossOfParts(work.loss_fn))
 
 
@@ -95,7 +106,7 @@ def _check(work: Workload, words: int, ranks: int) -> None:
 
 
 def _placed(placements: tuple[Placement, ...], grad: Tensor) -> Tensor:
-    """A gradient cut like its weight: that of an embedding comes whole."""
+    """A gradient cut like its weight: that of an embedding comes whole, that of a norm of parts as an addend."""
     if isinstance(grad, DTensor) and grad.placements != placements:
         return grad.redistribute(placements=placements)
     return grad

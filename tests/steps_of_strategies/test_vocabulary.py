@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from magis.capture import Workload
 from magis.errors import UsageError
 from magis.models.building import REAL
 from magis.models.decoders import GptNeoConfig, gpt_neo
@@ -19,18 +20,19 @@ from magis.models.encoders import BertConfig, VitConfig, bert, vit
 from magis.predict import fake_world, predict_rank
 from magis.ranks import RankJob, RankPool
 from magis.strategies import World, distributed_strategy
-from magis.strategies.distributed import mesh
+from magis.strategies.distributed import local, mesh
 from magis.strategies.model_parallel import ModelParallel
 from magis.strategies.vocabulary import LossOfParts, share_vocabulary
-from tests.steps_of_strategies.test_parts import alone
+from tests.steps_of_strategies.test_parts import alone, small
 
-BESIDE = "tests.steps_of_strategies.beside_eager:tensor_parallel"
+BESIDE = "tests.steps_of_strategies.beside_eager"
 
 
 def test_two_ranks_train_the_weights_that_one_does() -> None:
     with RankPool(2, "cpu") as pool:
-        for net in ("two_heads", "three_heads"):  # the vocabulary of the latter is odd
-            pool.run(RankJob(f"tests.api.cut_nets:{net}", BESIDE, rounds=1))
+        for strategy in ("tensor_parallel", "sequence_parallel"):
+            for net in ("two_heads", "three_heads", "packed"):  # that of three_heads is odd
+                pool.run(RankJob(f"tests.api.cut_nets:{net}", f"{BESIDE}:{strategy}", rounds=1))
 
 
 @pytest.mark.parametrize(("rank", "words"), [(0, 17), (1, 16)])
@@ -71,6 +73,39 @@ def test_a_rank_without_a_word_is_refused() -> None:
     work = bert(BertConfig(4, seq_len=8, layers=1, width=16, heads=4, vocab_size=5, max_positions=8), REAL, "bert", 0)
     with fake_world(4, 0), pytest.raises(UsageError, match="a vocabulary of 5 leaves one of 4 ranks without a part"):
         ModelParallel(4).prepare(work, World(4, 0, fake=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            lambda: vit(VitConfig(2, image_size=8, patch_size=4, layers=1, width=16, inner=32, heads=2), REAL, "v", 0),
+            "Vit",
+        ),
+        (
+            lambda: bert(BertConfig(2, seq_len=7, layers=1, width=16, heads=2, vocab_size=9), REAL, "b", 0),
+            "of 7 tokens",
+        ),
+    ],
+)
+def test_a_sequence_that_cannot_be_cut_is_refused(make: Callable[[], Workload], line: str) -> None:
+    with fake_world(2, 0), pytest.raises(UsageError, match=line) as caught:
+        ModelParallel(2, sequence=True).prepare(make(), World(2, 0, fake=True))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "btlm", "bert"])
+def test_norms_keep_a_part_of_the_sequence(name: str) -> None:
+    seen: dict[str, tuple[int, ...]] = {}
+    work = small(name)
+    for path, part in work.module.named_modules():
+        if isinstance(part, torch.nn.LayerNorm):
+            part.register_forward_pre_hook(lambda _, args, path=path: seen.update({path: local(args[0]).shape}))
+    with fake_world(2, 0):
+        ModelParallel(2, sequence=True).prepare(work, World(2, 0, fake=True)).run()
+    whole = seen.pop("transform_norm", None)
+    assert whole in (None, (8, 8, 16))
+    assert set(seen.values()) == {(8, 4, 16)}
 
 
 def cross_entropy(logits: Tensor, target: Tensor, **asked: Any) -> Tensor:
