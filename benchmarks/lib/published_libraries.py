@@ -153,7 +153,8 @@ class Megatron:
         work = replace(work.to(self.dtype), optimizer=replace(work.optimizer, fused=True))
         step: PlainStep | PipelineStep
         if self.group > 1:
-            step = ModelParallel(self.tensor, self.stages, micro_batches=self.micro_batches).prepare(work, world)
+            inner = ModelParallel(self.tensor, self.stages, micro_batches=self.micro_batches, vocabulary=False)
+            step = inner.prepare(work, world)
         else:
             step = OneGpu().prepare(share_of_batch(work, world.rank, world.size), world)
         ranks = world.size // self.group if self.sharded else 1

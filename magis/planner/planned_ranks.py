@@ -8,6 +8,7 @@ others get its plan, and none begins before all agree (`magis/planner/agreed_pla
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,14 @@ from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed import check_update, mesh, place, trained
 from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
-from magis.strategies.model_cuts import cut_of, keep_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
 from magis.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
 from magis.strategies.pipelined_step import Hidden, Stage, pipelined
 from magis.strategies.rank_step import World, batch_size, share_of_batch
 from magis.strategies.sharded_weights import Replica, average_weights, shard_weights
 from magis.strategies.single_device import on_fake_tensors
 from magis.strategies.tensor_parts import hold_parts
+from magis.strategies.vocabulary import share_network
 from magis.units import share_of
 
 SHARE = 0.6
@@ -43,7 +45,7 @@ SHARE = 0.6
 
 @dataclass(frozen=True)
 class PlannedRanks:
-    """`magis+ddp`, `magis+fsdp`, `magis+tpN` or `magis+ppN`."""
+    """`magis+ddp`, `magis+fsdp`, `magis+tpN`, `magis+tpN+sp` or `magis+ppN`."""
 
     name: str
     limits: tuple[int, ...] = ()
@@ -87,7 +89,7 @@ class PlannedRanks:
     def own_part(self, work: Workload, world: World) -> Workload:
         """The workload with this rank's share of the batch and of the weights; the module is taken over."""
         check_update(work, self.name)
-        return _OWN_PARTS[plain_of(self.name).rstrip("0123456789")](work, world, self.group)
+        return _OWN_PARTS[re.sub(r"\d", "", plain_of(self.name))](work, world, self.group)
 
     def subject(self, own: Workload) -> Subject:
         """What is planned: a rank's own part, captured. CaptureError where it is no single static graph."""
@@ -129,14 +131,14 @@ def _sharded(work: Workload, world: World, _group: int) -> Workload:
     return work
 
 
-def _tensor_parallel(work: Workload, world: World, tensor: int) -> Workload:
-    """With this rank's part of every block."""
+def _tensor_parallel(work: Workload, world: World, tensor: int, *, sequence: bool = False) -> Workload:
+    """With this rank's part of every block, of the vocabulary, and of the ``sequence`` between blocks."""
     count = world.size // tensor
     ranks = mesh(world, {REPLICAS: count, "tp": tensor})
     work = share_of_batch(work, ranks.get_local_rank(REPLICAS), count)
     own = ranks["tp"]
     name_group(own, "tp")
-    share_blocks(work, own)
+    work = share_network(work, own, sequence=sequence)
     looks = hold_parts(work.module)
     average_weights(work.module, work.blocks, count, register_group(ranks.get_group(REPLICAS), REPLICAS), looks)
     return work
@@ -184,20 +186,22 @@ _OWN_PARTS: Mapping[str, Callable[[Workload, World, int], Workload]] = {
     "ddp": _replicated,
     "fsdp": _sharded,
     "tp": _tensor_parallel,
+    "tp+sp": partial(_tensor_parallel, sequence=True),
     "pp": _pipeline,
 }
 
 
 def factory_of(name: str) -> str:
     """What makes the strategy of that name, as ranks are told."""
-    return f"{__name__}:{plain_of(name)}" if is_planned(name) else name
+    return f"{__name__}:{plain_of(name).replace('+', '_')}" if is_planned(name) else name
 
 
 def __getattr__(name: str) -> Callable[[], PlannedRanks]:
-    """The factories: ``ddp``, ``fsdp``, ``tp2``, ..."""
-    if not is_planned(f"magis+{name}"):
+    """The factories: ``ddp``, ``fsdp``, ``tp2``, ``tp2_sp``, ..."""
+    planned = f"magis+{name.replace('_', '+')}"
+    if not is_planned(planned):
         raise AttributeError(name)
-    return partial(PlannedRanks, f"magis+{name}")
+    return partial(PlannedRanks, planned)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from magis.capture import Workload
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.workload import fake_tensors
 from magis.errors import UsageError
+from magis.ops.collectives import propagated_apart
 from magis.predict.live_storage import LiveStorage
 from magis.results import Memory, RankMemory, Term
 from magis.runtime.measure import collector_spared, no_collection
@@ -61,6 +62,7 @@ def rank_peak(
     with (
         collector_spared(),
         no_collection(),
+        propagated_apart(),
         LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
     ):
         step = strategy.prepare(make_work(), world)

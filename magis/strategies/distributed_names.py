@@ -1,8 +1,9 @@
 """From the name of a distributed strategy to the strategy. Imports torch only when one is made.
 
 A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
-ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"). "accumulate4+" in front: gradients of four
-micro-batches. A strategy of the user's own goes by "package.module:factory".
+ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"); "tp4+sp" is tensor parallelism with sequence
+parallelism. "accumulate4+" in front: gradients of four micro-batches. A strategy of the user's own goes by
+"package.module:factory".
 """
 
 from __future__ import annotations
@@ -18,21 +19,33 @@ from magis.errors import UsageError
 if TYPE_CHECKING:
     from magis.strategies.rank_step import RankStrategy
 
-DISTRIBUTED: tuple[str, ...] = ("ddp", "oss", "oss+sdp", "zero1", "zero2", "zero3", "fsdp", "tp", "pp", "tp+pp")
+DISTRIBUTED: tuple[str, ...] = (
+    "ddp",
+    "oss",
+    "oss+sdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "tp",
+    "tp+sp",
+    "pp",
+    "tp+pp",
+)
 """The plain names, in the order in which reports list them."""
 
 _REPLICATED = ("ddp", "oss", "oss+sdp")
-_HALVED = ("ddp", "tp", "pp", "tp+pp")
-_ACCUMULATED = ("ddp", "oss", "fsdp", "tp", "pp", "tp+pp")
+_HALVED = ("ddp", "tp", "tp+sp", "pp", "tp+pp")
+_ACCUMULATED = ("ddp", "oss", "fsdp", "tp", "tp+sp", "pp", "tp+pp")
 """All others reduce gradients in ways that a second micro-batch would meet again."""
 _ACCUMULATES = re.compile(r"accumulate([1-9]\d*)\+")
 _PARTITIONED = {"zero1": 1, "zero2": 2, "zero3": 3}
 _OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
 """Examples of strategies whose ranks run plans."""
-_PLANNED = re.compile(r"magis\+(ddp|fsdp|(tp|pp)\d*)")
+_PLANNED = re.compile(r"magis\+(ddp|fsdp|tp\d*(\+sp)?|pp\d*)")
 """They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
-_GROUPS = re.compile(r"(?:tp(?P<tp>\d*))?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
+_GROUPS = re.compile(r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class _Parsed:
     """Ranks that share each block."""
     stages: int = 1
     half: bool = False
+    sequence: bool = False
     micro_batches: int | None = None
 
 
@@ -84,7 +98,7 @@ def distributed_strategy(name: str) -> RankStrategy:
         return FullyShard(amp=parsed.amp)
     from magis.strategies.model_parallel import ModelParallel
 
-    return ModelParallel(parsed.tensor, parsed.stages, amp=parsed.amp)
+    return ModelParallel(parsed.tensor, parsed.stages, amp=parsed.amp, sequence=parsed.sequence)
 
 
 def is_distributed(name: str) -> bool:
@@ -189,4 +203,6 @@ def _parsed(name: str) -> _Parsed | None:
     both = found["tp"] is not None and found["pp"] is not None
     if (found["both"] is not None) != both or any(found[kind] is not None and sizes[kind] < 2 for kind in sizes):
         return None
-    return _Parsed("+".join(kind for kind in sizes if found[kind] is not None), amp, sizes["tp"], sizes["pp"])
+    kinds = [kind for kind in sizes if found[kind] is not None]
+    sequence = found["sequence"] is not None
+    return _Parsed("+".join(kinds + ["sp"] * sequence), amp, sizes["tp"], sizes["pp"], sequence=sequence)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -167,24 +168,28 @@ _CUTS: dict[type[nn.Module], StageCut] = {
 # Tensor parallelism (Shoeybi et al. 2019): attention by heads, feed-forward by inner width, each cut once.
 # The first projections are cut by rows of their weights (`ColwiseParallel`), the last one by columns
 # (`RowwiseParallel`), so that each of the two needs one sum over the group in the forward and one in the backward.
-# Everything else is whole on every rank: embeddings, the vocabulary's projection, norms, the biases behind a sum.
+# The vocabulary is cut in `vocabulary.py`. Everything else is whole on every rank: other embeddings, norms, the biases
+# behind a sum.
 
 _FIRST = {FeedForward: ("up",), BtlmLayer: ("up", "gate")}
 
 
-def share_blocks(work: Workload, group: DeviceMesh) -> None:
-    """Cut the attention and feed-forward modules of ``work`` for the ranks of a group. UsageError where none is."""
-    ranks = group.size()
+def share_blocks(work: Workload, group: DeviceMesh, *, sequence: bool = False) -> None:
+    """Cut the attention and feed-forward modules of ``work`` for the ranks of a group. UsageError where none is.
+
+    ``sequence``: what they return is in parts of the sequence (`sequence_parts.py`).
+    """
+    ranks, last = group.size(), RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
     found = 0
     for path, module in work.module.named_modules():
         if isinstance(module, SelfAttention):
             if _is_there(module.out):
                 found += 1
-                _share_attention(f"{work.name}: {path}", module, group)
+                _share_attention(f"{work.name}: {path}", module, group, last)
         elif type(module) in _FIRST and _is_there(module.down):
             first = _FIRST[type(module)]
             _check(f"{work.name}: the inner width of {path}", _width(work, module.down, path), ranks)
-            _parallelize(module, group, {name: ColwiseParallel() for name in first} | {"down": RowwiseParallel()})
+            _parallelize(module, group, {name: ColwiseParallel() for name in first} | {"down": last})
     if not found:
         raise UsageError(
             f"{work.name}: tensor parallelism finds no attention to share in {type(work.module).__name__}",
@@ -208,7 +213,7 @@ def _check(what: str, size: int, ranks: int) -> None:
         raise UsageError(f"{what}, {size}, cannot be shared out evenly to {ranks} ranks", hint="use a divisor of it")
 
 
-def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh) -> None:
+def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh, last: ParallelStyle) -> None:
     ranks, rank, heads = group.size(), group.get_local_rank(), attention.heads
     if heads < ranks:
         raise UsageError(f"{what}: {heads} heads are too few for {ranks} ranks", hint="share them out to fewer ranks")
@@ -219,10 +224,10 @@ def _share_attention(what: str, attention: SelfAttention, group: DeviceMesh) -> 
         _share_unevenly(attention, [attention.head_width * share for share in shares], group)
     elif attention.qkv is not None:
         _group_rows(attention.qkv, ranks)
-        _parallelize(attention, group, {"qkv": ColwiseParallel(), "out": RowwiseParallel()})
+        _parallelize(attention, group, {"qkv": ColwiseParallel(), "out": last})
     else:
         first = {name: ColwiseParallel() for name in ("query", "key", "value")}
-        _parallelize(attention, group, {**first, "out": RowwiseParallel()})
+        _parallelize(attention, group, {**first, "out": last})
     attention.heads = shares[rank]
     low, high = sum(shares[:rank]), sum(shares[: rank + 1])
 

@@ -34,19 +34,21 @@ from magis.strategies.distributed import (
     cast,
     gradients,
     held_by,
+    local,
     make_optimizer,
     mesh,
     place,
     quiet,
     trained,
 )
-from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, share_blocks, stage_blocks
+from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, stage_blocks
 from magis.strategies.rank_step import World, batch_size, share_of_batch, split
+from magis.strategies.vocabulary import share_network
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """`tpN`, `ppN` and `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold one copy of the weights together.
+    """`tpN`, `tpN+sp`, `ppN` and `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold one copy of the weights.
 
     Bytes per parameter with Adam: 16, of the parameters that this rank holds; weights are float32, ``amp`` is autocast.
     """
@@ -56,13 +58,17 @@ class ModelParallel:
     amp: bool = False
     micro_batches: int | None = None
     """None: twice the stages, or the most that divide the share of the batch."""
+    vocabulary: bool = True
+    """Whether the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
+    sequence: bool = False
+    """Whether they also have parts of the sequence between shared layers; without stages."""
 
     warm_steps = 1
 
     @property
     def name(self) -> str:
         sizes = [("tp", self.tensor), ("pp", self.stages)]
-        plain = "+".join(f"{kind}{size}" for kind, size in sizes if size > 1)
+        plain = "+".join([*(f"{kind}{size}" for kind, size in sizes if size > 1), *(["sp"] if self.sequence else [])])
         return f"amp+{plain}" if self.amp else plain
 
     @property
@@ -78,7 +84,7 @@ class ModelParallel:
         replicas = ranks.get_group("dp")
         if self.stages > 1:
             return self._pipeline(work, world, ranks, stage, replicas)
-        share_blocks(work, ranks["tp"])
+        work = share_network(work, ranks["tp"], vocabulary=self.vocabulary, sequence=self.sequence)
         params = trained(work.module)
         optimizer = make_optimizer(work, params, self.name)
 
@@ -98,7 +104,7 @@ class ModelParallel:
         hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
         keep_stage(work, cut, self.stages, index)
         if self.tensor > 1:
-            share_blocks(work, ranks["tp"])
+            work = share_network(work, ranks["tp"], vocabulary=self.vocabulary)
         blocks = stage_blocks(len(work.blocks), self.stages, index)
         ends = (index == 0, index == self.stages - 1)
         # each end of the pipeline keeps what it reads of the batch
@@ -242,7 +248,7 @@ class PipelineStep:
         if self.tied is not None:
             parameter, group = self.tied
             if parameter.grad is not None:
-                dist.all_reduce(parameter.grad, group=group)
+                dist.all_reduce(local(parameter.grad), group=group)
         average_gradients(trained(self.module).values(), self.replicas)
         self.scaler.step(self.optimizer, gradients(self.optimizer))
         losses = self.part.losses

@@ -11,9 +11,8 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from magis.strategies.distributed import quiet
 from magis.strategies.sharded_weights import Looks
@@ -31,7 +30,7 @@ def hold_parts(module: nn.Module) -> Looks:
             if whole not in parts:
                 part = nn.Parameter(_own(whole.data), whole.requires_grad)
                 parts[whole] = part
-                looks[part] = partial(_around, whole.data.device_mesh, tuple(whole.data.placements))
+                looks[part] = partial(_around, whole.data._spec)
             holder._parameters[name] = parts[whole]
     return looks
 
@@ -43,7 +42,9 @@ def _own(whole: DTensor) -> Tensor:
     return part if alone else part.clone()
 
 
-def _around(mesh: DeviceMesh, placements: tuple[Placement, ...], part: Tensor) -> Tensor:
-    """The distributed tensor of which this rank has that part; all ranks' parts are as large."""
+def _around(spec: DTensorSpec, part: Tensor) -> Tensor:
+    """The distributed tensor of which this rank has that part."""
     with quiet():
-        return DTensor.from_local(part, mesh, placements, run_check=False)
+        return DTensor.from_local(
+            part, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )

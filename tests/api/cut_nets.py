@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from magis.capture import Workload
 from magis.models.building import REAL
-from magis.models.decoders import GptNeoConfig, gpt_neo
+from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, bert
 
 
 def three_heads() -> Workload:
-    """Which two ranks do not divide; the first and the last stage share a weight. Eight samples."""
-    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=32, max_positions=8)
+    """Two ranks divide neither them nor the vocabulary; the first and the last stage share a weight. Eight samples."""
+    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=33, max_positions=8)
     return gpt_neo(sizes, REAL, "three_heads", 0)
 
 
@@ -18,3 +18,9 @@ def two_heads() -> Workload:
     """Four samples."""
     sizes = BertConfig(4, seq_len=32, layers=2, width=16, heads=2, vocab_size=32, max_positions=32)
     return bert(sizes, REAL, "two_heads", 0)
+
+
+def packed() -> Workload:
+    """Query, key and value in one projection. Four samples."""
+    sizes = BtlmConfig(4, seq_len=8, layers=2, width=16, inner=24, heads=2, vocab_size=32, mup_base_width=16)
+    return btlm(sizes, REAL, "packed", 0)

@@ -27,7 +27,7 @@ from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world
 from magis.ranks import RankJob, RankPool, RankReport
 from magis.results import Case, Memory
-from magis.strategies.distributed_names import is_distributed
+from magis.strategies.distributed_names import group_of, is_distributed
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import shard_weights
 from magis.strategies.single_device import on_fake_tensors
@@ -142,6 +142,7 @@ def test_two_ranks_run_their_plan(strategy: str, bench: Bench) -> None:
     [
         pytest.param("magis+tp2", 2, "two heads", marks=pytest.mark.soak),
         ("magis+tp2", 4, "three heads"),
+        ("magis+tp2+sp", 2, "two heads"),
         ("magis+pp2", 4, "two heads"),
         pytest.param("magis+pp3", 3, "three heads", marks=pytest.mark.soak),
     ],
@@ -158,7 +159,7 @@ def test_ranks_with_parts_of_their_own_run_plans_of_their_own(
     assert max(planned) <= 0.8 * result.original.simulated.tensor_bytes
     assert planned == [rank.measured.tensor_bytes for rank in result.ranks if rank.measured]
     assert len(planned) == ranks
-    group = int(strategy[-1])
+    group = group_of(strategy)
     assert planned == planned[:group] * (ranks // group), "replicas run one plan"
 
 
@@ -280,7 +281,7 @@ def test_ranks_that_do_not_agree_end_with_one_line(factory: str, line: str) -> N
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "magis+tp2", "magis+tp", "magis+pp3"])
+@pytest.mark.parametrize("name", [*PLANNED, "magis+tp2", "magis+tp", "magis+tp2+sp", "magis+pp3"])
 def test_factories_are_named_as_ranks_import_them(name: str) -> None:
     assert is_distributed(name)
     module, _, factory = factory_of(name).partition(":")
@@ -288,7 +289,9 @@ def test_factories_are_named_as_ranks_import_them(name: str) -> None:
     assert getattr(planned_ranks, factory)().name == name
 
 
-@pytest.mark.parametrize("name", ["magis+zero1", "magis+amp+tp2", "magis+tp1", "magis+tp2+pp2", "magis+pp0"])
+@pytest.mark.parametrize(
+    "name", ["magis+zero1", "magis+amp+tp2", "magis+tp1", "magis+tp2+pp2", "magis+pp0", "magis+sp"]
+)
 def test_other_strategies_do_not_plan(name: str) -> None:
     assert not is_distributed(name)
     assert factory_of(name) == name

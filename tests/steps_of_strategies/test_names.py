@@ -21,6 +21,8 @@ from magis.strategies.distributed_names import DISTRIBUTED, check_world, distrib
         ("tp", "tp2", 2),
         ("amp+pp4", "amp+pp4", 4),
         ("tp+pp", "tp2+pp2", 4),
+        ("tp+sp", "tp2+sp", 2),
+        ("amp+tp4+sp", "amp+tp4+sp", 4),
         ("tp4+pp4", "tp4+pp4", 16),
         ("amp+tp3+pp", "amp+tp3+pp2", 6),
         ("half+ddp", "half+ddp", 1),
@@ -41,7 +43,22 @@ def test_every_listed_name_is_a_strategy_of_its_own() -> None:
     assert len({(type(each), each) for each in made}) == 2 * len(DISTRIBUTED)
 
 
-WRONG = ("dpd", "zero4", "tp1", "tp+", "+pp", "pp+tp", "tppp", "amp+", "", "amp+amp+ddp", "tp2pp2")
+WRONG = (
+    "dpd",
+    "zero4",
+    "tp1",
+    "tp+",
+    "+pp",
+    "pp+tp",
+    "tppp",
+    "amp+",
+    "",
+    "amp+amp+ddp",
+    "tp2pp2",
+    "sp",
+    "pp+sp",
+    "tp+sp+pp",
+)
 NOT_HALVED = ("half+zero1", "half+oss", "half+fsdp", "half+amp+ddp", "half+half+ddp", "half+")
 """Those that have half precision of their own, or shard their optimizer."""
 
