@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from magis.capture.workload import as_batch
+from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
 from magis.frontends.optimized_step import OptimizedStep
 from magis.frontends.optimizer_state import device_of
 from magis.frontends.planned import AUTOCAST, limits_of
+from magis.planner.agreed_plans import all_or_none, check_same, told
 from magis.results import Case
+from magis.strategies.rank_step import World
 
 __all__ = ["OptimizedStep", "optimize"]
 
@@ -66,27 +68,40 @@ def optimize(
     and line, for a step that is no single static graph.
     """
     given = {"memory_ratio": memory_ratio, "memory_limit": memory_limit, "latency_ratio": latency_ratio}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) != 1:
-        what = " and ".join(named) or "none"
-        raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
-    limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
-    if autocast not in AUTOCAST:
-        raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
-    where = device_of(model, device)
-    step = _shared_step(model, loss_fn, optimizer, limits, where, autocast)
-    if step is None:
-        step = OptimizedStep(model, loss_fn, optimizer, limits, where, autocast)
-    step.prepare(as_batch(example_batch), plan)
+
+    def made() -> tuple[OptimizedStep, Batch, str]:
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            what = " and ".join(named) or "none"
+            raise UsageError(f"one limit is needed, not {what}", hint=f"give one of {', '.join(given)}")
+        limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
+        if autocast not in AUTOCAST:
+            raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
+        step = kind(model, loss_fn, optimizer, limits, device_of(model, device), autocast)
+        return step, as_batch(example_batch), repr(limits)
+
+    kind = _kind_of_step(model)
+    if kind is OptimizedStep:
+        step, batch, _ = made()
+    else:
+        step, batch = _made_together(made)
+    step.prepare(batch, plan)
     return step
 
 
-def _shared_step(model: nn.Module, *further: Any) -> OptimizedStep | None:
-    """The step of a model that ranks share; None for any other one."""
+def _kind_of_step(model: nn.Module) -> type[OptimizedStep]:
+    """Of a model that ranks share, or of any other one."""
     if not (dist.is_available() and dist.is_initialized()):
-        return None
+        return OptimizedStep
     from magis.frontends.shared_step import SharedStep
-    from magis.strategies.plain_twins import shared_module
+    from magis.strategies.plain_twins import is_shared
 
-    shared = shared_module(model)
-    return None if shared is None else SharedStep(model, shared, *further)
+    return SharedStep if is_shared(model) else OptimizedStep
+
+
+def _made_together(made: Callable[[], tuple[OptimizedStep, Batch, str]]) -> tuple[OptimizedStep, Batch]:
+    """A step on every rank, or on none. MagisError, the same on all of them."""
+    world = World(dist.get_world_size(), dist.get_rank())
+    step, batch, limits = all_or_none("step", made, world)
+    check_same("limit", told("limit", "", limits, world), [0] * world.size)
+    return step, batch

@@ -29,8 +29,10 @@ from magis.frontends.optimizer_state import (
 )
 from magis.frontends.plan_files import read_plan, write_plan
 from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
+from magis.graph import Graph
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
+from magis.planner.agreed_plans import all_or_none
 from magis.runtime.steps import GraphStep
 from magis.strategies.rank_step import World
 
@@ -175,7 +177,8 @@ class OptimizedStep:
         choice, rule = self._choice, OptimizerSpec("gradients")
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
-        graph, expected = (None, "") if plan is None else read_plan(Path(plan))
+        read = partial(_read, plan)
+        graph, expected = read() if self._world is None else all_or_none("plan file", read, self._world)
         with contents_kept(self._whole, self._loss_fn):
             found = planned(
                 self._whole, self._loss_fn, batch, rule, self._limits,
@@ -215,6 +218,11 @@ class OptimizedStep:
             loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
         loss.backward()
         return loss.detach()
+
+
+def _read(plan: Path | str | None) -> tuple[Graph | None, str]:
+    """The plan of a file, and the digest of its step; none without a file."""
+    return (None, "") if plan is None else read_plan(Path(plan))
 
 
 @dataclass(frozen=True)

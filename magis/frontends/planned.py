@@ -270,6 +270,11 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
     reads = _observed(subject, cast)
     step = subject.captured
     of_batch = any(name.startswith(("input:", "target:")) for name in step.contents)
+    if not alone and step.results:
+        raise UsageError(
+            f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
+            hint="return it instead",
+        )
     if not alone and (step.drawn or step.expects or of_batch):
         raise UsageError(
             "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",

@@ -6,12 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis.capture.workload import Batch, as_batch
+from magis.errors import UsageError
 from magis.frontends.optimized_step import Choice, OptimizedStep
+from magis.frontends.optimizer_state import check_hooks, check_optimizer, trained_parameters
 from magis.frontends.planned import Limits
-from magis.strategies.plain_twins import SharedModule
+from magis.ops.generators import held_generators
+from magis.planner.agreed_plans import attempt, told
+from magis.strategies.plain_twins import shared_module
 
 BEHIND = "by the optimizer itself, after the step: ranks share the weights; its state and its step are not counted"
 
@@ -22,20 +28,24 @@ class SharedStep(OptimizedStep):
     def __init__(
         self,
         model: nn.Module,
-        shared: SharedModule,
         loss_fn: Callable[..., Tensor] | None,
         optimizer: Optimizer | None,
         limits: Limits,
         device: str,
         autocast: torch.dtype | None,
     ) -> None:
-        self._shared, self._behind = shared, optimizer
-        super().__init__(shared.module, loss_fn, None, limits, device, autocast, shared.world)
+        self._shared, self._behind = shared_module(model), optimizer
+        if optimizer is not None:
+            check_optimizer(optimizer, trained_parameters(model))
+        check_hooks(trained_parameters(model))
+        super().__init__(self._shared.module, loss_fn, None, limits, device, autocast, self._shared.world)
         self.model = model
+        check_module(self._whole, self._loss_fn)
 
     def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss of this rank's batch, detached."""
-        self._shared.refresh()
+        given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
+        self._agree(given)
         if self._behind is not None:
             self._behind.zero_grad(set_to_none=True)
         loss = super().__call__(*batch, **keywords)
@@ -45,10 +55,42 @@ class SharedStep(OptimizedStep):
             self._behind.zero_grad(set_to_none=True)
         return loss
 
+    def _agree(self, batch: Batch) -> None:
+        """Take over what the model says now. MagisError on all ranks where it cannot be on one of them, or where some
+        have a plan for their batch and others have none.
+
+        Only on a CPU do ranks tell each other: a GPU would have to wait for what it has been told so far.
+        """
+        line = attempt(self._refresh)
+        if self._device != "cpu":
+            if line:
+                raise UsageError(line)
+            return
+        missed = int(not line and self._find(batch) is None)
+        states = torch.tensor([missed, 1 - missed, int(bool(line))])
+        dist.all_reduce(states, dist.ReduceOp.MAX)
+        some_miss, some_hit, fails = states.tolist()
+        if fails:
+            told("step", line, "", self._shared.world)
+        if some_miss and some_hit:
+            raise UsageError(
+                "some ranks have a batch of a kind that was not planned yet, others have not",
+                hint="give all ranks batches of one kind; leave out a last one that is shorter (drop_last)",
+            )
+
+    def _refresh(self) -> str:
+        self._shared.refresh()
+        check_hooks(trained_parameters(self.model))
+        return ""
+
     def _choose(self) -> Choice:
-        if self._behind is None:
-            return super()._choose()
-        what = (
-            "by the optimizer itself, after the step: ranks share the weights; its state and its step are not counted"
+        return super()._choose() if self._behind is None else Choice(BEHIND, None)
+
+
+def check_module(module: nn.Module, loss_fn: Callable[..., Tensor] | None) -> None:
+    """UsageError for a module with a generator of its own, which only its copy would draw from."""
+    if held_generators(module, loss_fn):
+        raise UsageError(
+            "the model holds a random generator of its own, and what is planned is a copy of it",
+            hint="draw from torch's default generator",
         )
-        return Choice(what, None)

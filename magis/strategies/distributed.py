@@ -323,7 +323,8 @@ class Accumulated(Wrapping):
     """`accumulate4+fsdp` and the like: another strategy, whose ranks add up the gradients of so many micro-batches.
 
     A replica of `ddp` averages them behind the last one (`no_sync`), `fsdp` reduces those of each; of a pipeline these
-    are the micro-batches that it runs anyway. Loss and gradients are those of the whole share, but for batch norm.
+    are the micro-batches that it runs anyway. Loss and gradients are those of the whole share where the loss is a mean
+    over as many numbers in each of them; not of networks with batch norm.
     """
 
     strategy: RankStrategy

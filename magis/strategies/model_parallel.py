@@ -273,10 +273,11 @@ def micro_batches(strategy: ModelParallel, work: Workload) -> int:
     else:
         count = max(n for n in range(1, min(samples, 2 * stages) + 1) if samples % n == 0)
     if count < stages or samples % count:
+        wanted = f"at least {stages}" if strategy.micro_batches is None else f"{max(count, stages)}"
         raise UsageError(
-            f"{work.name}: {strategy.name} needs at least {stages} equal micro-batches, and a group's share of the "
+            f"{work.name}: {strategy.name} needs {wanted} equal micro-batches, and a group's share of the "
             f"batch has {samples} samples",
-            hint=f"use a batch of which that is a multiple of {stages}, or fewer ranks",
+            hint=f"use a batch of which that is a multiple of {max(count, stages)}, or fewer ranks",
         )
     return count
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from magis.capture import Workload
@@ -26,9 +26,9 @@ from magis.errors import UsageError
 from magis.ops.collectives import REPLICAS, register_group
 from magis.strategies.rank_step import World
 from magis.strategies.sharded_weights import GatheredUnit, ShardedParameter, average_weights, hook_unit
+from magis.strategies.shared_forms import OTHERWISE, Looks, check_group, check_others, check_replica
 from magis.strategies.single_device import blocks_of
 
-OTHERWISE = "use fully_shard over one mesh of all ranks, or DistributedDataParallel"
 FSDP = "torch.distributed.fsdp"
 STATES = (STATE_KEY, REGISTRY_KEY)
 """Where torch notes in a module what was done to it."""
@@ -57,7 +57,10 @@ class Held:
         if self.sharded is not None:  # without the padding
             size, stride = self.sharded.sharded_size, self.sharded.contiguous_sharded_stride
             grad = cast("Tensor", self.sharded.to_sharded_dtensor(torch.as_strided(grad, size, stride)))
-        self.own.grad = grad if self.own.grad is None else self.own.grad + grad
+        if self.own.grad is None:
+            self.own.grad = grad
+        else:
+            self.own.grad.add_(grad)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +72,20 @@ class SharedModule:
     held: tuple[Held, ...]
     modes: tuple[tuple[nn.Module, nn.Module], ...]
     """Modules of the user's and their twins, which train or evaluate as those do."""
+    user: nn.Module
+    looks: Looks
+    """Of the user's module, when the twin was made."""
 
     def refresh(self) -> None:
-        """Take over what the user's module says now. UsageError where its weights are in other memory by now."""
+        """Take over what the user's module says now. UsageError where it is not what it was."""
+        check_forms(self.user)
         for theirs, plain in self.modes:
             plain.training = theirs.training
         if not all(each.is_current for each in self.held):
             raise UsageError("the weights of the model have moved in memory", hint="call magis.optimize again")
+        changed = self.looks.changed()
+        if changed:
+            raise UsageError(f"{changed} of the model has changed", hint="call magis.optimize again")
 
     def hand_over(self) -> None:
         """Give the gradients to the user's parameters."""
@@ -83,34 +93,35 @@ class SharedModule:
             each.hand_over()
 
 
-def shared_module(model: nn.Module) -> SharedModule | None:
-    """The plain twin of a module that ranks share; None for any other one.
+def is_shared(model: nn.Module) -> bool:
+    """Whether ranks share a module, in a form that has a twin or in one that has none."""
+    return isinstance(model, DistributedDataParallel) or check_others(model, refuse=False)
 
-    UsageError in one line for forms of sharing that have none.
-    """
+
+def shared_module(model: nn.Module) -> SharedModule:
+    """The plain twin of a module that ranks share. UsageError in one line for forms of sharing that have none."""
+    return _replicated(model) if isinstance(model, DistributedDataParallel) else _sharded(model)
+
+
+def check_forms(model: nn.Module) -> None:
+    """UsageError for what torch does there and the twin does not; weights that are gathered are given up."""
     if isinstance(model, DistributedDataParallel):
-        return _replicated(model)
-    if any(isinstance(each, FSDPModule) for each in model.modules()):
-        return _sharded(model)
-    strange = next((name for name, p in model.named_parameters() if isinstance(p.data, DTensor)), None)
-    if strange is not None:
-        raise UsageError(f"{strange} is a distributed tensor of no fully_shard", hint=OTHERWISE)
-    return None
+        check_replica(model)
+    else:
+        for _, group in _groups(model):
+            check_group(group)
 
 
 def _replicated(model: DistributedDataParallel) -> SharedModule:
+    check_replica(model)
     group = model.process_group
     world = _world(group, "DistributedDataParallel")
-    if model.broadcast_buffers and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
-        raise UsageError(
-            "DistributedDataParallel sends the statistics of its batch norms, which a planned step does not",
-            hint="give it broadcast_buffers=False, or use SyncBatchNorm",
-        )
     held = tuple(Held(p, nn.Parameter(p.detach(), p.requires_grad)) for p in model.module.parameters())
     twin = _twin(model.module, {id(each.own): each.plain for each in held})
     blocks = blocks_of(cast("Workload", _Named(twin)))
     average_weights(twin, blocks, world.size, register_group(group, REPLICAS))
-    return SharedModule(twin, world, held, _modes(model.module, twin))
+    modes = tuple(zip(model.module.modules(), twin.modules(), strict=True))
+    return SharedModule(twin, world, held, modes, model, Looks(model.module))
 
 
 @dataclass(frozen=True)
@@ -122,17 +133,21 @@ class _Named:
 
 
 def _sharded(model: nn.Module) -> SharedModule:
+    check_others(model, refuse=True)
     found = list(_groups(model))
+    if not found:
+        raise UsageError("fully_shard of modules without parameters", hint=OTHERWISE)
     group = found[0][1].mesh_info.shard_process_group
     world = _world(group, "fully_shard")
     held = []
     for _, each in found:
+        check_group(each)
         if each.mesh_info.shard_process_group.size() != world.size:
             raise UsageError("fully_shard over several groups of ranks", hint=OTHERWISE)
         each.lazy_init()
         held += [_shard_of(param) for param in each.fsdp_params]
     twin = _twin(model, {id(each.own): each.plain for each in held})
-    pairs = dict(_modes(model, twin))
+    pairs = dict(zip(model.modules(), twin.modules(), strict=True))
     name = register_group(group, REPLICAS)
     for modules, each in found:
         part = pairs[modules[0]] if len(modules) == 1 else twin
@@ -142,9 +157,11 @@ def _sharded(model: nn.Module) -> SharedModule:
         unit = GatheredUnit(pieces, world.size, name, policy.param_dtype, policy.reduce_dtype)
         part.register_forward_hook(partial(_shown_in_backward, unit))
         hook_unit(part, unit, first=True)
-        for module in modules:
-            _cast(pairs[module], policy)
-    return SharedModule(twin, world, tuple(held), tuple(pairs.items()))
+    for module, plain in pairs.items():
+        if isinstance(module, FSDPModule):  # with parameters of its own or without
+            state: Any = module._get_fsdp_state()
+            _cast(plain, state._mp_policy)
+    return SharedModule(twin, world, tuple(held), tuple(pairs.items()), model, Looks(model))
 
 
 def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
@@ -159,25 +176,7 @@ def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, ...], Any]]:
             continue
         seen.add(state)
         for group in state._fsdp_param_groups:
-            _check(group)
             yield state._modules, group
-
-
-def _check(group: Any) -> None:
-    """UsageError for what `fully_shard` does there and the twin does not."""
-    mesh = group.mesh_info
-    offloads = any(param.offload_to_cpu for param in group.fsdp_params)
-    odd = {
-        "over a mesh of several dimensions": mesh.mesh.ndim != 1 or not hasattr(mesh, "shard_process_group"),
-        "of weights that are distributed already (tensor parallelism)": any(p.is_dtensor for p in group.fsdp_params),
-        "along another dimension than the first": any(p.fsdp_placement.dim for p in group.fsdp_params),
-        "with offloading to the CPU": offloads,
-        "with a factor of its own for gradients": group.gradient_divide_factor is not None,
-        "that does not reduce gradients": not (group.reduce_grads and group.all_reduce_grads),
-    }
-    for what, found in odd.items():
-        if found:
-            raise UsageError(f"fully_shard {what}", hint=OTHERWISE)
 
 
 def _world(group: dist.ProcessGroup, what: str) -> World:
@@ -202,21 +201,30 @@ def _piece(param: Any, pairs: Mapping[nn.Module, nn.Module], paths: Mapping[nn.M
 
 
 def _shown_in_backward(unit: GatheredUnit, module: nn.Module, _args: Any, output: Any) -> None:
-    """Have the modules meet the unit's parameters in the backward, too: what is checkpointed runs again there."""
-    places = {(module.get_submodule(path), name) for piece in unit.pieces for path, name in piece.owners}
-    shown = {place: vars(place[0])[place[1]] for place in places}
+    """Have the modules meet the unit's parameters in the backward, too: what is checkpointed runs again there.
+
+    Until their gradients are there, or the backward is over.
+    """
+    places = [(module.get_submodule(path), name) for piece in unit.pieces for path, name in piece.owners]
+    shown = {place: vars(place[0])[place[1]] for place in dict.fromkeys(places)}
     awaited = {id(tensor) for tensor in shown.values() if tensor.requires_grad}
+
+    def hidden() -> None:
+        for holder, name in shown:
+            vars(holder).pop(name, None)
+        shown.clear()
 
     def again(_grad: Tensor) -> None:
         for (holder, name), tensor in shown.items():
             vars(holder)[name] = tensor
+        if shown:
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(hidden)
 
     def over(number: int, _grad: Tensor) -> None:
         awaited.discard(number)
         if not awaited:
-            for holder, name in shown:
-                vars(holder).pop(name, None)
-            shown.clear()
+            hidden()
 
     for tensor in {id(tensor): tensor for tensor in shown.values() if tensor.requires_grad}.values():
         tensor.register_hook(partial(over, id(tensor)))
@@ -248,26 +256,29 @@ def _as(given: Any, dtype: torch.dtype) -> Any:
     return torch.utils._pytree.tree_map(one, given)
 
 
-def _modes(model: nn.Module, twin: nn.Module) -> tuple[tuple[nn.Module, nn.Module], ...]:
-    return tuple(zip(model.modules(), twin.modules(), strict=True))
-
-
 def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
     """A copy of a module without what torch's sharding has put into it: other parameters, by the identities of the
     model's; all other tensors that modules hold are shared."""
     memo: dict[int, Any] = dict(parameters)
     theirs = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        for tensor in torch.utils._pytree.tree_iter([*vars(module).values()]):
             if isinstance(tensor, Tensor):
                 memo.setdefault(id(tensor), tensor)
     for module in theirs:
         _, original, *_ = type(module).__bases__
         memo[id(module)] = object.__new__(original)
-    for module in theirs:
-        own = {name: _without_sharding(name, value) for name, value in vars(module).items() if name not in STATES}
-        memo[id(module)].__dict__.update(copy.deepcopy(own, memo))
-    return copy.deepcopy(model, memo)
+    try:
+        for module in theirs:
+            own = {name: _without_sharding(name, value) for name, value in vars(module).items() if name not in STATES}
+            memo[id(module)].__dict__.update(copy.deepcopy(own, memo))
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"the model cannot be copied, and what is planned is a copy: {type(error).__name__}: {reason}",
+            hint="keep what cannot be copied (locks, groups of processes) outside of its attributes",
+        ) from error
 
 
 def _without_sharding(name: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -95,12 +96,38 @@ def replicated(net: Net) -> nn.Module:
     return DistributedDataParallel(net, broadcast_buffers=False)
 
 
+class Row(nn.Module):
+    """Has no parameters of its own, so that fully_shard gathers nothing for it; but it casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def bare_root() -> nn.Module:
+    row = Row()
+    fully_shard(row.net, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    return fully_shard(row, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32))
+
+
+def frozen(net: Net) -> nn.Module:
+    """A block that no gradient reaches the parameters of, though one passes through it."""
+    net.blocks[1].requires_grad_(False)
+    return sharded(net)
+
+
 KINDS: Mapping[str, Callable[[], nn.Module]] = {
     "fully_shard": lambda: sharded(Net()),
     "tied": lambda: sharded(Net(tied=True)),
     "grouped": lambda: grouped(Net()),
     "mixed": lambda: mixed(Net()),
     "checkpointed": lambda: sharded(Net(again=True)),
+    "bare root": bare_root,
+    "frozen": lambda: frozen(Net()),
     "blocks alone": lambda: only_blocks(Net()),
     "DistributedDataParallel": lambda: replicated(Net()),
 }
@@ -144,8 +171,17 @@ def plainly(kind: str, rank: int) -> list[Any]:
         loss = loss_of(model(x), t)
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
+        losses += [loss.item(), tried(model, x, t)]
     return numbers(model, losses)
+
+
+def tried(model: nn.Module, x: Tensor, t: Tensor) -> float:
+    """The loss that the model has between two steps."""
+    model.eval()
+    with torch.no_grad():
+        loss = loss_of(model(x), t)
+    model.train()
+    return loss.item()
 
 
 def planned(kind: str, rank: int) -> list[Any]:
@@ -153,7 +189,10 @@ def planned(kind: str, rank: int) -> list[Any]:
     step = magis.optimize(model, loss_of, optimizer, next(batches(rank, 1)), memory_ratio=0.8, budget=300)
     assert step.report().memory_ratio <= 0.8
     torch.manual_seed(7 + rank)
-    return numbers(model, [step(x, t).item() for x, t in batches(rank, 3)])
+    losses = []
+    for x, t in batches(rank, 3):
+        losses += [step(x, t).item(), tried(model, x, t)]
+    return numbers(model, losses)
 
 
 def peak(kind: str, rank: int) -> list[int]:
@@ -206,8 +245,8 @@ def line(make: Callable[[], object]) -> str:
 def refusals(rank: int) -> dict[str, str]:
     first = next(batches(rank, 1))
 
-    def optimized(model: nn.Module, batch: Any = first, **limit: Any) -> object:
-        return magis.optimize(model, loss_of, None, batch, **(limit or {"memory_ratio": 0.8}))
+    def optimized(model: nn.Module, batch: Any = first, **further: Any) -> object:
+        return magis.optimize(model, loss_of, None, batch, **(further or {"memory_ratio": 0.8}))
 
     def divided() -> object:
         return optimized(
@@ -227,6 +266,26 @@ def refusals(rank: int) -> dict[str, str]:
         model.register_forward_pre_hook(lambda _module, given: given if (given[0] > 3).any() else (given[0] + 1,))
         return optimized(model)
 
+    def changed() -> object:
+        model = sharded(Net())
+        step = magis.optimize(model, loss_of, None, first, memory_ratio=0.9, budget=100)
+        model.blocks[0].drop.p = 0.0
+        return step(*first)
+
+    def parted() -> object:
+        step = magis.optimize(sharded(Net()), loss_of, None, first, memory_ratio=0.9, budget=100)
+        return step(*next(batches(rank, 1, samples=6 + rank)))
+
+    def hooked() -> object:
+        model = DistributedDataParallel(Net(), broadcast_buffers=False)
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        return optimized(model)
+
+    def foreign() -> object:
+        model = sharded(Net())
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        return magis.optimize(model, loss_of, optimizer, first, memory_ratio=0.9)
+
     norms = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     return {
         "tensor parallel": line(divided),
@@ -234,6 +293,14 @@ def refusals(rank: int) -> dict[str, str]:
         "other batch": line(lambda: optimized(sharded(Net()), next(batches(rank, 1, samples=6 + rank)))),
         "no plan": line(lambda: optimized(sharded(Net()), memory_limit="1 KiB")),
         "moved": line(moved),
+        "changed": line(changed),
+        "parted": line(parted),
+        "hooked": line(hooked),
+        "foreign": line(foreign),
+        "around": line(lambda: optimized(nn.Sequential(DistributedDataParallel(Net(), broadcast_buffers=False)))),
+        "one limit": line(lambda: optimized(sharded(Net()), memory_ratio=2.0 if rank else 0.9)),
+        "two limits": line(lambda: optimized(sharded(Net()), memory_ratio=0.8 if rank else 0.9)),
+        "no file": line(lambda: optimized(sharded(Net()), memory_ratio=0.9, plan=f"{rank}.plan")),
         "branch": line(branching),
     }
 

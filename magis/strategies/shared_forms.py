@@ -1,0 +1,122 @@
+"""What torch does to modules that ranks share beyond what their plain twins do: each refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from magis.errors import UsageError
+
+OTHERWISE = "use fully_shard over one mesh of all ranks, or DistributedDataParallel"
+BY_HAND = "reduce gradients as torch does by itself, or train without magis.optimize"
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MODES = frozenset({"training", "_is_full_backward_hook", "_state_dict_hooks", "_state_dict_pre_hooks"})
+
+
+def check_others(model: nn.Module, *, refuse: bool) -> bool:
+    """Whether a module is shared otherwise than by one `DistributedDataParallel` around it. UsageError, if it is to be
+    refused, for every other way than `fully_shard`."""
+    shards = False
+    for name, module in model.named_modules():
+        shards = shards or isinstance(module, FSDPModule)
+        if isinstance(module, (FullyShardedDataParallel, DistributedDataParallel)):
+            if not refuse:
+                return True
+            raise UsageError(f"{type(module).__name__} at {name or 'the root'!r} of the model", hint=OTHERWISE)
+    if shards:
+        return True
+    strange = next((name for name, p in model.named_parameters() if isinstance(p.data, DTensor)), None)
+    if strange is not None and refuse:
+        raise UsageError(f"{strange} is a distributed tensor of no fully_shard", hint=OTHERWISE)
+    return strange is not None
+
+
+def check_replica(model: DistributedDataParallel) -> None:
+    """UsageError for what a `DistributedDataParallel` was told to do besides."""
+    own: Any = model
+    odd = {
+        "with a communication hook": own._comm_hooks,
+        "with hooks of its own": any(getattr(model, hooks) for hooks in _HOOKS),
+        "with parameters that it ignores": own.parameters_to_ignore,
+        "with mixed precision of its own": own.mixed_precision is not None,
+        "under no_sync": not own.require_backward_grad_sync,
+    }
+    _refuse("DistributedDataParallel", odd)
+    if model.broadcast_buffers and next(model.module.buffers(), None) is not None:
+        raise UsageError(
+            "DistributedDataParallel sends the buffers of its module, which a planned step does not",
+            hint="give it broadcast_buffers=False",
+        )
+
+
+def check_group(group: Any) -> None:
+    """UsageError for what `fully_shard` was told to do besides, of torch's group of parameters."""
+    mesh, params = group.mesh_info, group.fsdp_params
+    types = {param._sharded_param_data.dtype for param in params}
+    casts = group.mp_policy.param_dtype is not None
+    own_messages = [group._all_gather_comm, group._reduce_scatter_comm]
+    odd = {
+        "over a mesh of several dimensions": mesh.mesh.ndim != 1 or not hasattr(mesh, "shard_process_group"),
+        "of weights that are distributed already (tensor parallelism)": any(p.is_dtensor for p in params),
+        "along another dimension than the first": any(p.fsdp_placement.dim for p in params),
+        "with offloading to the CPU": any(p.offload_to_cpu for p in params),
+        "with a factor of its own for gradients": group.gradient_divide_factor is not None,
+        "that does not reduce gradients": not (group.reduce_grads and group.all_reduce_grads),
+        "with a hook on reduced gradients": group._all_reduce_hook is not None,
+        "with sums in place of means": group.force_sum_reduction_for_comms,
+        "that reduces gradients of unused parameters": group.reduce_scatter_unused_params,
+        "with messages of its own": any(not type(each).__name__.startswith("Default") for each in own_messages),
+        "of tensors that gather themselves": any(
+            hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params
+        ),
+        "of weights of several data types in one message": len(types) > 1 and not casts,
+    }
+    _refuse("fully_shard", odd)
+
+
+def _refuse(what: str, odd: dict[str, Any]) -> None:
+    for how, found in odd.items():
+        if found:
+            raise UsageError(f"{what} {how}", hint=BY_HAND)
+
+
+class Looks:
+    """What the modules of a model hold: their parameters, buffers, parts, hooks and attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._then = list(_held(model))
+
+    def changed(self) -> str:
+        """The first of it that is something else by now; empty: all is as it was."""
+        now = list(_held(self._model))
+        for (path, then), (other, item) in zip(self._then, now, strict=False):
+            if path != other or not _same(then, item):
+                return path
+        return "a part" if len(now) != len(self._then) else ""
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in _MODES:
+                continue
+            where = f"{path}.{name}" if path else name
+            if isinstance(value, dict):
+                yield from ((f"{where}[{key!r}]", item) for key, item in value.items())
+            elif isinstance(value, (list, tuple)):
+                yield from ((f"{where}[{number}]", item) for number, item in enumerate(value))
+            else:
+                yield where, value
+        yield from ((f"requires_grad in {path!r}", p.requires_grad) for p in module.parameters(recurse=False))
+
+
+def _same(then: Any, now: Any) -> bool:
+    return then is now or (isinstance(then, _PLAIN) and type(then) is type(now) and then == now)
