@@ -26,10 +26,13 @@ def ways(op: Op, values: Mapping[int, Value]) -> tuple[Split, ...]:
     storages = {storage: number for number, storage in enumerate(dict.fromkeys(v.storage for v in own.values()))}
     lies = tuple((storages[own[number].storage], own[number].offset) for number in op.inputs())
     made = tuple(
-        None if number is None else (own[number].shape, storages[own[number].storage], own[number].offset)
-        for number in op.outputs
+        None if number is None else (_looks(own[number]), storages[own[number].storage]) for number in op.outputs
     )
     return _ways(_Call((signature(op, own), op.random, lies, made), op, own))
+
+
+def _looks(value: Value) -> tuple[object, ...]:
+    return value.dtype, value.shape, value.stride, value.offset
 
 
 @functools.lru_cache(maxsize=8192)

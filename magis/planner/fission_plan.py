@@ -264,7 +264,8 @@ def divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:
     try:
         return _divided(scratch, wanted, plain)
     except VerifyError as error:
-        return replace(plain, unsplit=f"a cut failed its proof: {error}")
+        stopped = plain.stopped_by_seconds or wanted.over()
+        return replace(plain, unsplit=f"a cut failed its proof: {error}", stopped_by_seconds=stopped)
 
 
 def _divided(scratch: PlanScratch, wanted: PlanRequest, plain: Plan) -> Plan:

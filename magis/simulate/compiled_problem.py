@@ -295,6 +295,7 @@ def _beside(
         touched = (*row.inputs, *row.outputs)
         return (
             group[0].target in BESIDE
+            and len(group) == 1  # nothing else writes what arrives
             and len(row.outputs) == 1
             and len(row.inputs) <= 1
             and all(readers[storage] == 1 and len(makers[storage].outputs) == 1 for storage in row.inputs)

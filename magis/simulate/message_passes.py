@@ -127,16 +127,17 @@ def _find_moves(
         if not plan.movable[node] or own.reader[at] < 0:
             continue
         first = _bundle(step, plan, scratch, own, at)
-        nbytes = 0
+        nbytes = scratch_bytes = 0
         for member in range(first, at + 1):
             nbytes += step.out_bytes[event[member] >> 1]
+            scratch_bytes = max(scratch_bytes, step.ws[event[member] & 1, event[member] >> 1])
         free_ns = min(free_ns, start_ns[own.reader[at]]) - int(AHEAD * plan.ns[node])
         place = first
         while place > 0 and start_ns[place] > free_ns:
             before = place - 1
             if own.is_reader[before] or plan.movable[event[before] >> 1]:
                 break
-            if level[before] + nbytes > highest or _touches(step, own, event[before] >> 1, at):
+            if level[before] + nbytes + scratch_bytes > highest or _touches(step, own, event[before] >> 1, at):
                 break
             place = before
         if place < first:

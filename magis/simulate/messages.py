@@ -71,7 +71,9 @@ def _messages(problem: Problem) -> MessageStep:
         blocks = in_blocks(made).tolist()
         waits[node] = [*blocks, *overwrites[node]]
         if blocks:
-            late[node] = max(1, int(problem.nbytes[made]) + int(needs[blocks].max()))
+            # what else the blocks read stays for them, too
+            read = np.unique(np.concatenate([problem.block_inputs(block) for block in blocks]))
+            late[node] = max(1, int(problem.nbytes[read].sum()) + int(needs[blocks].max()))
     taken = np.zeros(problem.n_storages, dtype=np.bool_)
     taken[takes[takes >= 0]] = True
     return MessageStep(

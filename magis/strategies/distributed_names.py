@@ -190,7 +190,8 @@ def _parsed(name: str) -> _Parsed | None:
         return replace(inner, micro_batches=int(several[1])) if inner is not None and fits else None
     if name.startswith("half+"):
         inner = _parsed(name.removeprefix("half+"))
-        fits = inner is not None and not inner.amp and not inner.half and inner.plain in _HALVED
+        plainly = inner is not None and not (inner.amp or inner.half or inner.micro_batches)
+        fits = inner is not None and plainly and inner.plain in _HALVED
         return replace(inner, half=True) if inner is not None and fits else None
     plain = name.removeprefix("amp+")
     amp = plain != name

@@ -8,6 +8,7 @@ where the user's optimizer finds them.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from magis.strategies.shared_forms import OTHERWISE, Looks, check_group, check_o
 from magis.strategies.single_device import blocks_of
 
 FSDP = "torch.distributed.fsdp"
+_COPIED = (nn.Module, types.MethodType, partial, dict, list, tuple, set)
+"""What may hold modules, of which the twin has its own."""
 STATES = (STATE_KEY, REGISTRY_KEY)
 """Where torch notes in a module what was done to it."""
 
@@ -114,6 +117,8 @@ def check_forms(model: nn.Module) -> None:
 
 def _replicated(model: DistributedDataParallel) -> SharedModule:
     check_replica(model)
+    if check_others(model.module, refuse=True):
+        raise UsageError("DistributedDataParallel around a model under fully_shard", hint=OTHERWISE)
     group = model.process_group
     world = _world(group, "DistributedDataParallel")
     held = tuple(Held(p, nn.Parameter(p.detach(), p.requires_grad)) for p in model.module.parameters())
@@ -137,11 +142,12 @@ def _sharded(model: nn.Module) -> SharedModule:
     found = list(_groups(model))
     if not found:
         raise UsageError("fully_shard of modules without parameters", hint=OTHERWISE)
+    for _, each in found:
+        check_group(each)
     group = found[0][1].mesh_info.shard_process_group
     world = _world(group, "fully_shard")
     held = []
     for _, each in found:
-        check_group(each)
         if each.mesh_info.shard_process_group.size() != world.size:
             raise UsageError("fully_shard over several groups of ranks", hint=OTHERWISE)
         each.lazy_init()
@@ -262,9 +268,9 @@ def _twin(model: nn.Module, parameters: Mapping[int, nn.Parameter]) -> nn.Module
     memo: dict[int, Any] = dict(parameters)
     theirs = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in model.modules():
-        for tensor in torch.utils._pytree.tree_iter([*vars(module).values()]):
-            if isinstance(tensor, Tensor):
-                memo.setdefault(id(tensor), tensor)
+        for item in torch.utils._pytree.tree_iter([*vars(module).values()]):
+            if isinstance(item, Tensor) or not isinstance(item, _COPIED):  # objects are those of the user's module
+                memo.setdefault(id(item), item)
     for module in theirs:
         _, original, *_ = type(module).__bases__
         memo[id(module)] = object.__new__(original)

@@ -108,14 +108,17 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module).items():
             if name in _MODES:
                 continue
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, dict):
-                yield from ((f"{where}[{key!r}]", item) for key, item in value.items())
-            elif isinstance(value, (list, tuple)):
-                yield from ((f"{where}[{number}]", item) for number, item in enumerate(value))
-            else:
-                yield where, value
+            yield from _within(f"{path}.{name}" if path else name, value)
         yield from ((f"requires_grad in {path!r}", p.requires_grad) for p in module.parameters(recurse=False))
+
+
+def _within(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What containers hold, with containers in them."""
+    if isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _within(f"{where}[{key!r}]", item)
+    else:
+        yield where, value
 
 
 def _same(then: Any, now: Any) -> bool:

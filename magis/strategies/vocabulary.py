@@ -15,6 +15,7 @@ the last part is smaller, as torch's distributed tensors cut.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -145,9 +146,21 @@ class _Parts(TorchFunctionMode):
             found = _in_parts(**signature(func).bind(*args, **kwargs).arguments)
             if found is not None:
                 return found
-        if func.__name__ in _LOOKS:
-            return func(*args, **kwargs)
+        name = func.__name__
+        changes = name == "__setitem__" or name.strip("_") + "_" == name
+        if changes and args and isinstance(args[0], DTensor):
+            what = f"the loss changes the logits in place ({name}), of which a rank has a part"
+            raise UsageError(what, hint="change a copy of them")
+        if name in _LOOKS and not _picks(args[1:]):
+            with suppress(RuntimeError):  # of what torch does not cut: a view that splits the vocabulary, say
+                return func(*args, **kwargs)
         return func(*_whole(args), **_whole(kwargs))
+
+
+def _picks(indices: tuple[Any, ...]) -> bool:
+    """Whether tensors or lists say which elements are wanted."""
+    items = [item for index in indices for item in (index if isinstance(index, tuple) else (index,))]
+    return any(isinstance(item, (Tensor, list)) for item in items)
 
 
 def _whole(tree: Any) -> Any:
@@ -166,7 +179,7 @@ def _in_parts(
     **others: object,
 ) -> Tensor | None:
     """Cross-entropy of logits [tokens, part of the vocabulary]; None for any other."""
-    asked = any(isinstance(other, Tensor) or other for other in others.values())
+    asked = any(isinstance(other, (Tensor, bool)) or other not in (None, 0.0) for other in others.values())
     if asked or not isinstance(input, DTensor) or isinstance(target, DTensor):
         return None
     if input.dim() != 2 or tuple(input.placements) != (Shard(1),) or target.is_floating_point():

@@ -16,7 +16,7 @@ from magis.cases.run_case import run_case
 from magis.cost.links import message_ns
 from magis.graph import Graph, Op
 from magis.graph.verify import problems
-from magis.ops.collectives import ARRIVED, BESIDE, under_way
+from magis.ops.collectives import ARRIVED, BESIDE, all_reduce, group_name, under_way
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import PlannedRanks
@@ -97,6 +97,43 @@ def test_generated_code_sends_early_and_waits_late(subject: Subject) -> None:
     waited = [at for at, line in enumerate(lines) if line.strip().startswith("magis_arrived(")]
     assert len(sent) == len(waited) >= LAYERS
     assert any(later - at > 2 for at, later in zip(sent, waited, strict=True))
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return all_reduce(x, "sum", group_name("dp", 2))
+
+    @staticmethod
+    def backward(_ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _Changing(nn.Module):
+    """Changes part of what a message brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Summed.apply(torch.relu(self.first(x)))  # type: ignore[no-untyped-call]
+        y[1:].mul_(0.5)
+        out: Tensor = self.second(y + 1)
+        return out
+
+
+def test_what_changes_a_result_in_place_waits_for_it() -> None:
+    batch, rule = torch.randn(4, 8), OptimizerSpec("sgd", lr=0.1)
+    work = Workload("changing", _Changing(), (batch,), (batch,), nn.functional.mse_loss, rule)
+    strategy = PlannedRanks("magis+ddp", device="sim:h100")
+    with fake_world(2, 0):
+        found = compiled(strategy.subject(on_fake_tensors(work)[1]))
+        graph = plan(found, KEEP)[-1]
+    assert not list(problems(graph))
+    sums = [op for op in graph.ops if op.target in BESIDE]
+    assert sums
+    assert not any(op.target == ARRIVED for op in graph.ops)
 
 
 def changed(graph: Graph, change: Any) -> list[str]:

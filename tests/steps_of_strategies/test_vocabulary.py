@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -128,6 +129,32 @@ def another(logits: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(logits.softmax(-1).amax(-1), target.float()) + logits.square().mean()
 
 
+def masked(logits: Tensor, target: Tensor) -> Tensor:
+    chosen = target > 1
+    return functional.cross_entropy(logits[chosen], target[chosen])
+
+
+def picked(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, [0, 2]].flatten(0, 1), target[:, [0, 2]].flatten())
+
+
+def summed(logits: Tensor, target: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of the old word for a sum
+        return cross_entropy(logits, target, size_average=False)
+
+
+def in_place(logits: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(logits.div_(2.0), target)
+
+
+def test_a_loss_that_changes_the_logits_is_refused() -> None:
+    with alone() as world:
+        logits = DTensor.from_local(torch.randn(2, 3, 5), mesh(world, {"tp": 1}), [Shard(-1)])
+        with pytest.raises(UsageError, match=r"changes the logits in place \(div_\)"):
+            LossOfParts(in_place)(logits, torch.randint(0, 5, (2, 3)))
+
+
 @pytest.mark.parametrize(
     ("loss", "is_whole"),
     [
@@ -140,6 +167,9 @@ def another(logits: Tensor, target: Tensor) -> Tensor:
         (partial(cross_entropy, label_smoothing=0.1), True),
         (partial(cross_entropy, weight=torch.arange(1.0, 6.0)), True),
         (of_channels, True),
+        (masked, True),
+        (picked, True),
+        (summed, True),
         (another, True),
     ],
 )

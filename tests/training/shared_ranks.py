@@ -45,6 +45,13 @@ class Block(nn.Module):
         return out
 
 
+class Settings:
+    """Which the model refers to."""
+
+    def __init__(self) -> None:
+        self.scale, self.bias = 1.0, torch.zeros(())
+
+
 class Net(nn.Module):
     """Words in, words out; with tied ends, a frozen parameter and a buffer, if asked for."""
 
@@ -54,6 +61,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block(again=again) for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.register_buffer("seen", torch.zeros(()))
+        self.settings = Settings()
         if tied:
             self.head.weight = self.words.weight
             self.norm.weight.requires_grad_(False)
@@ -64,7 +72,7 @@ class Net(nn.Module):
         x = self.words(x)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(self.norm(x))
+        out: Tensor = self.head(self.norm(x)) * self.settings.scale + self.settings.bias
         return out
 
 
@@ -166,13 +174,27 @@ def plainly(kind: str, rank: int) -> list[Any]:
     model, optimizer = made(kind)
     torch.manual_seed(7 + rank)
     losses = []
-    for x, t in batches(rank, 3):
+    for number, (x, t) in enumerate(batches(rank, 3)):
+        turned(model, number)
         optimizer.zero_grad()
         loss = loss_of(model(x), t)
         loss.backward()
         optimizer.step()
         losses += [loss.item(), tried(model, x, t)]
     return numbers(model, losses)
+
+
+def settings_of(model: nn.Module) -> Settings:
+    net: Any = model.net if isinstance(model, Row) else getattr(model, "module", model)
+    found: Settings = net.settings
+    return found
+
+
+def turned(model: nn.Module, number: int) -> None:
+    """Change what the model only refers to, before its third step."""
+    if number == 2:
+        settings_of(model).scale = 0.5
+        settings_of(model).bias.add_(1.0)
 
 
 def tried(model: nn.Module, x: Tensor, t: Tensor) -> float:
@@ -190,7 +212,8 @@ def planned(kind: str, rank: int) -> list[Any]:
     assert step.report().memory_ratio <= 0.8
     torch.manual_seed(7 + rank)
     losses = []
-    for x, t in batches(rank, 3):
+    for number, (x, t) in enumerate(batches(rank, 3)):
+        turned(model, number)
         losses += [step(x, t).item(), tried(model, x, t)]
     return numbers(model, losses)
 
@@ -206,7 +229,8 @@ def peak(kind: str, rank: int) -> list[int]:
     with collector_spared():
         window = window_peak(lambda: step(x, t))
     held = {getattr(each, "_local_tensor", each).untyped_storage() for each in model.parameters()}
-    stays = sum(tensor.nbytes for tensor in (*model.buffers(), x, t)) + sum(memory.nbytes() for memory in held)
+    beside = (*model.buffers(), settings_of(model).bias, x, t)
+    stays = sum(tensor.nbytes for tensor in beside) + sum(memory.nbytes() for memory in held)
     graph = step._entries[-1].plan.graph
     sent = [graph.values[op.made()[0]].nbytes for op in graph.ops if is_collective(op.target)]
     return [window.peak_bytes + stays, step.report().planned_bytes, max(sent)]
