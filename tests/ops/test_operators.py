@@ -118,6 +118,7 @@ OF_OTHERS = {
     "magis.strategies.ort.layers": "how an operator is written in ONNX",
     "magis.strategies.ort.onnx_operators": "how an operator is written in ONNX",
     "magis.strategies.single_device": "what a strategy of others keeps",
+    "magis.strategies.vocabulary": "functions after which torch's distributed tensors are in parts as before",
 }
 
 
