@@ -100,7 +100,7 @@ def _run(st: Stretch, ran: int, level: int, node: int) -> tuple[int, int]:
 @numba.njit(cache=True)
 def peak_of(st: Stretch, order: Int64s) -> int:
     """Largest number of bytes while the nodes run in this order."""
-    ran = 0
+    ran = int(np.int64(0))  # no literal (see ``magis.simulate.kernel``)
     level = _start(st)
     worst = 0
     for node in order:

@@ -86,7 +86,7 @@ class WorkingArrays(NamedTuple):
     wait_next: Int32s  # [s]
     load_head: Int32s  # [capacity]
     load_next: Int32s  # [s]
-    result: Int64s  # [8] see kernel
+    result: Int64s  # [9] see kernel
 
 
 def make_step(problem: Problem) -> NodeStep:
@@ -173,5 +173,5 @@ def make_scratch(step: NodeStep, copies: int = 1) -> WorkingArrays:
         wait_next=i32(s),
         load_head=i32(capacity),
         load_next=i32(s),
-        result=i64(8),
+        result=i64(9),
     )

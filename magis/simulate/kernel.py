@@ -3,7 +3,9 @@
 Four passes: lazy recursive recomputation, weight updates as early as they may run, swaps on one copy stream for each
 direction, bytes. All is integer arithmetic on preallocated arrays. The whole compiled part stands in this file, since
 numba's cache on disk notices changes of a compiled function's own file only. Arrays are bound to local names because
-numba counts references on every access through a tuple, which costs more than the work.
+numba counts references on every access through a tuple, which costs more than the work. No compiled function passes
+a literal to another one: numba would compile that one twice, and two processes that fill an empty cache at the same
+time, each with another version, can leave one under the name of the other.
 
 Of steps with messages, ``message_passes`` runs between ``begin_plan`` and ``finish_plan``.
 """
@@ -11,6 +13,7 @@ Of steps with messages, ``message_passes`` runs between ``begin_plan`` and ``fin
 from __future__ import annotations
 
 import numba
+import numpy as np
 
 from magis.simulate.arrays import Gaps, NodeStep, WorkingArrays
 from magis.simulate.problem import DROP, KEEP, MOST_COPIES, REPEAT, SWAP, Int8s, Int32s
@@ -18,14 +21,14 @@ from magis.simulate.problem import DROP, KEEP, MOST_COPIES, REPEAT, SWAP, Int8s,
 FOREVER = 2**31 - 1
 
 # Slots of the result array.
-PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN = range(8)
+PEAK, TENSOR_PEAK, LATENCY, PEAK_EVENT, N_EVENTS, N_REDOS, N_SWAPS, N_BETWEEN, TIMED = range(9)
 
 
 @numba.njit(cache=True)
 def _set_until(step: NodeStep, gaps: Gaps, flags: Int8s, scratch: WorkingArrays) -> bool:
     """Up to which position first copies are there, from which on others stay; returns whether any is to be swapped."""
     start, end, last = gaps
-    scratch.result[N_BETWEEN] = 0
+    scratch.result[N_BETWEEN] = scratch.result[TIMED] = 0
     until, redo_at, redoable, stays_from = scratch.until, scratch.redo_at, step.redoable, scratch.stays_from
     swaps = False
     for storage in range(len(flags)):
@@ -75,7 +78,8 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
     first_at, again_at, redo_at = scratch.first_at, scratch.again_at, scratch.redo_at
     last_use, free, reuse, stays_from = scratch.last_use, scratch.free, scratch.reuse, scratch.stays_from
     storages = len(nbytes)
-    between = spent = count = 0
+    spent = count = 0
+    between = int(np.int64(0))
     for position in range(len(order)):
         node = order[position]
         for k in range(in_ptr[node], in_ptr[node + 1]):
@@ -134,8 +138,9 @@ def _expand(step: NodeStep, order: Int32s, scratch: WorkingArrays) -> int:
 
 
 @numba.njit(cache=True)
-def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int, timed: bool) -> None:
-    """Pass 2: every update block behind the last event that it must wait for; ``timed``: where it was placed."""
+def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
+    """Pass 2: every update block behind the last event that it must wait for; ``TIMED``: where it was placed."""
+    timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (after_ptr, after_idx) = step.block_inputs, step.block_after
     first_at, again_at, last_write = scratch.first_at, scratch.again_at, step.last_write
     place_of, head, link, held_by = scratch.blk_place, scratch.blk_head, scratch.blk_next, scratch.held_by
@@ -158,8 +163,9 @@ def _place_blocks(step: NodeStep, scratch: WorkingArrays, count: int, timed: boo
 
 
 @numba.njit(cache=True)
-def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int, timed: bool) -> None:
+def _swap_gaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Start times, unless they are known, and the longest gap of every storage that the plan swaps."""
+    timed = scratch.result[TIMED] != 0
     (in_ptr, in_idx), (out_ptr, out_idx) = step.inputs, step.outputs
     ns, blk_ns, swappable = step.ns, step.blk_ns, step.swappable
     start_ns, gap_ns, gap_from, gap_to = scratch.start_ns, scratch.gap_ns, scratch.gap_from, scratch.gap_to
@@ -249,7 +255,7 @@ def _place_loads(step: NodeStep, scratch: WorkingArrays, count: int) -> None:
 
 
 @numba.njit(cache=True)
-def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int, timed: bool) -> None:
+def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: int) -> None:
     """Pass 3: where swapped storages leave the device and come back.
 
     Stores go first-in first-out from the touch that opens the gap; the wait stands where the copy is done
@@ -258,7 +264,7 @@ def _place_swaps(step: NodeStep, flags: Int8s, scratch: WorkingArrays, count: in
     copy within a loop, which knows nothing of those around it: these are over before the loop begins, or begin
     behind it.
     """
-    _swap_gaps(step, flags, scratch, count, timed)
+    _swap_gaps(step, flags, scratch, count)
     gap_ns, gap_from, gap_to = scratch.gap_ns, scratch.gap_from, scratch.gap_to
     wait_at, load_at = scratch.wait_at, scratch.load_at
     stores, store_next = scratch.store_head, scratch.store_next
@@ -371,13 +377,13 @@ def begin_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch:
 
 
 @numba.njit(cache=True)
-def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool, timed: bool) -> None:
-    """The other passes; ``timed``: start times, and where blocks run, are known."""
+def finish_plan(step: NodeStep, flags: Int8s, scratch: WorkingArrays, swaps: bool) -> None:
+    """The other passes; ``TIMED``: start times, and where blocks run, are known."""
     count = scratch.result[N_EVENTS]
-    _place_blocks(step, scratch, count, timed)
+    _place_blocks(step, scratch, count)
     scratch.result[N_SWAPS] = 0
     if swaps:
-        _place_swaps(step, flags, scratch, count, timed)
+        _place_swaps(step, flags, scratch, count)
     _count_bytes(step, scratch, swaps, count)
 
 
@@ -388,5 +394,5 @@ def run_plan(step: NodeStep, order: Int32s, gaps: Gaps, flags: Int8s, scratch: W
     if scratch.result[N_BETWEEN] > len(scratch.between):
         return False
     _expand(step, order, scratch)
-    finish_plan(step, flags, scratch, swaps, False)
+    finish_plan(step, flags, scratch, swaps)
     return True

@@ -143,9 +143,9 @@ def finds_nothing_left() -> DataParallel:
     """Refuses the job where tensors of an earlier one are still there."""
 
     def refusal(world: World) -> None:
+        # without a collection: the job begins with one, and a further one of all of torch is a long silence
         gc.unfreeze()
-        gc.collect()
-        found = [each for each in gc.get_objects() if isinstance(each, Tensor) and each.nbytes > 64]
+        found = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.nbytes > 64]
         gc.freeze()
         if len(found) > 4 + 2:  # the parameters and the batch of this job itself
             raise UsageError(f"{len(found)} tensors are there: {[tuple(each.shape) for each in found]}")
