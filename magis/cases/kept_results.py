@@ -25,6 +25,8 @@ from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult, Memory
 from magis.runtime.measure import device_identity
+from magis.strategies.distributed_names import is_planned
+from magis.strategies.strategy_names import family
 
 FORMAT = 2
 MOST = float(1 << 62)
@@ -40,15 +42,17 @@ class KeptResults:
 
     def key(
         self,
-        workspaces: Mapping[str, int] | None,
-        expected_graph: str | None,
-        bounds: Sequence[float],
+        workspaces: Mapping[str, int] | None = None,
+        expected_graph: str | None = None,
+        bounds: Sequence[float] = (),
         *,
-        rough: bool,
+        rough: bool = False,
+        pooled: bool = False,
     ) -> str:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
-        name, the device and its prices, and what a baseline hands back."""
-        captured = self.subject.captured.original
+        name, the device and its prices, and what a baseline hands back. Of ranks also which parts the network has,
+        by which it is cut, and whether there is a pool (``pooled``) that runs them."""
+        captured, traced = self.subject.captured.original, self.subject.traced
         strategy = strategy_of(self.case, self.subject)
         wrapped = digest(self.subject.captured_as(strategy)[0].graph) if strategy and strategy.is_captured else ""
         return self.kept.key(
@@ -66,6 +70,7 @@ class KeptResults:
             _settings(),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
+            (pooled, traced.blocks, str(traced.module)) if self._is_ranked else "",
         )
 
     def load(self, key: str) -> CaseResult | None:
@@ -96,18 +101,27 @@ class KeptResults:
         note = f"from the cache of {day.isoformat()}: unchanged"
         return dataclasses.replace(result, case=self.case, note=note)
 
+    @property
+    def _is_ranked(self) -> bool:
+        return family(self.case.strategy) == "distributed"
+
     def _check(self, result: CaseResult) -> None:
-        subject, graph = self.subject, self.subject.captured.graph
+        subject, persistent = self.subject, self.subject.captured.graph.persistent_bytes()
         asked = dataclasses.replace(self.case, seconds=None)
-        tensors = subject.original_with({}).tensor_bytes
-        expected = (asked, subject.digest, graph.persistent_bytes(), subject.weight_bytes, tensors)
-        original = result.original.simulated.tensor_bytes
         case = dataclasses.replace(result.case, seconds=None)
-        if (case, result.graph_digest, result.persistent_bytes, result.weight_bytes, original) != expected:
+        expected = (asked, subject.digest, persistent, subject.weight_bytes)
+        if (case, result.graph_digest, result.persistent_bytes, result.weight_bytes) != expected:
             raise MagisError("it is of another case")
-        steps = (result.original, result.optimized)
-        for memory in (each for step in steps for each in (step.simulated, step.measured) if each is not None):
-            _check_memory(memory, result.persistent_bytes)
+        original = result.original.simulated.tensor_bytes
+        if not is_planned(self.case.strategy) and original != subject.original_with({}).tensor_bytes:
+            raise MagisError("it is of another case")
+        # a rank may hold a part alone of what one device holds from step to step
+        least = 1 if self._is_ranked else persistent
+        known = [memory for step in (result.original, result.optimized) for memory in (step.simulated, step.measured)]
+        known += [memory for rank in result.ranks for memory in (rank.predicted, rank.measured)]
+        for memory in known:
+            if memory is not None:
+                _check_memory(memory, least)
 
 
 def _settings() -> tuple[object, ...]:

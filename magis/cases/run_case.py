@@ -75,18 +75,25 @@ def run_case(
         check_precision(case)
         if kind == "ort":
             return ort_result(case, subject, told, latency_bounds, rough=rough)
+        keeps = None if timelines else bench.keeps(case)
+        results = None if keeps is None else KeptResults(keeps, subject, case)
         if kind == "distributed":
             ranked = planned_on_ranks if is_planned(case.strategy) else ranked_result
-            return ranked(case, subject, bench.pool_for(subject, make), told)
+            pool = bench.pool_for(subject, make)
+            key = results.key(pooled=pool is not None) if results else ""
+            return _kept(bench, results, key, lambda: ranked(case, subject, pool, told))
         run = CaseRun(case, subject, told, latency_bounds, rough, timelines, growing)
-        keeps = bench.kept if bench.keeps_results and not timelines else None
         with collector_spared():
-            if keeps is None:
-                return run.result(planning_workspaces, expected_graph)
-            results = KeptResults(keeps, subject, case)
-            key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough)
-            bench.remember(case, key)
-            return results.load(key) or results.save(key, run.result(planning_workspaces, expected_graph))
+            key = results.key(planning_workspaces, expected_graph, latency_bounds, rough=rough) if results else ""
+            return _kept(bench, results, key, lambda: run.result(planning_workspaces, expected_graph))
+
+
+def _kept(bench: Bench, results: KeptResults | None, key: str, run: Callable[[], CaseResult]) -> CaseResult:
+    """The result under the key if results are kept and it is there, else that of the run."""
+    if results is None:
+        return run()
+    bench.remember(results.case, key)
+    return results.load(key) or results.save(key, run())
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from magis.planner.workload_source import Source, running_seconds
 from magis.ranks import Agents, RankPool
 from magis.report.text_store import Kept
 from magis.results import Case
+from magis.strategies.distributed_names import is_own
+from magis.strategies.strategy_names import family
 
 KEPT = 2
 Make: TypeAlias = Callable[[int], Workload]
@@ -52,7 +54,7 @@ class Bench:
         agents: Agents | None = None,
     ) -> None:
         self.kept = None if kept is None else Kept(kept)
-        self.keeps_results = keep_results
+        self._keeps_results = keep_results
         self._results: dict[Case, str] = {}
         self._agents = agents
         self._pool: RankPool | None = None
@@ -115,6 +117,14 @@ class Bench:
             self._subjects.clear()
             gc.collect()
             _trim()
+
+    def keeps(self, case: Case) -> Kept | None:
+        """Where the whole result of a case is kept; None where it is not: nobody asked for it, or it is of ranks that
+        agents lend, whose machines are not known, or that run a strategy of the user's, whose code is not."""
+        is_ranked = family(case.strategy) == "distributed"
+        if not self._keeps_results or (is_ranked and (self._agents is not None or is_own(case.strategy))):
+            return None
+        return self.kept
 
     def remember(self, case: Case, key: str) -> None:
         """Note under which key the result of a case is kept."""

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,38 @@ def test_a_kept_result_is_handed_back_and_says_so(
     assert again.note.startswith("from the cache of 20")
     assert again.note.endswith(": unchanged")
     assert dataclasses.replace(again, note="") == first
+
+
+@pytest.mark.parametrize(("strategy", "device"), [("ddp", "cpu"), ("magis+fsdp", "sim:rtx3090")])
+def test_a_kept_result_of_ranks_is_handed_back(
+    strategy: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratio = 0.8 if strategy.startswith("magis+") else None
+    case = Case(BLOCKS, strategy, device, "small", memory_ratio=ratio, budget=20, timing_rounds=2, ranks=2)
+    with closing(Bench(kept=tmp_path, keep_results=True)) as bench:
+        first = run_case(case, cache=bench)
+    assert (first.ranks[0].measured is not None) == (device == "cpu")
+    for name in ("planned_on_ranks", "ranked_result"):  # from here on nothing can run
+        monkeypatch.setattr(f"magis.cases.run_case.{name}", None)
+    again = run_case(case, cache=Bench(kept=tmp_path, keep_results=True))
+    assert again.note.startswith("from the cache of 20")
+    assert dataclasses.replace(again, note="") == first
+    (path,) = tmp_path.glob("result-*")
+    for other in (dataclasses.replace(case, ranks=4), dataclasses.replace(case, seed=1)):
+        with pytest.raises(TypeError):
+            run_case(other, cache=Bench(kept=tmp_path, keep_results=True))
+    data = json.loads(path.read_text().partition("\n")[2])
+    data["result"]["ranks"][0]["predicted" if device != "cpu" else "measured"]["peak_bytes"] = 5
+    bench.kept.save(path.stem, json.dumps(data))
+    with pytest.warns(RuntimeWarning, match="made again"), pytest.raises(TypeError):
+        run_case(case, cache=Bench(kept=tmp_path, keep_results=True))
+
+
+def test_results_of_a_strategy_of_ones_own_are_not_kept(tmp_path: Path) -> None:
+    case = Case("bert", "tests.ranks.own_strategies:refuses", "sim:rtx3090", "small", ranks=2)
+    assert Bench(kept=tmp_path, keep_results=True).keeps(case) is None
+    assert Bench(kept=tmp_path, keep_results=True).keeps(dataclasses.replace(case, strategy="ddp")) is not None
+    assert Bench(kept=tmp_path).keeps(dataclasses.replace(case, strategy="ddp")) is None
 
 
 def test_a_forgotten_result_and_one_of_other_settings_or_bounds_is_measured_again(
