@@ -25,6 +25,9 @@ PLUGINS = ("-p", "pytest_magis.plugin", "-p", "xdist.plugin")
 class Gate:
     """Runs of the gate in a directory of their own."""
 
+    strict = ("-W", "error", "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning")
+    """Warnings are errors in an inner run, but for the one that the plugin is there already."""
+
     def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pytester = pytester
         self.monkeypatch = monkeypatch

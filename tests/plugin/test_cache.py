@@ -55,7 +55,7 @@ def test_a_run_takes_up_what_is_kept(gate):
     magis.unlink()
     whole = plan.read_text()
     plan.write_text(whole[:-20])
-    result = gate(*RUN, "-W", "error", "--magis-cache=results", "--magis-csv=second.csv")
+    result = gate(*RUN, *gate.strict, "--magis-cache=results", "--magis-csv=second.csv")
     result.assert_outcomes(passed=2, warnings=1)
     result.stdout.fnmatch_lines(["*plan-*.txt is not used, and made again: its content is not what was written"])
     result.stdout.fnmatch_lines(["gated:net?eager?: from the cache of 20*: unchanged"])

@@ -169,7 +169,7 @@ def test_strict_markers_and_warnings_as_errors_do_not_disturb(gate):
         "import warnings\nmake = make_result\ndef make_result(case, figure):\n"
         "    warnings.warn('torch says so')\n    return make(case, figure)\n"
     )
-    result = gate("--magis-models=bert", "--strict-markers", "--strict-config", "-W", "error")
+    result = gate("--magis-models=bert", "--strict-markers", "--strict-config", *gate.strict)
     result.assert_outcomes(passed=3, warnings=3)
 
 
