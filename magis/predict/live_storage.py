@@ -23,7 +23,7 @@ from magis.strategies.distributed import KIND
 
 TEMPORARY = "activations and temporaries"
 GATHERED = "gathered parameters"
-_COLLECTIVES = ("c10d", "_c10d_functional")
+COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 class LiveStorage(StorageLedger):
@@ -122,7 +122,7 @@ class LiveStorage(StorageLedger):
         arguments = {reference.cdata for reference, _ in of_args}
         made = [each for each in storages_of(result) if each[0].cdata not in arguments]
         self._count((*given, *made))
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             serials = (self._alive[reference.cdata].serial for reference, _ in (*given, *made))
             self._lent.update(serial for serial in serials if serial > self._window_from)
         return result

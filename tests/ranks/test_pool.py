@@ -95,6 +95,15 @@ def test_the_next_job_starts_clean_in_the_same_processes(pool: RankPool) -> None
     assert all(report.memory.peak_bytes >= report.memory.tensor_bytes for report in (*first, *second))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_scratch_is_the_same_in_every_run(strategy: str) -> None:
+    """What a collective's thread lets go of last was scratch from then on, in one of twenty runs."""
+    with RankPool(2) as pool:
+        runs = [pool.run(RankJob("bert", strategy, rounds=1)) for _ in range(30)]
+    assert len({tuple(report.memory.peak_bytes for report in reports) for reports in runs}) == 1
+
+
 @pytest.mark.parametrize(
     ("strategy", "rank", "says"),
     [
