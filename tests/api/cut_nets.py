@@ -24,3 +24,9 @@ def packed() -> Workload:
     """Query, key and value in one projection. Four samples."""
     sizes = BtlmConfig(4, seq_len=8, layers=2, width=16, inner=24, heads=2, vocab_size=32, mup_base_width=16)
     return btlm(sizes, REAL, "packed", 0)
+
+
+def four_blocks() -> Workload:
+    """Two stages on each of two ranks; the first and the last stage share a weight. Eight samples."""
+    sizes = BertConfig(8, seq_len=16, layers=4, width=16, heads=2, vocab_size=32, max_positions=16)
+    return bert(sizes, REAL, "four_blocks", 0)

@@ -24,7 +24,7 @@ from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, distributed_strategy
 from magis.strategies.distributed import LossScaler, Masters, average_gradients, buckets, without_dropout
-from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stages, stage_blocks
 from magis.strategies.zero import Flat, Zero, _owners
 
 
@@ -109,7 +109,7 @@ def test_a_cut_network_computes_what_the_whole_one_does(name: str, style: Style)
         work = small(name, style)
         without_dropout(work.module)
         cut = cut_of(work, stages)
-        keep_stage(work, cut, stages, stage)
+        keep_stages(work, cut, stages, (stage,))
         held += sum(p.numel() for p in work.module.parameters())
         if stage == 0:
             x = cut.start(work.module, x)
