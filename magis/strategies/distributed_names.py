@@ -125,6 +125,19 @@ def is_planned(name: str) -> bool:
     return _PLANNED.fullmatch(name) is not None and _parsed(plain_of(name)) is not None
 
 
+def check_planned(name: str) -> None:
+    """Raise UsageError for a distributed strategy that exists, with "magis+" in front, but whose ranks run no plans."""
+    plain = plain_of(name)
+    parsed = None if plain == name else _parsed(plain)
+    if parsed is None or is_planned(name):
+        return
+    what = f"strategy {name!r}: ranks of {plain} run no plans"
+    if parsed.schedule:
+        what += f", which are for one stage on each rank; {parsed.schedule} has two"
+    near = f"magis+pp{parsed.stages}" if parsed.schedule and parsed.tensor == 1 else ", ".join(PLANNED)
+    raise UsageError(what, hint=f"use {plain} without magis, or {near}")
+
+
 def plain_of(name: str) -> str:
     """The strategy whose ranks a planned one plans for: "fsdp" of "magis+fsdp"."""
     return name.removeprefix("magis+")

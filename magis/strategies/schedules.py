@@ -55,11 +55,10 @@ def check_micro_batches(what: str, schedule: str, ranks: int, count: int) -> Non
     """Raise UsageError for a number of micro-batches that a schedule refuses."""
     rounds = max(1, count // ranks)
     if schedule in ("interleaved", "zb") and count % rounds:
-        fits = max(n for n in range(1, count) if n % max(1, n // ranks) == 0)
         raise UsageError(
             f"{what} goes around its {ranks} ranks {rounds} times, with as many micro-batches each time, and "
             f"{count} are no multiple of that",
-            hint=f"use {fits} micro-batches, or pp{ranks}",
+            hint=f"use a multiple of {ranks} micro-batches, or pp{ranks}",
         )
 
 
