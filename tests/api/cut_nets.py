@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from magis.capture import Workload
+from dataclasses import replace
+
+from magis.capture import OptimizerSpec, Workload
 from magis.models.building import REAL
 from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, bert
@@ -27,6 +29,10 @@ def packed() -> Workload:
 
 
 def four_blocks() -> Workload:
-    """Two stages on each of two ranks; the first and the last stage share a weight. Eight samples."""
+    """Two stages on each of two ranks; the first and the last stage share a weight. Eight samples.
+
+    Its weights move by their gradients as they are, so that losses tell a gradient of the wrong size.
+    """
     sizes = BertConfig(8, seq_len=16, layers=4, width=16, heads=2, vocab_size=32, max_positions=16)
-    return bert(sizes, REAL, "four_blocks", 0)
+    work = bert(sizes, REAL, "four_blocks", 0)
+    return replace(work, optimizer=OptimizerSpec("momentum", lr=0.1, momentum=0.9))
