@@ -60,7 +60,7 @@ def lines(model: str, size: int, strategies: str) -> Iterator[str]:
     for row in rows(model, size, strategies):
         fine = abs(row["error"]) <= 0.02 and (row["amp"] or row["loss"] <= 1e-5)
         yield (
-            f"{model:9} {row['name']:13} {size:5} {row['predicted']:12} {row['measured']:12} "
+            f"{model:9} {row['name']:15} {size:3} {row['predicted']:12} {row['measured']:12} "
             f"{row['error']:+8.3%} {row['loss']:8.1e}{'' if fine else f'  {OUT}'}"
         )
 
@@ -146,7 +146,7 @@ def work_as_rank(model: str, size: int, rank: int, port: int, names: Sequence[st
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
 
     def make() -> Workload:
-        tiny = BertConfig(8, seq_len=16, layers=2, width=32, heads=4, vocab_size=64, max_positions=16)
+        tiny = BertConfig(8, seq_len=16, layers=4, width=32, heads=4, vocab_size=64, max_positions=16)
         heads = GptNeoConfig(32, seq_len=64, layers=6, width=96, heads=4, window=16, vocab_size=512, max_positions=64)
         if model == TINY:
             work = bert(tiny, REAL, model, 0)

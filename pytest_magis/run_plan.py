@@ -14,7 +14,7 @@ from magis.errors import UsageError
 from magis.models.registry import UnknownModelError, all_names, is_factory, resolve
 from magis.plain_records import from_plain, to_plain
 from magis.results import Case, CaseResult
-from magis.strategies.strategy_names import PLANNED
+from magis.strategies.strategy_names import PLANNED, check_planned
 from pytest_magis.options import Settings
 from pytest_magis.strategies import Strategy, by_name
 from pytest_magis.verdict import Verdict
@@ -195,6 +195,7 @@ def _chosen(asked: Sequence[str], strategies: Sequence[Strategy], shown: str) ->
             continue
         matching = [each for each in known if name == ALL or fnmatchcase(each, name)]
         if not matching:
+            check_planned(name)
             hint = f"choose from {', '.join((ALL, *known))}, and for ranks that plan {', '.join(PLANNED)}"
             raise UsageError(f"{shown}: unknown strategy {name!r}", hint=hint)
         for each in matching:

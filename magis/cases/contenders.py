@@ -17,7 +17,7 @@ from magis.planner.subject import Subject
 from magis.results import Case, Memory, SearchStats
 from magis.runtime.steps import Step
 from magis.strategies.single_device import Local, blocks_of, local, window_of_compiled
-from magis.strategies.strategy_names import LISTED, family
+from magis.strategies.strategy_names import LISTED, check_planned, family
 
 SCALER = 0.001
 """What scales gradients keeps a few numbers of its own, which are not in the captured step."""
@@ -53,6 +53,7 @@ def strategy_of(case: Case, subject: Subject) -> Local | None:
     strategies, and for ones that are not for the case."""
     kind = family(case.strategy)
     if kind is None:
+        check_planned(case.strategy)
         raise UsageError(f"unknown strategy {case.strategy!r}", hint=nearest(case.strategy, LISTED))
     check_precision(case)
     if kind != "local":

@@ -29,7 +29,7 @@ from magis.planner.workload_source import Source
 from magis.runtime.steps import GraphStep
 from magis.strategies.distributed import check_update, mesh, place, trained
 from magis.strategies.distributed_names import check_world, group_of, is_planned, plain_of
-from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stages, stage_blocks
 from magis.strategies.model_parallel import ModelParallel, hidden_state, micro_batches, tied_group
 from magis.strategies.pipelined_step import Hidden, Stage, pipelined
 from magis.strategies.rank_step import World, batch_size, share_of_batch
@@ -154,7 +154,7 @@ def _pipeline(work: Workload, world: World, stages: int) -> Workload:
     mode, fake = on_fake_tensors(work)
     with mode:
         hidden = hidden_state(fake, cut, count, nullcontext())
-    keep_stage(work, cut, stages, index)
+    keep_stages(work, cut, stages, (index,))
     if not trained(work.module):
         raise UsageError(
             f"{work.name}: nothing is trained in stage {index} of {stages}, and magis plans training steps",

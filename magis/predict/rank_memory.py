@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,16 @@ _SCALING = 3
 """Further steps on a GPU with scaled gradients: the first ones are skipped until the scale has come down."""
 
 
+class Watch(AbstractContextManager[object], Protocol):
+    """What sees the operators of a step, while it is ``watching``."""
+
+    watching: bool
+
+
+class _Blind(nullcontext[None]):
+    watching = False
+
+
 @dataclass(frozen=True)
 class RankPeak:
     """What a rank's tensors took in a step, and the losses of all steps (fake ones: none)."""
@@ -48,13 +59,13 @@ def rank_peak(
     *,
     warm_steps: int | None = None,
     replays: bool = False,
-    watched_by: AbstractContextManager[object] | None = None,
+    watched_by: Watch | None = None,
     let_threads_rest: Callable[[], None] | None = None,
 ) -> RankPeak:
     """Prepare, run ``warm_steps`` (None: as many as the strategy needs) and one measured step on this rank, with every
     storage counted from the start.
 
-    The measured step runs in ``watched_by``. For real ranks, the process group is set up, nobody else may hold the
+    ``watched_by`` sees the measured step. For real ranks, the process group is set up, nobody else may hold the
     module that ``make_work`` makes, and ``let_threads_rest`` waits for the threads that run collectives.
     """
     warm_steps = warm_steps_of(strategy, world) if warm_steps is None else warm_steps
@@ -63,6 +74,7 @@ def rank_peak(
         collector_spared(),
         no_collection(),
         propagated_apart(),
+        _shut(watched_by) as watch,  # below the ledger, which looks at references as they are where no mode is above it
         LiveStorage(replays=replays, let_threads_rest=let_threads_rest) as ledger,
     ):
         step = strategy.prepare(make_work(), world)
@@ -74,14 +86,24 @@ def rank_peak(
                 _name(step, ledger)
                 ledger.name_rest("communication buckets")
                 ledger.open_window()
-            with watched_by if watched_by is not None and index == warm_steps else nullcontext():
-                losses.append(number(step.run(), world))
+                watch.watching = True
+            losses.append(number(step.run(), world))
         ledger.close_window()
+        watch.watching = False
         _name(step, ledger)
     found = ledger.at_peak()
     terms = tuple(Term(kind, nbytes) for kind, nbytes in found.items())
     reserved = None if ledger.allocator is None else ledger.allocator.reserved
     return RankPeak(ledger.peak_bytes, terms, tuple(losses), reserved)
+
+
+@contextmanager
+def _shut(watch: Watch | None) -> Iterator[Watch]:
+    """It is there, and sees nothing yet."""
+    watch = _Blind() if watch is None else watch
+    watch.watching = False
+    with watch:
+        yield watch
 
 
 def warm_steps_of(strategy: RankStrategy, world: World) -> int:
@@ -99,14 +121,14 @@ def predict_rank(
     *,
     device: str = "cpu",
     explicit_attention: bool = False,
-    watched_by: AbstractContextManager[object] | None = None,
+    watched_by: Watch | None = None,
 ) -> RankMemory:
     """The memory of rank ``rank`` of ``world_size`` in a step, without running it: nothing is allocated.
 
     ``make_work`` is called where tensors are fake. ``device`` "cuda": by the operators and the autocast of a GPU;
     ``explicit_attention``: with the scores written out in memory, as before there were fused kernels for it. The bytes
-    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves. The step
-    whose bytes count runs in ``watched_by``. UsageError where a process group is set up already.
+    are those of tensors, without workspace and context; on "cuda" also what the caching allocator reserves.
+    ``watched_by`` sees the step whose bytes count. UsageError where a process group is set up already.
     """
     with fake_rank(strategy, world_size, rank, device, explicit_attention=explicit_attention) as world:
         found = rank_peak(strategy, make_work, world, replays=device == "cuda", watched_by=watched_by)

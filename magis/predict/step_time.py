@@ -26,7 +26,9 @@ from magis.graph import Op, Ref, Value
 from magis.ops.call import from_torch
 from magis.predict.rank_memory import predict_rank
 from magis.results import RankMemory
+from magis.strategies.model_parallel import PipelineStep
 from magis.strategies.rank_step import RankStep, RankStrategy, World, Wrapping
+from magis.strategies.schedules import COMPUTED, Waiting
 
 _BY_TORCH = ("ddp", "oss")
 """Strategies on DistributedDataParallel, of whose messages no operator tells."""
@@ -46,11 +48,19 @@ class StepTime(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._links = links
+        self.watching = True
+        """Whether they are added up."""
         self.compute_ns: int = 0
         self.exposed_ns: float = 0.0
         """Messages that are waited for."""
         self.hidden_ns: float = 0.0
         """Messages beside other work."""
+        self.sends: int = 0
+        """Messages from one rank to another: from stage to stage."""
+        self.sent_ns: float = 0.0
+        """Of ``exposed_ns``, what those take."""
+        self.took: dict[tuple[int, str], float] = {}
+        """Of ``compute_ns``, what the stages of a pipeline take, by what they compute."""
         self._updating = 0
         """Optimizers that are at it, one within the other: the backward is over, nothing hides a message."""
         self._hooks: list[Any] = []
@@ -77,18 +87,26 @@ class StepTime(TorchDispatchMode):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # its parts' operators come by
         result = func(*args, **(kwargs or {}))
+        if not self.watching:
+            return result
         space, _, name = str(func._schema.name).partition("::")
         if space in ("c10d", "_c10d_functional"):
             self._message(func, name, args, result)
         elif space == "aten":
-            self.compute_ns += _ns(self._device, func, args, kwargs or {}, result)
+            took = _ns(self._device, func, args, kwargs or {}, result)
+            self.compute_ns += took
+            if (at := COMPUTED.get()) is not None:
+                self.took[at] = self.took.get(at, 0.0) + took
         return result
 
-    def ms(self, *, stages: int = 1, chunks: int = 1) -> float:
-        """Of the whole step; a pipeline of ``stages`` stands idle while ``chunks`` micro-batches come and go."""
-        compute = self.compute_ns * (chunks + stages - 1) / chunks
+    def ms(self, waiting: Waiting | None = None) -> float:
+        """Of the whole step; a rank of a pipeline is ``waiting`` in it, for others or for their messages."""
+        compute, exposed = float(self.compute_ns), self.exposed_ns
+        if waiting is not None:
+            compute += waiting.idle_ns(self.compute_ns, self.took, self.sent_ns / max(1, self.sends))
+            exposed -= self.sent_ns if waiting.sends_ahead else 0.0
         beside = max(0.0, self.hidden_ns - self._links.hidden * compute)
-        return (compute + self.exposed_ns + beside) / 1e6
+        return (compute + exposed + beside) / 1e6
 
     def add_hidden(self, nbytes: int, ranks: int) -> None:
         """An all-reduce that no operator tells of: of DistributedDataParallel."""
@@ -109,6 +127,9 @@ class StepTime(TorchDispatchMode):
             self.hidden_ns += took
         else:
             self.exposed_ns += took
+        if name == "send":
+            self.sends += 1
+            self.sent_ns += took
 
 
 def predict_step(
@@ -128,7 +149,7 @@ def predict_step(
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
     if strategy.name.rpartition("+")[2] in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
-    return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
+    return memory, pace.ms(seen.waiting)
 
 
 @dataclass
@@ -137,14 +158,14 @@ class _Seen(Wrapping):
 
     strategy: RankStrategy
     trained_bytes: int = 0
-    chunks: int = 1
-    """Micro-batches of a pipeline."""
+    waiting: Waiting | None = None
+    """Of a rank of a pipeline."""
 
     def prepare(self, work: Workload, world: World) -> RankStep:
         step = self.strategy.prepare(work, world)
         self.trained_bytes = sum(p.nbytes for p in step.module.parameters() if p.requires_grad)
-        if self.stages > 1:
-            self.chunks = int(getattr(step, "count", 1))
+        if isinstance(step, PipelineStep):
+            self.waiting = step.waiting
         return step
 
 

@@ -2,8 +2,8 @@
 
 A name is a plain one, or "amp+" and a plain one, or "half+" and one of ddp, tp and pp. `tp` and `pp` take the number of
 ranks of a group ("tp4"; 2 without one) and go together ("tp4+pp2"); "tp4+sp" is tensor parallelism with sequence
-parallelism. "accumulate4+" in front: gradients of four micro-batches. A strategy of the user's own goes by
-"package.module:factory".
+parallelism; "pp4+interleaved", "pp4+zb" and "pp4+zbv" are pipelines with two stages on each rank.
+"accumulate4+" in front: gradients of four micro-batches. A strategy of the user's own goes by "package.module:factory".
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ DISTRIBUTED: tuple[str, ...] = (
     "tp",
     "tp+sp",
     "pp",
+    "pp+interleaved",
+    "pp+zb",
+    "pp+zbv",
     "tp+pp",
 )
 """The plain names, in the order in which reports list them."""
@@ -45,7 +48,9 @@ PLANNED = ("magis+ddp", "magis+fsdp", "magis+tp2", "magis+pp2")
 """Examples of strategies whose ranks run plans."""
 _PLANNED = re.compile(r"magis\+(ddp|fsdp|tp\d*(\+sp)?|pp\d*)")
 """They need planning, which lies above this layer: they are made there (`magis/planner/planned_ranks.py`)."""
-_GROUPS = re.compile(r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*))?")
+_GROUPS = re.compile(
+    r"(?:tp(?P<tp>\d*)(?P<sequence>\+sp$)?)?(?P<both>\+)?(?:pp(?P<pp>\d*)(?:\+(?P<schedule>interleaved|zbv?))?)?"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class _Parsed:
     half: bool = False
     sequence: bool = False
     micro_batches: int | None = None
+    schedule: str = ""
+    """Of a pipeline with two stages on each rank."""
 
 
 def distributed_strategy(name: str) -> RankStrategy:
@@ -98,7 +105,9 @@ def distributed_strategy(name: str) -> RankStrategy:
         return FullyShard(amp=parsed.amp)
     from magis.strategies.model_parallel import ModelParallel
 
-    return ModelParallel(parsed.tensor, parsed.stages, amp=parsed.amp, sequence=parsed.sequence)
+    return ModelParallel(
+        parsed.tensor, parsed.stages, amp=parsed.amp, sequence=parsed.sequence, schedule=parsed.schedule
+    )
 
 
 def is_distributed(name: str) -> bool:
@@ -114,6 +123,19 @@ def is_lower(name: str) -> bool:
 def is_planned(name: str) -> bool:
     """Whether a name is that of a strategy whose ranks run a plan: "magis+fsdp"."""
     return _PLANNED.fullmatch(name) is not None and _parsed(plain_of(name)) is not None
+
+
+def check_planned(name: str) -> None:
+    """Raise UsageError for a distributed strategy that exists, with "magis+" in front, but whose ranks run no plans."""
+    plain = plain_of(name)
+    parsed = None if plain == name else _parsed(plain)
+    if parsed is None or is_planned(name):
+        return
+    what = f"strategy {name!r}: ranks of {plain} run no plans"
+    if parsed.schedule:
+        what += f", which are for one stage on each rank; {parsed.schedule} has two"
+    near = f"magis+pp{parsed.stages}" if parsed.schedule and parsed.tensor == 1 else ", ".join(PLANNED)
+    raise UsageError(what, hint=f"use {plain} without magis, or {near}")
 
 
 def plain_of(name: str) -> str:
@@ -206,4 +228,5 @@ def _parsed(name: str) -> _Parsed | None:
         return None
     kinds = [kind for kind in sizes if found[kind] is not None]
     sequence = found["sequence"] is not None
-    return _Parsed("+".join(kinds + ["sp"] * sequence), amp, sizes["tp"], sizes["pp"], sequence=sequence)
+    plain, schedule = "+".join(kinds + ["sp"] * sequence), found["schedule"] or ""
+    return _Parsed(plain, amp, sizes["tp"], sizes["pp"], sequence=sequence, schedule=schedule)

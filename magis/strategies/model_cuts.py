@@ -6,7 +6,7 @@ hidden state alone. The functions repeat the `forward` of their networks; a test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +42,23 @@ class StageCut:
     """The parameter that start and finish share: both ends hold a copy, and add up its gradients."""
 
 
-def cut_of(work: Workload, stages: int) -> StageCut:
-    """How to cut the network of ``work``; UsageError where that is not known or not possible."""
+def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
+    """How to cut the network of ``work``; UsageError where that is not known or not possible.
+
+    ``ranks``: those that hold the stages, if not one each.
+    """
     cut = _CUTS.get(type(work.module))
     if cut is None:
         raise UsageError(
             f"{work.name}: pipeline stages need to know where to cut, and {type(work.module).__name__} says nothing",
             hint="pp knows bert, gpt, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
         )
-    if stages > len(work.blocks):
+    if stages > (most := len(work.blocks)):
+        several = ranks is not None and ranks < stages
         raise UsageError(
-            f"{work.name}: {len(work.blocks)} blocks cannot be cut into {stages} stages",
-            hint=f"ask for at most {len(work.blocks)} stages",
+            f"{work.name}: {most} blocks cannot be cut into {stages} stages"
+            + (f", {stages // ranks} on each of {ranks} ranks" if several and ranks else ""),
+            hint=f"ask for at most {most} stages" + (", or for pp, which has one on each rank" if several else ""),
         )
     return cut
 
@@ -73,17 +78,18 @@ def stage_blocks(count: int, stages: int, stage: int) -> range:
     return range(first, first + each + (stage < over))
 
 
-def keep_stage(work: Workload, cut: StageCut, stages: int, stage: int) -> None:
-    """Drop the parameters that other stages hold; names stay, and modules without parameters."""
-    own = {f"{work.blocks[index]}." for index in stage_blocks(len(work.blocks), stages, stage)}
+def keep_stages(work: Workload, cut: StageCut, stages: int, held: Collection[int]) -> None:
+    """Drop the parameters that none of the stages ``held`` needs; names stay, and modules without parameters."""
+    own = {f"{work.blocks[index]}." for stage in held for index in stage_blocks(len(work.blocks), stages, stage)}
+    first, last = 0 in held, stages - 1 in held
     blocks = tuple(f"{block}." for block in work.blocks)
     for name in [name for name, _ in work.module.named_parameters(remove_duplicate=False)]:
         if name.startswith(blocks):
             kept = name.startswith(tuple(own))
         elif name.startswith(cut.starts):
-            kept = stage == 0 or (name == cut.tied and stage == stages - 1)
+            kept = first or (name == cut.tied and last)
         else:
-            kept = stage == stages - 1
+            kept = last
         if not kept:
             owner, _, leaf = name.rpartition(".")
             module: nn.Module = work.module.get_submodule(owner)

@@ -3,7 +3,7 @@
 Ranks are numbered with the tensor-parallel ones next to each other, then the stages, then the replicas. Gradients are
 averaged over the replicas after the backward, in buckets.
 
-Stages are cut between blocks and run by torch's `Schedule1F1B`, on twice as many micro-batches as there are stages
+Stages are cut between blocks and run by a schedule of torch (`schedules.py`), on twice as many micro-batches as ranks
 where the share of the batch allows it. The loss is part of the last stage: its output is one number for each
 micro-batch, so that no logits are kept. Embeddings that are tied to the last projection are on both ends, which add
 up their gradients (Megatron-LM).
@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -41,34 +40,47 @@ from magis.strategies.distributed import (
     quiet,
     trained,
 )
-from magis.strategies.model_cuts import StageCut, cut_of, keep_stage, run_stage, stage_blocks
+from magis.strategies.model_cuts import StageCut, cut_of, keep_stages, run_stage, stage_blocks
 from magis.strategies.rank_step import World, batch_size, share_of_batch, split
+from magis.strategies.schedules import (
+    Schedule,
+    SettledStage,
+    Waiting,
+    check_micro_batches,
+    held_stages,
+    scheduled,
+    waiting,
+)
 from magis.strategies.vocabulary import share_network
 
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """`tpN`, `tpN+sp`, `ppN` and `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold one copy of the weights.
+    """`tpN`, `tpN+sp`, `ppN`, `ppN+zb`, `tpN+ppM`: groups of ``tensor`` x ``stages`` ranks hold the weights once.
 
     Bytes per parameter with Adam: 16, of the parameters that this rank holds; weights are float32, ``amp`` is autocast.
     """
 
     tensor: int = 1
     stages: int = 1
+    """Ranks of a pipeline; one stage each, or two where the ``schedule`` says so."""
     amp: bool = False
     micro_batches: int | None = None
-    """None: twice the stages, or the most that divide the share of the batch."""
+    """None: twice the ranks of the pipeline, or the most that divide the share of the batch."""
     vocabulary: bool = True
     """Whether the ranks of ``tensor`` also have parts of the vocabulary, else all of it."""
     sequence: bool = False
     """Whether they also have parts of the sequence between shared layers; without stages."""
+    schedule: str = ""
+    """Of the pipeline, by its name in `schedules.py`; "": 1F1B."""
 
     warm_steps = 1
 
     @property
     def name(self) -> str:
         sizes = [("tp", self.tensor), ("pp", self.stages)]
-        plain = "+".join([*(f"{kind}{size}" for kind, size in sizes if size > 1), *(["sp"] if self.sequence else [])])
+        further = [*(["sp"] if self.sequence else []), *([self.schedule] if self.schedule else [])]
+        plain = "+".join([*(f"{kind}{size}" for kind, size in sizes if size > 1), *further])
         return f"amp+{plain}" if self.amp else plain
 
     @property
@@ -96,82 +108,58 @@ class ModelParallel:
     def _pipeline(
         self, work: Workload, world: World, ranks: DeviceMesh, index: int, replicas: dist.ProcessGroup
     ) -> PipelineStep:
-        cut = cut_of(work, self.stages)
+        held = held_stages(self.schedule, self.stages, index)
+        stages = self.stages * len(held)
+        cut = cut_of(work, stages, self.stages)
         if not work.targets:
             raise UsageError(f"{work.name}: {self.name} needs targets, of which its last stage computes the loss")
         count = micro_batches(self, work)
         targets = split(work.targets, batch_size(work), count)
         hidden = hidden_state(work, cut, count, cast(world, amp=self.amp))
-        keep_stage(work, cut, self.stages, index)
+        keep_stages(work, cut, stages, held)
         if self.tensor > 1:
             work = share_network(work, ranks["tp"], vocabulary=self.vocabulary)
-        blocks = stage_blocks(len(work.blocks), self.stages, index)
-        ends = (index == 0, index == self.stages - 1)
+        ends = (0 in held, stages - 1 in held)
         # each end of the pipeline keeps what it reads of the batch
         work = replace(work, inputs=work.inputs if ends[0] else (), targets=work.targets if ends[1] else ())
         params = trained(work.module)
-        part = _Part(work, cut, blocks, ends, cast(world, amp=self.amp), targets)
-        group = ranks.get_group("pp")
-        stage = (_SettledStage if world.fake else PipelineStage)(
-            part,
-            index,
-            self.stages,
-            torch.device(place(world)),
-            input_args=_first(work.inputs, count) if ends[0] else _like(hidden),
-            output_args=torch.empty(1, device=place(world), requires_grad=True) if ends[1] else _like(hidden),
-            group=group,
-        )
-        scaler = LossScaler(world, enabled=self.amp and world.device == "cuda")
-        part.scaler = scaler
-        schedule = Schedule1F1B(stage, count, loss_fn=_own_loss)
-        tied = tied_group(ranks, self.stages) if cut.tied else None
-        return PipelineStep(
+        parts: list[_Part] = []
+        made: list[PipelineStage] = []
+        sent: list[Tensor] = []
+        for number in held:
+            first, last = number == 0, number == stages - 1
+            blocks = stage_blocks(len(work.blocks), stages, number)
+            parts.append(_Part(work, cut, blocks, (first, last), cast(world, amp=self.amp), targets))
+            stage = (SettledStage if world.fake else PipelineStage)(
+                parts[-1],
+                number,
+                stages,
+                torch.device(place(world)),
+                input_args=_first(work.inputs, count) if first else _like(hidden),
+                output_args=torch.empty(1, device=place(world), requires_grad=True) if last else _like(hidden),
+                group=ranks.get_group("pp"),
+            )
+            if isinstance(stage, SettledStage) and self.schedule:
+                stage.sent = sent
+            made.append(stage)
+        schedule = scheduled(self.schedule, made, count)
+        # where one rank has both ends, a tied weight is one
+        tied = tied_group(ranks, self.stages) if cut.tied and self.schedule != "zbv" else None
+        step = PipelineStep(
             module=work.module,
             work=work,
             optimizer=make_optimizer(work, params, self.name),
-            part=part,
+            parts=tuple(parts),
             schedule=schedule,
             count=count,
-            scaler=scaler,
+            scaler=LossScaler(world, enabled=self.amp and world.device == "cuda"),
             replicas=replicas,
             tied=(params[cut.tied], tied) if tied is not None and cut.tied in params else None,
+            waiting=waiting(self.schedule, schedule, self.stages, index, count),
+            sent=sent,
         )
-
-
-def _own_loss(output: Tensor, _target: Tensor) -> Tensor:
-    """The last stage returns its loss."""
-    return output.sum()
-
-
-class _SettledStage(PipelineStage):
-    """A stage among fake ranks, which agree without a message: metadata is given, not found out.
-
-    It also holds a sent activation for as long as the schedule keeps the handle of a real message, which does.
-    """
-
-    _sent: Sequence[Tensor] = ()
-
-    @property
-    def _warm(self) -> int:
-        return min(self.chunks or 1, self.num_stages - self.stage_index)
-
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's."""
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
-        if fwd_chunk_id < self._warm - 1:  # the last one of the warm-up goes out with a receive, and is waited for
-            self._sent = [op.tensor for op in ops]
-        return ops
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The parent's."""
-        if bwd_chunk_id == (self.chunks or 0) - self._warm + 1:
-            self._sent = ()
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _warmup_forward_vote(self, *_args: Any, **_kwargs: Any) -> Any:
-        return SimpleNamespace(item=lambda: 1)  # as of a tensor: all stages know their metadata
-
-    _warmup_backward_result = _warmup_forward_vote
+        step.scale(step.scaler)
+        return step
 
 
 class _Part(nn.Module):
@@ -215,24 +203,29 @@ class _Part(nn.Module):
 
 @dataclass
 class PipelineStep:
-    """One rank's stage in a step."""
+    """One rank's stages in a step."""
 
     module: nn.Module
     work: Workload
-    """With what this stage reads of the batch."""
+    """With what these stages read of the batch."""
     optimizer: Optimizer
-    part: _Part
-    schedule: Schedule1F1B
+    parts: tuple[_Part, ...]
+    schedule: Schedule
     count: int
     """Micro-batches."""
     scaler: LossScaler
     replicas: dist.ProcessGroup
     tied: tuple[nn.Parameter, dist.ProcessGroup] | None
     """A parameter that both ends of the pipeline hold, on these."""
+    waiting: Waiting
+    sent: list[Tensor]
+    """Among fake ranks: what is under way until the end of the schedule."""
 
     def scale(self, scaler: LossScaler) -> None:
         """Scale gradients by this from now on."""
-        self.scaler = self.part.scaler = scaler
+        self.scaler = scaler
+        for part in self.parts:
+            part.scaler = scaler
 
     def prepare(self) -> None:
         """Gradients to None."""
@@ -240,23 +233,38 @@ class PipelineStep:
 
     def run(self) -> Tensor | None:
         """One whole step; the mean loss of the share on the last stage, None on the others."""
-        self.part.begin()
+        for part in self.parts:
+            part.begin()
         # the loss is in the last stage, the schedule insists on something to compare its output with
         target = self.work.targets[0].new_zeros(self.count) if self.work.targets else None
+        losses: list[Tensor] | None = [] if self.work.targets else None
         with quiet():
-            self.schedule.step(*self.work.inputs, target=target, losses=[] if self.work.targets else None)
-        if self.tied is not None:
-            parameter, group = self.tied
+            self.schedule.step(*self.work.inputs, target=target, losses=losses, return_outputs=False)
+        self.sent.clear()
+        for parameter in trained(self.module).values():
             if parameter.grad is not None:
-                dist.all_reduce(local(parameter.grad), group=group)
+                parameter.grad.div_(self.count)
+        if self.tied is not None:
+            add_up(*self.tied)
         average_gradients(trained(self.module).values(), self.replicas)
         self.scaler.step(self.optimizer, gradients(self.optimizer))
-        losses = self.part.losses
-        return torch.stack(losses).mean() if losses else None
+        found = [loss for part in self.parts for loss in part.losses]
+        return torch.stack(found).mean() if found else None
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """What this rank holds for longer than an operator, each with its kind."""
         yield from held_by(self.module, self.optimizer, self.work)
+
+
+def add_up(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """The gradient of a parameter, summed over the ranks that hold it."""
+    if parameter.grad is None:
+        return
+    grad = local(parameter.grad)
+    whole = grad.contiguous()  # a gradient of weights alone may be a transposed view, which gloo refuses
+    dist.all_reduce(whole, group=group)
+    if whole is not grad:
+        grad.copy_(whole)
 
 
 def micro_batches(strategy: ModelParallel, work: Workload) -> int:
@@ -279,6 +287,7 @@ def micro_batches(strategy: ModelParallel, work: Workload) -> int:
             f"batch has {samples} samples",
             hint=f"use a batch of which that is a multiple of {max(count, stages)}, or fewer ranks",
         )
+    check_micro_batches(f"{work.name}: {strategy.name}", strategy.schedule, stages, count)
     return count
 
 

@@ -9,7 +9,14 @@ import re
 from typing import NamedTuple
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, PLANNED, accumulated, group_of, is_distributed
+from magis.strategies.distributed_names import (
+    DISTRIBUTED,
+    PLANNED,
+    accumulated,
+    check_planned,
+    group_of,
+    is_distributed,
+)
 
 __all__ = [
     "BLOCK",
@@ -26,6 +33,7 @@ __all__ = [
     "accumulated",
     "check_limit_of",
     "check_parts",
+    "check_planned",
     "family",
     "group_of",
     "is_local",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from magis.capture import Workload
+from dataclasses import replace
+
+from magis.capture import OptimizerSpec, Workload
 from magis.models.building import REAL
 from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, bert
@@ -24,3 +26,13 @@ def packed() -> Workload:
     """Query, key and value in one projection. Four samples."""
     sizes = BtlmConfig(4, seq_len=8, layers=2, width=16, inner=24, heads=2, vocab_size=32, mup_base_width=16)
     return btlm(sizes, REAL, "packed", 0)
+
+
+def four_blocks() -> Workload:
+    """Two stages on each of two ranks; the first and the last stage share a weight. Eight samples.
+
+    Its weights move by their gradients as they are, so that losses tell a gradient of the wrong size.
+    """
+    sizes = BertConfig(8, seq_len=16, layers=4, width=16, heads=2, vocab_size=32, max_positions=16)
+    work = bert(sizes, REAL, "four_blocks", 0)
+    return replace(work, optimizer=OptimizerSpec("momentum", lr=0.1, momentum=0.9))

@@ -150,6 +150,7 @@ def test_compare_names_what_differs(bench: Bench) -> None:
     ("request_", "message"),
     [
         (case("fly"), "unknown strategy 'fly'"),
+        (case("magis+pp2+zb"), r"ranks of pp2\+zb run no plans"),
         (case(model="nosuch"), "nosuch"),
         (case(device="sim:abacus"), "unknown device 'sim:abacus'"),
         (case("checkpoint", model="tests.api.nets:no_blocks"), "names no blocks to checkpoint"),

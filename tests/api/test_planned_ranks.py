@@ -290,7 +290,7 @@ def test_factories_are_named_as_ranks_import_them(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["magis+zero1", "magis+amp+tp2", "magis+tp1", "magis+tp2+pp2", "magis+pp0", "magis+sp"]
+    "name", ["magis+zero1", "magis+amp+tp2", "magis+tp1", "magis+tp2+pp2", "magis+pp0", "magis+sp", "magis+pp2+zb"]
 )
 def test_other_strategies_do_not_plan(name: str) -> None:
     assert not is_distributed(name)

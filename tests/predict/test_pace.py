@@ -20,6 +20,7 @@ from magis.predict import fake_world
 from magis.predict.step_time import Links, StepTime, predict_step
 from magis.strategies.distributed_names import distributed_strategy
 from magis.strategies.rank_step import RankStep, World
+from magis.strategies.schedules import Waiting
 
 V100 = find_device("sim:v100")
 LINKS = Links(1e9, message_ns=100, hidden=0.5)
@@ -79,7 +80,7 @@ def test_messages_hide_behind_half_of_the_work_and_a_pipeline_stands_idle() -> N
     assert StepTime(V100, LINKS).ms() == 0.0
     idle = StepTime(V100, LINKS)
     idle.compute_ns = 1_000_000
-    assert idle.ms(stages=3, chunks=4) == pytest.approx(1.5)
+    assert idle.ms(Waiting("", ranks=3, rank=0, count=4)) == pytest.approx(1.5)
     idle.add_hidden(1_000_000, 4)
     assert idle.hidden_ns == pytest.approx(1.5e6)
 

@@ -11,11 +11,11 @@ from magis.predict.rank_memory import fake_rank, rank_peak, warm_steps_of
 from magis.strategies.distributed_names import DISTRIBUTED, distributed_strategy
 from magis.strategies.rank_step import World
 
-NAMES = (*DISTRIBUTED, *(f"amp+{name}" for name in DISTRIBUTED), "half+ddp", "half+tp", "half+pp")
+NAMES = (*DISTRIBUTED, *(f"amp+{name}" for name in DISTRIBUTED), "half+ddp", "half+tp", "half+pp", "half+pp+zb")
 
 
 def small() -> Workload:
-    config = BertConfig(8, seq_len=16, layers=2, width=32, heads=4, vocab_size=64, max_positions=16)
+    config = BertConfig(8, seq_len=16, layers=4, width=32, heads=4, vocab_size=64, max_positions=16)
     return bert(config, REAL, "small", 0)  # its Adam has state, which the first step makes
 
 

@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from magis.errors import UsageError
-from magis.strategies.distributed_names import DISTRIBUTED, check_world, distributed_strategy, group_of, is_distributed
+from magis.strategies.distributed_names import (
+    DISTRIBUTED,
+    check_planned,
+    check_world,
+    distributed_strategy,
+    group_of,
+    is_distributed,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +36,10 @@ from magis.strategies.distributed_names import DISTRIBUTED, check_world, distrib
         ("half+tp4", "half+tp4", 4),
         ("half+tp2+pp2", "half+tp2+pp2", 4),
         ("half+pp", "half+pp2", 2),
+        ("pp+interleaved", "pp2+interleaved", 2),
+        ("amp+pp4+zb", "amp+pp4+zb", 4),
+        ("half+tp+pp+zbv", "half+tp2+pp2+zbv", 4),
+        ("accumulate4+pp+zb", "accumulate4+pp2+zb", 2),
     ],
 )
 def test_a_name_says_precision_kind_and_group(name: str, full: str, group: int) -> None:
@@ -58,6 +69,11 @@ WRONG = (
     "sp",
     "pp+sp",
     "tp+sp+pp",
+    "zb",
+    "tp+zb",
+    "pp+zb+zbv",
+    "pp+zbb",
+    "pp1+zb",
 )
 NOT_HALVED = ("half+zero1", "half+oss", "half+fsdp", "half+amp+ddp", "half+half+ddp", "half+")
 """Those that have half precision of their own, or shard their optimizer."""
@@ -74,6 +90,21 @@ def test_an_unknown_name_is_one_clear_line(name: str) -> None:
 def test_the_nearest_name_is_proposed() -> None:
     with pytest.raises(UsageError, match=r"did you mean amp\+zero2 or"):
         distributed_strategy("amp+zero22")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("magis+pp4+zb", "one stage on each rank; zb has two; use pp4+zb without magis, or magis+pp4"),
+        ("magis+zero1", "ranks of zero1 run no plans; use zero1 without magis, or magis+ddp, "),
+    ],
+)
+def test_a_strategy_whose_ranks_run_no_plans_says_so(name: str, line: str) -> None:
+    with pytest.raises(UsageError, match=line.replace("+", r"\+")) as caught:
+        check_planned(name)
+    assert "\n" not in str(caught.value)
+    for other in ("magis+pp4", "pp4+zb", "magis+fly"):
+        check_planned(other)
 
 
 def test_a_world_holds_whole_groups() -> None:

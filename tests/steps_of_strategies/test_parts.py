@@ -24,7 +24,7 @@ from magis.ops.optimizers import OptimizerSpec, ParameterGroup, torch_optimizer
 from magis.predict import fake_world
 from magis.strategies import World, distributed_strategy
 from magis.strategies.distributed import LossScaler, Masters, average_gradients, buckets, without_dropout
-from magis.strategies.model_cuts import cut_of, keep_stage, stage_blocks
+from magis.strategies.model_cuts import cut_of, keep_stages, stage_blocks
 from magis.strategies.zero import Flat, Zero, _owners
 
 
@@ -97,29 +97,37 @@ def test_averaging_divides_and_puts_back() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [((0,), (1,)), ((0, 2), (1,))])
 @pytest.mark.parametrize("style", [REAL, SEED])
 @pytest.mark.parametrize("name", ["bert", "gpt_neo", "btlm", "vit"])
-def test_a_cut_network_computes_what_the_whole_one_does(name: str, style: Style) -> None:
-    whole, stages = small(name, style), 2
+def test_a_cut_network_computes_what_the_whole_one_does(
+    name: str, style: Style, ranks: tuple[tuple[int, ...], ...]
+) -> None:
+    whole, stages = small(name, style), sum(map(len, ranks))
     without_dropout(whole.module)
     expected = whole.loss_fn(whole.module(*whole.inputs), *whole.targets)
     x: Any = whole.inputs
-    held = 0
-    for stage in range(stages):
+    works: dict[int, Workload] = {}
+    cut = cut_of(whole, stages)
+    for held in ranks:
         work = small(name, style)
         without_dropout(work.module)
-        cut = cut_of(work, stages)
-        keep_stage(work, cut, stages, stage)
-        held += sum(p.numel() for p in work.module.parameters())
+        keep_stages(work, cut, stages, held)
+        works |= dict.fromkeys(held, work)
+    for stage in range(stages):
+        work = works[stage]
         if stage == 0:
             x = cut.start(work.module, x)
         for index in stage_blocks(len(work.blocks), stages, stage):
             x = cut.block(work.module, index, x)
-        if stage == stages - 1:
-            assert torch.equal(work.loss_fn(cut.finish(work.module, x), *work.targets), expected)
+    assert torch.equal(work.loss_fn(cut.finish(work.module, x), *work.targets), expected)
     named = dict(whole.module.named_parameters())
-    tied = named[cut.tied].numel() if cut.tied else 0
-    assert held == sum(p.numel() for p in named.values()) + tied
+    tied = named[cut.tied].numel() if cut.tied and (0, 2) not in ranks else 0
+    each = {id(work): work for work in works.values()}.values()
+    assert (
+        sum(p.numel() for work in each for p in work.module.parameters())
+        == sum(map(Tensor.numel, named.values())) + tied
+    )
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
