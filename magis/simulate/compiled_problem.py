@@ -13,9 +13,9 @@ from typing import Protocol
 
 import rustworkx as rx
 
-from magis.graph import Graph, Op, Ref, Value, every_op
+from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
-from magis.ops.collectives import BESIDE, WAITS
+from magis.ops.collectives import WAITS
 from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded

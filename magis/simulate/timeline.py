@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from operator import add
 
 from magis.cost.machines import Times
-from magis.graph import Graph, Op
+from magis.graph import ARRIVED, Graph, Op
 from magis.graph.hazards import is_pure_view, lifetimes
-from magis.ops.collectives import ARRIVED, under_way
+from magis.ops.collectives import under_way
 from magis.results import Span
 from magis.simulate.compiled_problem import GENERATOR_NS
 from magis.simulate.peak_breakdown import Owner, named_owners, note_owners

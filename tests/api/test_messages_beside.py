@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.cases.run_case import run_case
 from magis.cost.links import message_ns
-from magis.graph import Graph, Op
+from magis.graph import ARRIVED, BESIDE, Graph, Op, Ref
 from magis.graph.verify import problems
-from magis.ops.collectives import ARRIVED, BESIDE, all_reduce, group_name, under_way
+from magis.ops.collectives import all_reduce, group_name, under_way
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import PlannedRanks
@@ -156,6 +156,33 @@ def test_a_message_that_is_used_too_early_is_a_broken_rule(subject: Subject) -> 
     assert any("still under way" in line for line in changed(graph, late))
     assert any("which no message brings" in line for line in changed(graph, twice))
     assert any("is not waited for where it was sent last" in line for line in changed(graph, early(waits)))
+
+
+def test_who_waits_names_a_message_and_all_that_it_sends(subject: Subject) -> None:
+    graph = plan(compiled(subject), KEEP)[3]
+    at = next(at for at, op in enumerate(graph.ops) if op.target == ARRIVED)
+    waits = graph.ops[at]
+    for wrong in (waits.args[:1], (*waits.args, waits.args[1]), (waits.args[0], waits.args[0])):
+        ops = [*graph.ops[:at], replace(waits, args=wrong), *graph.ops[at + 1 :]]
+        lines = changed(graph, lambda _, ops=ops: ops)
+        assert len(lines) == 1
+        assert f"as sent by the message that brings value {waits.inputs()[0]}" in lines[0]
+    (nothing,) = changed(graph, lambda ops: [*ops, replace(waits, args=(), reads=())])
+    assert "which no message brings" in nothing
+
+
+def test_nobody_waits_for_an_operator_that_is_no_message(subject: Subject) -> None:
+    graph = plan(compiled(subject), KEEP)[3]
+    waits = next(op for op in graph.ops if op.target == ARRIVED)
+    at = next(at for at, op in enumerate(graph.ops) if op.target.startswith("aten.mm.") and len(op.made()) == 1)
+    (made,) = graph.ops[at].made()
+    own = replace(
+        waits,
+        args=(Ref(made), *map(Ref, graph.ops[at].inputs())),
+        reads=tuple(sorted({(graph.values[made].storage, 0), *graph.ops[at].reads})),
+    )
+    (line,) = changed(graph, lambda ops: [*ops[: at + 1], own, *ops[at + 1 :]])
+    assert f"waits for value {made}, which no message brings" in line
 
 
 def early(waits: Op) -> Any:
