@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from magis.cases.run_case import run_case
 from magis.cost.links import message_ns
 from magis.graph import ARRIVED, BESIDE, Graph, Op, Ref
 from magis.graph.verify import problems
-from magis.ops.collectives import all_reduce, group_name, under_way
+from magis.ops.collectives import all_reduce, group_name, is_message, under_way
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import PlannedRanks
@@ -32,6 +33,7 @@ from magis.simulate.simulator import replay
 from magis.simulate.timeline import MESSAGES, elapsed_ns, timeline
 from magis.strategies.rank_step import World
 from magis.strategies.single_device import on_fake_tensors
+from tests.api.cut_nets import two_heads
 
 LAYERS = 4
 
@@ -79,6 +81,25 @@ def test_bytes_and_time_of_the_graph_are_those_of_the_plan(subject: Subject, fla
     spans = timeline(graph, costs.nominal, costs.workspace, profile, rounding=costs.rounding)
     sent = [span for span in spans if span.stream == MESSAGES]
     assert len(sent) == sum(op.target in BESIDE for op in graph.ops) == len(under_way(graph.ops))
+
+
+def test_one_message_at_a_time_is_on_the_links() -> None:
+    strategy = PlannedRanks("magis+tp2+sp", device="sim:h100")
+    with fake_world(4, 0):
+        work = on_fake_tensors(two_heads())[1]
+        subject = strategy.subject(strategy.own_part(work, World(4, 0, fake=True)))
+        found, costs = compiled(subject), subject.roofline
+    order, flags, _, graph = plan(found, KEEP)
+    assert elapsed_ns(graph, costs.nominal) == evaluate(found.problem, order, flags).latency_ns
+    profile = replay(graph, costs.workspace, rounding=costs.rounding)
+    spans = [
+        span
+        for span in timeline(graph, costs.nominal, costs.workspace, profile, rounding=costs.rounding)
+        if is_message(span.op)
+    ]
+    assert {span.stream for span in spans} == {MESSAGES, "compute"}, "some are waited for at once"
+    for one, other in pairwise(spans):
+        assert one.start_ms + one.ms <= other.start_ms + 1e-9
 
 
 def test_a_hidden_message_takes_less_than_one_that_is_waited_for(subject: Subject) -> None:
