@@ -84,10 +84,11 @@ class StepTime(TorchDispatchMode):
             self.compute_ns += _ns(self._device, func, args, kwargs or {}, result)
         return result
 
-    def ms(self, *, stages: int = 1, chunks: int = 1) -> float:
-        """Of the whole step; a pipeline of ``stages`` stands idle while ``chunks`` micro-batches come and go."""
+    def ms(self, *, stages: int = 1, chunks: int = 1, passes: int = 1) -> float:
+        """Of the whole step; a pipeline of ``stages`` stands idle while ``chunks`` micro-batches come and go. Messages
+        hide behind the last of ``passes``."""
         compute = self.compute_ns * (chunks + stages - 1) / chunks
-        beside = max(0.0, self.hidden_ns - self._links.hidden * compute)
+        beside = max(0.0, self.hidden_ns - self._links.hidden * compute / passes)
         return (compute + self.exposed_ns + beside) / 1e6
 
     def add_hidden(self, nbytes: int, ranks: int) -> None:
@@ -126,9 +127,11 @@ def predict_step(
     pace = StepTime(device, links_of(device.name))
     seen = _Seen(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
+    passes = 1
     if strategy.name.rpartition("+")[2] in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
-    return memory, pace.ms(stages=seen.stages, chunks=seen.chunks)
+        passes = int(getattr(strategy, "micro_batches", 1))  # whose gradients are sent with the last one
+    return memory, pace.ms(stages=seen.stages, chunks=seen.chunks, passes=passes)
 
 
 @dataclass
