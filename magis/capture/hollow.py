@@ -36,7 +36,7 @@ from magis.capture.workload import no_reports
 from magis.ops.call import as_mixed
 from magis.ops.collectives import distributed, is_message, is_wait, propagated_apart
 from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
-from magis.ops.generators import GET_STATE
+from magis.ops.generators import DRAW_STATE, GET_STATE
 from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
@@ -225,9 +225,8 @@ class Hollow(TorchDispatchMode):
             if isinstance(made, Tensor):
                 _contents(made, self._own(drawn=True))
             return made
-        return (
-            self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if str(func) == GET_STATE else None
-        )
+        given = str(func) in (GET_STATE, DRAW_STATE)
+        return self._hollow(func, self._faked(func, args, kwargs), [], [], drawn=True) if given else None
 
     # -- results that are not -------------------------------------------------------------------------------------
 

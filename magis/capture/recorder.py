@@ -27,7 +27,7 @@ from magis.ops.call import EXPECT, from_torch
 from magis.ops.collectives import MESSAGES, distributed, keeps_order
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
-from magis.ops.generators import GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
+from magis.ops.generators import DRAW_STATE, GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
 from magis.ops.operators import op_info
 
 _ADDED_UP = ("aten.add.Tensor", "aten.add_.Tensor")
@@ -200,7 +200,7 @@ class Recorder(TorchDispatchMode):
         target = renewed or str(func)
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
-        sets = target in (SET_STATE, SEED, SEED_MADE)
+        sets = target in (SET_STATE, SEED, SEED_MADE, DRAW_STATE)
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
@@ -209,9 +209,10 @@ class Recorder(TorchDispatchMode):
         source = self._drawn_from((*args, *kwargs.values()))
         written = set() if renewed else self._written(func, args, kwargs, graph_args, before)
         fresh_inputs = {self._values[value].storage for value in before.values()}
+        gives_state = target in (GET_STATE, DRAW_STATE)
         reads = sorted(
             (storage, self._versions[storage])
-            for storage in fresh_inputs | ({source} if random or target == GET_STATE else set()) | self._awaited()
+            for storage in fresh_inputs | ({source} if random or gives_state else set()) | self._awaited()
         )
         if random or sets:
             written.add(source)
@@ -226,7 +227,7 @@ class Recorder(TorchDispatchMode):
         else:
             self._fill((*args, *kwargs.values()), written)
         # The state of a GPU's generator lies in memory of the host, which does not count.
-        kind = "host" if target == GET_STATE and args[0] != STATE_BYTES["cpu"] else "temporary"
+        kind = "host" if gives_state and args[0] != STATE_BYTES["cpu"] else "temporary"
         largest = max((t.numel() * t.element_size() for t in tensors_in(args)), default=0)
         outputs = [
             self._output(item, written, kind, renew=view, least=_least(target, position, item, largest))

@@ -15,8 +15,8 @@ from magis.cost.shapes import made
 from magis.cost.signature import parse, signature
 from magis.errors import MagisError
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
-from magis.graph.nodes import Graph, Op, Ref, Value, every_op
-from magis.ops.collectives import ARRIVED, is_message
+from magis.graph.nodes import ARRIVED, Graph, Op, Ref, Value, every_op
+from magis.ops.collectives import is_message
 
 # Time of one operator from what it does and what the device can do: the roofline, with small operators charged.
 #

@@ -1,6 +1,8 @@
 """The graph: operators, values, storages; its rules (verify) and its text form."""
 
 from magis.graph.nodes import (
+    ARRIVED,
+    BESIDE,
     BITS,
     GENERATOR,
     ITEM_SIZE,
@@ -21,7 +23,7 @@ from magis.graph.text import GraphTextError, digest, dump, parse
 from magis.graph.verify import verify
 
 __all__ = [
-    "BITS", "GENERATOR",
+    "ARRIVED", "BESIDE", "BITS", "GENERATOR",
     "ITEM_SIZE", "PERSISTENT_KINDS", "Arg", "Const", "Graph", "GraphTextError", "Loop", "Op", "Ref", "Scalar",
     "Storage", "Value", "digest", "dump", "every_op", "parse", "replace_refs", "verify",
 ]  # fmt: skip

@@ -34,6 +34,14 @@ GENERATOR = 0
 """Id of the storage that stands for the device's random-number generator. A step's own have further ones."""
 
 
+ARRIVED = "magis.arrived"
+"""The operator that waits for a message."""
+BESIDE = tuple(
+    f"_c10d_functional.{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+)
+"""Messages that run beside the operators from where they are called to where they are waited for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """An argument that is a tensor: the id of a value."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from magis.errors import VerifyError
 from magis.graph.loop_rules import JOIN, PART, REDUCE, loop_problems
-from magis.graph.nodes import BITS, ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
+from magis.graph.nodes import ARRIVED, BESIDE, BITS, ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
 _IN_BODY = ("outer", "temporary", "host")
@@ -147,23 +147,33 @@ def _copy_problems(graph: Graph) -> Iterator[str]:
 def _message_problems(graph: Graph) -> Iterator[str]:
     """A message that an operator waits for runs beside the others until then: so long nobody reads what it brings, and
     nothing changes what it sends."""
-    brought = {value for op in graph.ops if op.target == "magis.arrived" for value in op.inputs()[:1]}
-    sent: dict[int, tuple[set[int], int]] = {}  # what a message brings -> storages that it reads, the one that it makes
+    brought = {value for op in graph.ops if op.target == ARRIVED for value in op.inputs()[:1]}
+    sent: dict[int, Op] = {}  # by what it brings
     for op in graph.ops if brought else ():
         where = f"operator {op.id} ({op.target})"
-        if op.target == "magis.arrived":
-            if sent.pop(op.inputs()[0], None) is None:
-                yield f"{where}: waits for value {op.inputs()[0]}, which no message brings"
+        if op.target == ARRIVED:
+            yield from _arrival_problems(op, where, sent)
             continue
         taken, made = ({graph.values[value].storage for value in each} for each in (op.inputs(), op.made()))
         written = {storage for storage, _ in op.writes}
         view = bool(made) and made <= taken and not op.writes
-        for value, (read, arrives) in sent.items():
-            if (arrives in taken and not view) or (read | {arrives}) & written:
+        for value, message in sent.items():
+            arrives, *read = (graph.values[each].storage for each in (value, *message.inputs()))
+            if (arrives in taken and not view) or not written.isdisjoint((arrives, *read)):
                 yield f"{where}: uses memory of the message that brings value {value}, which is still under way"
-        sent.update((value, (taken, graph.values[value].storage)) for value in op.made() if value in brought)
+        sent.update((value, op) for value in op.made() if value in brought and op.target in BESIDE)
     for value in sent:
         yield f"the message that brings value {value} is not waited for where it was sent last"
+
+
+def _arrival_problems(op: Op, where: str, sent: dict[int, Op]) -> Iterator[str]:
+    """The operator names what a message brings, and then all that it sends, which stays in memory until then."""
+    value, named = next(iter(op.inputs()), None), op.inputs()[1:]
+    message = None if value is None else sent.pop(value, None)
+    if message is None:
+        yield f"{where}: waits for value {value}, which no message brings"
+    elif named != message.inputs():
+        yield f"{where}: names {named} as sent by the message that brings value {value}, which sends {message.inputs()}"
 
 
 def _input_problems(graph: Graph, op: Op, where: str, defined: set[int], gone: set[int]) -> Iterator[str]:

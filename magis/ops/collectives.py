@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from magis.graph import Op
+from magis.graph import ARRIVED, Op
 from magis.ops.exchanges import EXCHANGE
 
 COLLECTIVES = "_c10d_functional."
@@ -36,12 +36,6 @@ REPLICAS = "dp"
 """The role of groups whose ranks run the same step."""
 MESSAGES = "messages"
 """Stands for what collectives that keep their order write, one after the other."""
-ARRIVED = "magis.arrived"
-"""The operator that waits for a message."""
-BESIDE = tuple(
-    f"{COLLECTIVES}{name}.default" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-)
-"""Messages that run beside the operators from where they are called to where they are waited for."""
 WAITS = (f"{COLLECTIVES}wait_tensor.default", f"{COLLECTIVES}_wrap_tensor_autograd.default")
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _SIZE = re.compile(r".*-x(\d+)")

@@ -160,8 +160,10 @@ def seed_all(seed: int) -> None:
 #     magis.set_state(%s, device=<device cpu>)           puts it back
 #     magis.seed(3, device=<device cpu>)                 what ``torch.manual_seed(3)`` does
 #     magis.seed_made(3, generator=<generator .made.0>)  the same for a generator that is made within the step
+#     %s = magis.draw_state(5056, device=<device cpu>)   the state of another generator, whose seed this one draws
 
 GET_STATE, SET_STATE, SEED = "magis.get_state.default", "magis.set_state.default", "magis.seed.default"
+DRAW_STATE = "magis.draw_state.default"
 SEED_MADE = "magis.seed_made.default"
 MADE = ".made."
 """Begins the names of generators that are made within the step; where others are held never begins with a dot."""
@@ -194,6 +196,19 @@ def _get_state(nbytes: int, device: torch.device) -> Tensor:
     return generator_of(device).get_state()
 
 
+def _draw_state(nbytes: int, device: torch.device) -> Tensor:
+    if device.type == "meta":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    drawn = generator_of(device)
+    made = torch.Generator(drawn.device)
+    if device.type == "cuda":  # which knows its place: to draw a number would be to wait for the GPU
+        seed = hash((drawn.initial_seed(), drawn.get_offset())) % 2**_BITS
+    else:
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn))
+    made.manual_seed(seed)
+    return made.get_state()
+
+
 def _set_state(state: Tensor, device: torch.device) -> None:
     generator_of(device).set_state(state)
 
@@ -212,12 +227,21 @@ def _nothing(state: Tensor, device: torch.device) -> None:
     """Memory without contents holds no state."""
 
 
+def draw_state(device: torch.device) -> Tensor:
+    """The state of another generator, whose seed a device's own one draws; within a capture, an operator."""
+    kind = getattr(torch.default_generator, "device_kind", device.type)
+    found: Tensor = torch.ops.magis.draw_state(STATE_BYTES[kind], device=device)
+    return found
+
+
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")
 _LIBRARY.define("get_state(int nbytes, *, Device device) -> Tensor")
+_LIBRARY.define("draw_state(int nbytes, *, Device device) -> Tensor")
 _LIBRARY.define("set_state(Tensor state, *, Device device) -> ()")
 _LIBRARY.define("seed(int seed, *, Device device) -> ()")
 _LIBRARY.define("seed_made(int seed, *, Generator generator) -> ()")
 _LIBRARY.impl("get_state", _get_state, "BackendSelect")
+_LIBRARY.impl("draw_state", _draw_state, "BackendSelect")
 _LIBRARY.impl("set_state", _set_state, "CPU")
 _LIBRARY.impl("set_state", _nothing, "Meta")
 _LIBRARY.impl("seed", _seed, "BackendSelect")

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from magis.cost.cost_model import RooflineCosts
 from magis.errors import MagisError
 from magis.fission.proof import verify_fission
-from magis.graph import Graph, Op, digest, dump, every_op, parse, verify
+from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse, verify
 from magis.graph.hazards import is_pure_view
-from magis.ops.collectives import ARRIVED, under_way
+from magis.ops.collectives import under_way
 from magis.ops.operators import OPERATORS, name_of
 from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject

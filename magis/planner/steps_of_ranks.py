@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from magis.graph import Graph
-from magis.ops.collectives import BESIDE
+from magis.graph import BESIDE, Graph
 from magis.simulate.compiled_problem import Costs, compile_problem
 from magis.simulate.evaluator import evaluate
 from magis.simulate.problem import KEEP

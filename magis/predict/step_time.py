@@ -99,13 +99,14 @@ class StepTime(TorchDispatchMode):
                 self.took[at] = self.took.get(at, 0.0) + took
         return result
 
-    def ms(self, waiting: Waiting | None = None) -> float:
-        """Of the whole step; a rank of a pipeline is ``waiting`` in it, for others or for their messages."""
+    def ms(self, waiting: Waiting | None = None, *, passes: int = 1) -> float:
+        """Of the whole step; a rank of a pipeline is ``waiting`` in it, for others or for their messages. Messages
+        hide behind the last of ``passes``."""
         compute, exposed = float(self.compute_ns), self.exposed_ns
         if waiting is not None:
             compute += waiting.idle_ns(self.compute_ns, self.took, self.sent_ns / max(1, self.sends))
             exposed -= self.sent_ns if waiting.sends_ahead else 0.0
-        beside = max(0.0, self.hidden_ns - self._links.hidden * compute)
+        beside = max(0.0, self.hidden_ns - self._links.hidden * compute / passes)
         return (compute + exposed + beside) / 1e6
 
     def add_hidden(self, nbytes: int, ranks: int) -> None:
@@ -147,9 +148,11 @@ def predict_step(
     pace = StepTime(device, links_of(device.name))
     seen = _Seen(strategy)
     memory = predict_rank(seen, make_work, world_size, rank, device=kind, watched_by=pace)
+    passes = 1
     if strategy.name.rpartition("+")[2] in _BY_TORCH:
         pace.add_hidden(seen.trained_bytes, world_size)
-    return memory, pace.ms(seen.waiting)
+        passes = int(getattr(strategy, "micro_batches", 1))  # whose gradients are sent with the last one
+    return memory, pace.ms(seen.waiting, passes=passes)
 
 
 @dataclass

@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from magis.errors import VerifyError
-from magis.graph import Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
+from magis.graph import ARRIVED, BESIDE, Arg, Const, Graph, Op, Ref, Storage, Value, replace_refs
 from magis.graph.hazards import is_pure_view
-from magis.ops.collectives import ARRIVED, BESIDE
 from magis.ops.generators import STATE_BYTES
 from magis.simulate.compiled_problem import Compiled, Group, redo_form, reusable, take_over_form
 from magis.simulate.problem import ARRIVE, BLOCK, FIRST, LOAD, REDO, STORE, WAIT, Events

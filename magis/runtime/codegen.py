@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from magis.graph import Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
+from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
 from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
 from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
-from magis.ops.collectives import ARRIVED, arrived, followed_by_wait, is_collective, under_way
+from magis.ops.collectives import arrived, followed_by_wait, is_collective, under_way
 from magis.ops.fake_results import IN_TRAINING
 from magis.runtime.swap_streams import AnyHost, make_host
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import rustworkx as rx
 
-from magis.graph import Graph, Op, Ref, Value, every_op
+from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
-from magis.ops.collectives import BESIDE, WAITS
+from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
@@ -269,6 +269,7 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         redo_ns=redo_ns + (GENERATOR_NS if any(op.random for op in group) else 0),
         redo_ws=redo_ws,
         redo_tensor=redo_tensor,
+        at_once=any(is_message(op.target) for op in group),
         copies=any(op.body is not None and _swaps(op.body.graph) for op in group),
         redo_ok=bool(made) and _may_repeat(redo, set(made), facts),
         reuse=tuple(facts.number[s] for s in victims if facts.may_be_reused(s)),
@@ -306,7 +307,7 @@ def _beside(
         )
 
     return [
-        replace(row, ns=0, redo_ns=0, message_ns=row.ns, reuse=()) if can(group, row) else row
+        replace(row, ns=0, redo_ns=0, message_ns=row.ns, at_once=False, reuse=()) if can(group, row) else row
         for group, row in zip(nodes, rows, strict=True)
     ]
 

@@ -2,7 +2,8 @@
 
 A message starts once the nodes that stand before it are done and the stream is free, and ends its time later. Its
 first reader waits for that, and so does the end of the step. Until the wait, what is sent and what arrives are in
-memory. The plan says which messages there are; these passes say when they are sent and waited for:
+memory. A node that sends a message and waits for it at once starts when the stream is free, too. The plan says which
+messages there are; these passes say when they are sent and waited for:
 
 1. Where a message could be sent earlier, with the early nodes that make what it takes (an all-gather of weights with
    the call that puts the shards side by side), it is: as late as it may be to be over when it is wanted, and behind the
@@ -259,9 +260,13 @@ def _run(
     own.wait_at[:count] = -1
     now = stream_ns = waiting = 0
     for at in range(count):
-        start_ns[at] = now
         node = event[at] >> 1
+        if plan.at_once[node]:
+            now = max(now, stream_ns)
+        start_ns[at] = now
         now += ns[event[at] & 1, node]
+        if plan.at_once[node]:
+            stream_ns = now
         if plan.ns[node] > 0:
             stream_ns = max(stream_ns, now) + plan.ns[node]
             own.end_ns[at] = stream_ns

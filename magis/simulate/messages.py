@@ -18,6 +18,7 @@ class MessageStep(NamedTuple):
     """The messages of a problem; arrays by node are 0, -1 or False for nodes that are none."""
 
     ns: Int64s  # [n] on the stream of messages
+    at_once: Bools  # [n] messages that take time of the nodes, and begin when the stream is free
     takes: Int32s  # [n] temporary storage that is sent, -1: what is sent persists
     gives: Int32s  # [n] storage that arrives
     movable: Bools  # [n] may be sent much earlier than it stands, with the early nodes that make what it takes
@@ -77,8 +78,8 @@ def _messages(problem: Problem) -> MessageStep:
     taken = np.zeros(problem.n_storages, dtype=np.bool_)
     taken[takes[takes >= 0]] = True
     return MessageStep(
-        problem.message_ns, takes, gives, movable.astype(np.bool_), problem.early, late, rows_of(waits),
-        taken, problem.ceiling - problem.persistent_bytes,
+        problem.message_ns, problem.at_once, takes, gives, movable.astype(np.bool_), problem.early, late,
+        rows_of(waits), taken, problem.ceiling - problem.persistent_bytes,
     )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ class Problem:
     redo_ok: Bools  # [n] may run again: not random, writes nothing, reads nothing that a node writes later
     copies: Bools  # [n] makes copies of its own, a loop whose parts swap: no other copy is under way meanwhile
     message_ns: Int64s  # [n] time on the stream of messages of one that runs beside the nodes; 0: it is none
+    at_once: Bools  # [n] sends a message that it waits for: it begins when those that run beside nodes are over
     early: Bools  # [n] needs nothing of the step but what such nodes make: it may run at any time before its readers
     reuses: Rows  # [n] inputs whose memory its only output may take over when they die with it
     preads: Rows  # [n] persistent storages that it reads and that some block writes
@@ -137,6 +138,7 @@ class NodeRow:
     redo_ok: bool = False
     copies: bool = False
     message_ns: int = 0
+    at_once: bool = False
     reuse: tuple[int, ...] = ()
     preads: tuple[int, ...] = ()
     extra: tuple[int, ...] = ()
@@ -205,6 +207,7 @@ def build_problem(
         redo_ok=np.array([node.redo_ok for node in nodes], dtype=np.bool_),
         copies=np.array([node.copies for node in nodes], dtype=np.bool_),
         message_ns=int64s(node.message_ns for node in nodes),
+        at_once=np.array([node.at_once for node in nodes], dtype=np.bool_),
         early=np.array(_early(nodes, producer), dtype=np.bool_),
         reuses=rows_of(node.reuse for node in nodes),
         preads=rows_of(node.preads for node in nodes),
@@ -241,7 +244,9 @@ def _check_message(what: str, node: NodeRow) -> None:
     """A message that runs beside nodes takes one temporary storage at most, and makes one."""
     if node.message_ns < 0:
         raise VerifyError(f"{what}: negative time of a message")
-    if node.message_ns and (len(node.inputs) > 1 or len(node.outputs) != 1 or node.reuse or node.ns or node.redo_ns):
+    if not node.message_ns:
+        return
+    if node.at_once or len(node.inputs) > 1 or len(node.outputs) != 1 or node.reuse or node.ns or node.redo_ns:
         raise VerifyError(f"{what}: a message takes one storage at most, makes one, and takes no time of the nodes")
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from operator import add
 
 from magis.cost.machines import Times
-from magis.graph import Graph, Op
+from magis.graph import ARRIVED, Graph, Op
 from magis.graph.hazards import is_pure_view, lifetimes
-from magis.ops.collectives import ARRIVED, under_way
+from magis.ops.collectives import is_message, under_way
 from magis.results import Span
 from magis.simulate.compiled_problem import GENERATOR_NS
 from magis.simulate.peak_breakdown import Owner, named_owners, note_owners
@@ -43,6 +43,11 @@ class _Clock:
         """The compute stream waits for storages that are being copied."""
         self.compute = max([self.compute, *(self.done.get(storage, 0) for storage in storages)])
 
+    def run(self, spent: int) -> int:
+        """Start of what takes the compute stream's time alone."""
+        start, self.compute = self.compute, self.compute + spent
+        return start
+
     def copy(self, stream: str, nbytes: int, made: int, times: Times) -> tuple[int, int]:
         """Start and length of a copy that makes a storage: after the last one of its direction, and after what the
         compute stream was given before."""
@@ -55,6 +60,12 @@ class _Clock:
         """Start of a message that brings a storage: after the last one, and as copies."""
         start = max(self.messages, self.compute)
         self.messages = self.done[made] = start + spent
+        return start
+
+    def exchange(self, spent: int) -> int:
+        """Start of a message that the compute stream waits for at once: after the last one."""
+        start = max(self.messages, self.compute)
+        self.messages = self.compute = start + spent
         return start
 
     def inside(self) -> _Clock:
@@ -86,8 +97,10 @@ def _run(graph: Graph, times: Times, clock: _Clock) -> None:
             clock.compute += GENERATOR_NS
         elif not beside.isdisjoint(op.made()):
             clock.send(storage_of[op.made()[0]], times.nanoseconds(op, graph.values))
+        elif is_message(op.target):
+            clock.exchange(times.nanoseconds(op, graph.values))
         elif op.target not in UNTIMED and not is_pure_view(graph, op):
-            clock.compute += times.nanoseconds(op, graph.values)
+            clock.run(times.nanoseconds(op, graph.values))
 
 
 Held = tuple[int, ...]
@@ -114,7 +127,7 @@ def timeline(
     Copies run beside the operators, one at a time in each direction, as the search counts them: a store or a load
     starts once what was given to the compute stream before is done. Whoever takes a loaded tensor waits for it, and
     before its memory is freed the step waits until a stored one is on the host. Messages between ranks run beside both,
-    one at a time, up to where the schedule waits for them.
+    one at a time, up to where the schedule waits for them; where that is at once, so does the compute stream.
     """
     apart = sum(1 if op.body is None else op.body.parts * len(op.body.graph.ops) for op in graph.ops) <= MOST_CALLS
     walk = _Walk(times, workspace, rounding, apart)
@@ -155,8 +168,8 @@ class _Walk:
                     start = clock.send(storage_of[op.made()[0]], spent)
                     yield _span(op, start, spent, level, own, stream=MESSAGES, again=again)
                     continue
-                yield _span(op, clock.compute, spent, level, _sum(own, self._worst(op)), again=again)
-                clock.compute += spent
+                alone = clock.exchange if is_message(op.target) else clock.run
+                yield _span(op, alone(spent), spent, level, _sum(own, self._worst(op)), again=again)
 
     def _worst(self, op: Op) -> Held:
         """Tensors inside an operator where all its bytes peak: only a loop has them."""

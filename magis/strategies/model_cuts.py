@@ -23,7 +23,7 @@ from magis.models.building import FeedForward, SelfAttention
 from magis.models.decoders import Btlm, BtlmLayer, Gpt, GptNeo
 from magis.models.encoders import Bert, Vit
 from magis.strategies.distributed import quiet
-from magis.strategies.uneven_heads import head_shares, share_columns, share_rows
+from magis.strategies.uneven_heads import draw_alike, head_shares, share_columns, share_rows
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,7 @@ def _share_unevenly(attention: SelfAttention, columns: Sequence[int], group: Dev
         for layer in (attention.query, attention.key, attention.value):
             share_rows(layer, columns, rank, name)
     share_columns(attention.out, columns, rank, name)
+    draw_alike(attention)
 
 
 def _group_rows(packed: nn.Module, ranks: int) -> None:

@@ -6,6 +6,9 @@ messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
 
     query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
     out                  forward: products summed over the ranks   backward: own heads of a whole gradient
+
+A rank with more heads draws more numbers where attention drops out, and what all ranks hold alike would part. So behind
+it all of them draw from a new generator, whose seed they drew before it; Megatron-LM has two generators for that.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from magis.models.building import SelfAttention
 from magis.ops.collectives import all_reduce
+from magis.ops.generators import draw_state
 
 
 def head_shares(heads: int, ranks: int) -> list[int]:
@@ -42,6 +47,19 @@ def share_columns(layer: nn.Module, columns: Sequence[int], rank: int, group: st
     part = whole.detach().split(list(columns), 1)[rank].contiguous().clone()
     layer.register_parameter("weight", nn.Parameter(part, whole.requires_grad))
     layer.forward = partial(_columns, layer, group)
+
+
+def draw_alike(attention: SelfAttention) -> None:
+    """Have all ranks draw the same numbers behind an attention, however many heads drop out."""
+    vars(attention)["forward"] = partial(_attended, attention)  # a copy of the module gets one of its own
+
+
+def _attended(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    state = draw_state(x.device) if attention.training and attention.dropout else None
+    out = SelfAttention.forward(attention, x, mask)
+    if state is not None:
+        torch.ops.magis.set_state(state, device=x.device)
+    return out
 
 
 def _rows(layer: Any, group: str, x: Tensor) -> Tensor:

@@ -9,11 +9,17 @@ from magis.models.building import REAL
 from magis.models.decoders import BtlmConfig, GptNeoConfig, btlm, gpt_neo
 from magis.models.encoders import BertConfig, bert
 
+THREE_HEADS = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=33, max_positions=8)
+
 
 def three_heads() -> Workload:
     """Two ranks divide neither them nor the vocabulary; the first and the last stage share a weight. Eight samples."""
-    sizes = GptNeoConfig(8, seq_len=8, layers=3, width=24, heads=3, window=3, vocab_size=33, max_positions=8)
-    return gpt_neo(sizes, REAL, "three_heads", 0)
+    return gpt_neo(THREE_HEADS, REAL, "three_heads", 0)
+
+
+def dropped_heads() -> Workload:
+    """The same with dropout, of attention too."""
+    return gpt_neo(replace(THREE_HEADS, dropout=0.1), REAL, "dropped_heads", 0)
 
 
 def two_heads() -> Workload:

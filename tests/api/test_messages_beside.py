@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from magis.capture import Workload
 from magis.cases.run_case import run_case
 from magis.cost.links import message_ns
-from magis.graph import Graph, Op
+from magis.graph import ARRIVED, BESIDE, Graph, Op, Ref
 from magis.graph.verify import problems
-from magis.ops.collectives import ARRIVED, BESIDE, all_reduce, group_name, under_way
+from magis.ops.collectives import all_reduce, group_name, is_message, under_way
 from magis.ops.optimizers import OptimizerSpec
 from magis.planner.bench import Bench
 from magis.planner.planned_ranks import PlannedRanks
@@ -32,6 +33,7 @@ from magis.simulate.simulator import replay
 from magis.simulate.timeline import MESSAGES, elapsed_ns, timeline
 from magis.strategies.rank_step import World
 from magis.strategies.single_device import on_fake_tensors
+from tests.api.cut_nets import two_heads
 
 LAYERS = 4
 
@@ -79,6 +81,25 @@ def test_bytes_and_time_of_the_graph_are_those_of_the_plan(subject: Subject, fla
     spans = timeline(graph, costs.nominal, costs.workspace, profile, rounding=costs.rounding)
     sent = [span for span in spans if span.stream == MESSAGES]
     assert len(sent) == sum(op.target in BESIDE for op in graph.ops) == len(under_way(graph.ops))
+
+
+def test_one_message_at_a_time_is_on_the_links() -> None:
+    strategy = PlannedRanks("magis+tp2+sp", device="sim:h100")
+    with fake_world(4, 0):
+        work = on_fake_tensors(two_heads())[1]
+        subject = strategy.subject(strategy.own_part(work, World(4, 0, fake=True)))
+        found, costs = compiled(subject), subject.roofline
+    order, flags, _, graph = plan(found, KEEP)
+    assert elapsed_ns(graph, costs.nominal) == evaluate(found.problem, order, flags).latency_ns
+    profile = replay(graph, costs.workspace, rounding=costs.rounding)
+    spans = [
+        span
+        for span in timeline(graph, costs.nominal, costs.workspace, profile, rounding=costs.rounding)
+        if is_message(span.op)
+    ]
+    assert {span.stream for span in spans} == {MESSAGES, "compute"}, "some are waited for at once"
+    for one, other in pairwise(spans):
+        assert one.start_ms + one.ms <= other.start_ms + 1e-9
 
 
 def test_a_hidden_message_takes_less_than_one_that_is_waited_for(subject: Subject) -> None:
@@ -156,6 +177,33 @@ def test_a_message_that_is_used_too_early_is_a_broken_rule(subject: Subject) -> 
     assert any("still under way" in line for line in changed(graph, late))
     assert any("which no message brings" in line for line in changed(graph, twice))
     assert any("is not waited for where it was sent last" in line for line in changed(graph, early(waits)))
+
+
+def test_who_waits_names_a_message_and_all_that_it_sends(subject: Subject) -> None:
+    graph = plan(compiled(subject), KEEP)[3]
+    at = next(at for at, op in enumerate(graph.ops) if op.target == ARRIVED)
+    waits = graph.ops[at]
+    for wrong in (waits.args[:1], (*waits.args, waits.args[1]), (waits.args[0], waits.args[0])):
+        ops = [*graph.ops[:at], replace(waits, args=wrong), *graph.ops[at + 1 :]]
+        lines = changed(graph, lambda _, ops=ops: ops)
+        assert len(lines) == 1
+        assert f"as sent by the message that brings value {waits.inputs()[0]}" in lines[0]
+    (nothing,) = changed(graph, lambda ops: [*ops, replace(waits, args=(), reads=())])
+    assert "which no message brings" in nothing
+
+
+def test_nobody_waits_for_an_operator_that_is_no_message(subject: Subject) -> None:
+    graph = plan(compiled(subject), KEEP)[3]
+    waits = next(op for op in graph.ops if op.target == ARRIVED)
+    at = next(at for at, op in enumerate(graph.ops) if op.target.startswith("aten.mm.") and len(op.made()) == 1)
+    (made,) = graph.ops[at].made()
+    own = replace(
+        waits,
+        args=(Ref(made), *map(Ref, graph.ops[at].inputs())),
+        reads=tuple(sorted({(graph.values[made].storage, 0), *graph.ops[at].reads})),
+    )
+    (line,) = changed(graph, lambda ops: [*ops[: at + 1], own, *ops[at + 1 :]])
+    assert f"waits for value {made}, which no message brings" in line
 
 
 def early(waits: Op) -> Any:

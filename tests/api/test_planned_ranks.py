@@ -35,7 +35,11 @@ from magis.strategies.uneven_heads import head_shares, share_rows
 from tests.api.cut_nets import three_heads, two_heads
 
 TIED = "tests.api.nets:tied"
-CUT = {"three heads": "tests.api.cut_nets:three_heads", "two heads": "tests.api.cut_nets:two_heads"}
+CUT = {
+    "three heads": "tests.api.cut_nets:three_heads",
+    "dropped heads": "tests.api.cut_nets:dropped_heads",
+    "two heads": "tests.api.cut_nets:two_heads",
+}
 PLANNED = ("magis+ddp", "magis+fsdp")
 """Whose ranks all run one step."""
 SMALL_BUDGET = 200
@@ -142,6 +146,7 @@ def test_two_ranks_run_their_plan(strategy: str, bench: Bench) -> None:
     [
         pytest.param("magis+tp2", 2, "two heads", marks=pytest.mark.soak),
         ("magis+tp2", 4, "three heads"),
+        ("magis+tp2", 2, "dropped heads"),
         ("magis+tp2+sp", 2, "two heads"),
         ("magis+pp2", 4, "two heads"),
         pytest.param("magis+pp3", 3, "three heads", marks=pytest.mark.soak),

@@ -13,6 +13,7 @@ from magis.capture.captured import capture
 from magis.capture.workload import Workload, fake_tensors
 from magis.cost.cost_model import RooflineCosts
 from magis.cost.devices import find_device
+from magis.cost.links import links_of
 from magis.cost.operator_latency import Prices
 from magis.errors import UsageError
 from magis.ops.optimizers import OptimizerSpec
@@ -77,6 +78,7 @@ def test_messages_hide_behind_half_of_the_work_and_a_pipeline_stands_idle() -> N
     assert pace.ms() == pytest.approx(1.05)
     pace.hidden_ns = 700_000.0
     assert pace.ms() == pytest.approx(1.25)
+    assert pace.ms(passes=4) == pytest.approx(1.625)
     assert StepTime(V100, LINKS).ms() == 0.0
     idle = StepTime(V100, LINKS)
     idle.compute_ns = 1_000_000
@@ -93,6 +95,24 @@ def test_more_ranks_have_less_to_compute_and_slower_links_cost_time() -> None:
     assert ms("zero2", 4, "cpu") > ms("zero2", 1, "cpu"), "a net this small has more to send than to compute"
     with pytest.raises(UsageError, match="needs a multiple of 2 ranks, there are 3"):
         ms("tp", 3, "cpu")
+
+
+def wide(batch: int) -> Workload:
+    """A layer whose gradient takes longer to send than an eighth of the step, and less than half of it."""
+    module, rule = nn.Linear(2048, 2048, bias=False), OptimizerSpec("sgd")
+    given = (torch.randn(batch, 2048),), (torch.randn(batch, 2048),)
+    return Workload("wide", module, *given, nn.functional.mse_loss, rule)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("ddp", False), ("accumulate4+ddp", True)])
+def test_gradients_of_micro_batches_hide_behind_the_last_one(name: str, *, shown: bool) -> None:
+    alone, two = (
+        predict_step(distributed_strategy(name), lambda share=batch: wide(share), ranks, 0, V100)[1]
+        for ranks, batch in ((1, 128), (2, 256))
+    )
+    sent = 2048 * 2048 * 4 / links_of("v100").bytes_per_s * 1e3
+    assert alone / 8 < sent < alone / 2
+    assert two - alone == pytest.approx(sent - alone / 8 if shown else 0.0, abs=alone / 1000)
 
 
 def test_nothing_hides_what_an_optimizer_sends() -> None:

@@ -109,6 +109,11 @@ def _weigh(problem: Problem, events: Events, copies: list[Copy], unwanted: dict[
     return Replayed(max(levels), max(tensors), latency, stalled, levels)
 
 
+def _run_behind(events: Events, at: int) -> int:
+    """The node that runs at an event or, where that is no run, at the first one behind it."""
+    return next(int(arg) for kind, arg in zip(events.kind[at:], events.arg[at:], strict=True) if kind in (FIRST, REDO))
+
+
 def _time(problem: Problem, events: Events) -> tuple[int, int]:
     now = out = back = sent = stalled = 0
     arrives: dict[int, int] = {}
@@ -116,6 +121,8 @@ def _time(problem: Problem, events: Events) -> tuple[int, int]:
     loaded: dict[int, int] = {}
     for at in range(len(events)):
         kind, arg = int(events.kind[at]), int(events.arg[at])
+        if kind in (WAIT, LOAD, FIRST, REDO) and problem.at_once[_run_behind(events, at)]:
+            now = max(now, sent)  # in whatever order it waits for copies and for messages
         wanted = now
         if kind == STORE:
             out = max(out, now) + copy_ns(problem, arg)
@@ -136,6 +143,8 @@ def _time(problem: Problem, events: Events) -> tuple[int, int]:
             out = back = now + int((problem.node_ns, problem.redo_ns)[kind][arg])
         if kind in (FIRST, REDO, BLOCK):
             now += int((problem.node_ns, problem.redo_ns, problem.blk_ns)[kind][arg])
+        if kind in (FIRST, REDO) and problem.at_once[arg]:
+            sent = now
         if kind in (FIRST, REDO) and problem.message_ns[arg]:
             sent = max(sent, now) + int(problem.message_ns[arg])
             arrives[int(problem.outputs(arg)[0])] = sent

@@ -62,8 +62,11 @@ class Rows:
         plain = [i for i in fits if not (self.storages[i].pinned or self.storages[i].to_end)]
         reuse = tuple(plain) if len(outputs) == 1 and self.rng.random() < 0.5 else ()
         self.nodes.append(
-            NodeRow(inputs, outputs, ns, ws, redo_ns, redo_ws, redo_ok=redo_ok, reuse=reuse, preads=preads)
-        )
+            NodeRow(
+                inputs, outputs, ns, ws, redo_ns, redo_ws, redo_ok=redo_ok, reuse=reuse, preads=preads,
+                at_once=bool(self.rng.random() < 0.2),
+            )
+        )  # fmt: skip
 
     def send(self, taken: tuple[int, ...], preads: tuple[int, ...] = ()) -> int:
         made = self.storage()
@@ -240,6 +243,20 @@ def test_without_room_messages_are_waited_for_at_once() -> None:
     assert problem.least_ns + 60 < some.latency_ns < found.latency_ns
 
 
+@pytest.mark.parametrize(("at_once", "latency"), [(False, 10 + 100), (True, 10 + 100 + 10 + 50)])
+def test_a_message_that_is_waited_for_at_once_queues_behind_those_under_way(at_once: bool, latency: int) -> None:
+    nodes = [
+        NodeRow((), (0,), 10),
+        NodeRow((0,), (1,), 0, message_ns=100),
+        NodeRow((), (2,), 10, at_once=at_once),
+        NodeRow((2,), (3,), 50),
+        NodeRow((1, 3), (4,), 0),
+    ]
+    problem = build_problem(nodes, [StorageRow(8)] * 5, ceiling=1 << 40)
+    order, flags = np.arange(5, dtype=np.int32), np.full(5, KEEP, dtype=np.int8)
+    assert evaluate(problem, order, flags).latency_ns == latency
+
+
 def test_a_weight_that_is_gathered_again_is_sent_ahead() -> None:
     nodes = [
         NodeRow((), (0,), 10, redo_ok=True, preads=(0,)),
@@ -265,6 +282,7 @@ def test_a_weight_that_is_gathered_again_is_sent_ahead() -> None:
     [
         (NodeRow((0, 1), (2,), 0, message_ns=1), [StorageRow(8)] * 3, "takes one storage at most"),
         (NodeRow((0,), (2,), 5, message_ns=1), [StorageRow(8)] * 3, "takes no time of the nodes"),
+        (NodeRow((0,), (2,), 0, message_ns=1, at_once=True), [StorageRow(8)] * 3, "takes no time of the nodes"),
         (NodeRow((0,), (2,), 0, message_ns=-1), [StorageRow(8)] * 3, "negative time of a message"),
         (NodeRow((0,), (2,), 0, message_ns=1), [StorageRow(8, to_end=True), *[StorageRow(8)] * 2], "pinned or needed"),
         (NodeRow((0,), (2,), 0, message_ns=1), [StorageRow(8)] * 3, "for it alone"),
