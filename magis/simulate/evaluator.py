@@ -16,7 +16,7 @@ from magis.errors import VerifyError
 from magis.simulate import kernel, message_passes
 from magis.simulate.arrays import NodeStep, make_scratch, make_step
 from magis.simulate.gaps import find_gaps
-from magis.simulate.messages import make_message_arrays, messages_of
+from magis.simulate.messages import MessageArrays, MessageStep, make_message_arrays, messages_of
 from magis.simulate.problem import (
     ARRIVE,
     BLOCK,
@@ -86,20 +86,30 @@ class Evaluator:
         self._beside = None if self._messages is None else make_message_arrays(self._scratch)
 
     def _run(self, flags: Int8s) -> bool:
-        """Judge a plan; False where there is no room for it. Messages first count as waited for at once, which shows
-        what room there is."""
-        step, scratch = self.step, self._scratch
+        """Judge a plan; False where there is no room for it."""
         if self._messages is None or self._beside is None:
-            return bool(kernel.run_plan(step, self.order, self.gaps, flags, scratch))
+            return bool(kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch))
+        highest = self._with_messages(flags, self._messages, self._beside, None)
+        if highest is not None and self._result[kernel.PEAK] > highest:
+            self._with_messages(flags, self._messages, self._beside, 0)
+        return highest is not None
+
+    def _with_messages(
+        self, flags: Int8s, messages: MessageStep, beside: MessageArrays, highest: int | None
+    ) -> int | None:
+        """The same with messages beside; returns up to which bytes they could lengthen things, None where there is no
+        room for the plan. They first count as waited for at once, which shows (``highest`` None) what that is."""
+        step, scratch = self.step, self._scratch
         if kernel.begin_plan(step, self.order, self.gaps, flags, scratch) < 0:
-            return False
+            return None
         swaps = bool(np.any(flags == SWAP))
-        message_passes.remember(scratch, self._beside)
+        message_passes.remember(scratch, beside)
         kernel.finish_plan(step, flags, scratch, swaps)
-        message_passes.place_messages(step, self._messages, scratch, self._beside)
+        highest = max(messages.ceiling, int(self._result[kernel.PEAK])) if highest is None else highest
+        message_passes.place_messages(step, messages, scratch, beside, highest)
         scratch.result[kernel.TIMED] = 1
         kernel.finish_plan(step, flags, scratch, swaps)
-        return True
+        return highest
 
     def evaluate(self, flags: Int8s) -> Evaluation:
         """All figures of a plan."""

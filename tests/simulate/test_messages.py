@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from magis.errors import VerifyError
@@ -175,6 +175,8 @@ def test_only_messages_and_what_makes_their_inputs_run_earlier(seed: int) -> Non
 
 
 @examples(200)
+@example(10680)
+@example(58605)
 @given(st.integers(0, 2**32 - 1))
 def test_a_plan_is_within_the_sums_and_needs_no_more_room_than_if_it_waits_at_once(seed: int) -> None:
     problem, order, flags = random_plan(seed)
