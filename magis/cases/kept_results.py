@@ -22,6 +22,7 @@ from magis.errors import MagisError
 from magis.graph import digest
 from magis.plain_records import from_plain, to_plain
 from magis.planner.subject import Subject
+from magis.ranks.rank_hosts import cores
 from magis.report.text_store import UNSOUND, Kept
 from magis.results import Case, CaseResult, Memory
 from magis.runtime.measure import device_identity
@@ -51,7 +52,7 @@ class KeptResults:
     ) -> str:
         """What a result depends on: the case, its captured step with eager's lifetimes and the lines that its tables
         name, the device and its prices, and what a baseline hands back. Of ranks also which parts the network has,
-        by which it is cut, and whether there is a pool (``pooled``) that runs them."""
+        by which it is cut, and whether there is a pool (``pooled``) that runs them, on so many cores."""
         captured, traced = self.subject.captured.original, self.subject.traced
         strategy = strategy_of(self.case, self.subject)
         wrapped = digest(self.subject.captured_as(strategy)[0].graph) if strategy and strategy.is_captured else ""
@@ -70,7 +71,7 @@ class KeptResults:
             _settings(),
             None if workspaces is None else sorted(workspaces.items()),
             (expected_graph, tuple(bounds), rough),
-            (pooled, traced.blocks, str(traced.module)) if self._is_ranked else "",
+            (pooled and cores(), traced.blocks, str(traced.module)) if self._is_ranked else "",
         )
 
     def load(self, key: str) -> CaseResult | None:

@@ -79,10 +79,11 @@ class _RankedCase:
     strategy: RankStrategy
 
     def predicted(self, note: str = "") -> CaseResult:
-        """With every rank predicted that is not like another one: each takes seconds at paper size."""
+        """With every rank predicted that is not like another one (each takes seconds at paper size): the bytes of the
+        fullest, the time of the slowest."""
         found = [self.predict(rank) for rank in _distinct(self.case.strategy, self.strategy, self.case.ranks)]
-        worst, ms = max(found, key=lambda each: each[0].predicted.peak_bytes if each[0].predicted else 0)
-        figures = StepFigures(worst.predicted or Memory(0, 0), ms)
+        worst = max((rank.predicted or Memory(0, 0) for rank, _ in found), key=lambda memory: memory.peak_bytes)
+        figures = StepFigures(worst, max(ms for _, ms in found))
         original = original_figures(self.subject, measured=self.subject.runs)
         return replace(self._result(original, figures), ranks=tuple(rank for rank, _ in found), note=note)
 

@@ -196,13 +196,18 @@ def _get_state(nbytes: int, device: torch.device) -> Tensor:
     return generator_of(device).get_state()
 
 
+_OFFSETS = 4
+"""By how much a GPU's generator goes on for one number that each of its threads draws."""
+
+
 def _draw_state(nbytes: int, device: torch.device) -> Tensor:
     if device.type == "meta":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     drawn = generator_of(device)
     made = torch.Generator(drawn.device)
-    if device.type == "cuda":  # which knows its place: to draw a number would be to wait for the GPU
+    if device.type == "cuda":  # which knows its place: to read what it draws would be to wait for the GPU
         seed = hash((drawn.initial_seed(), drawn.get_offset())) % 2**_BITS
+        drawn.set_offset(drawn.get_offset() + _OFFSETS)
     else:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn))
     made.manual_seed(seed)
@@ -227,11 +232,19 @@ def _nothing(state: Tensor, device: torch.device) -> None:
     """Memory without contents holds no state."""
 
 
-def draw_state(device: torch.device) -> Tensor:
-    """The state of another generator, whose seed a device's own one draws; within a capture, an operator."""
+@contextmanager
+def drawing_apart(device: torch.device) -> Iterator[None]:
+    """Random numbers come from another generator, whose seed a device's own one draws: that one goes on behind the
+    block as if it had drawn nothing else. Within a capture, operators."""
     kind = getattr(torch.default_generator, "device_kind", device.type)
-    found: Tensor = torch.ops.magis.draw_state(STATE_BYTES[kind], device=device)
-    return found
+    apart: Tensor = torch.ops.magis.draw_state(STATE_BYTES[kind], device=device)
+    kept: Tensor = torch.ops.magis.get_state(STATE_BYTES[kind], device=device)
+    torch.ops.magis.set_state(apart, device=device)
+    del apart
+    try:
+        yield
+    finally:
+        torch.ops.magis.set_state(kept, device=device)
 
 
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")

@@ -33,7 +33,7 @@ class LiveStorage(StorageLedger):
     apart by kind, as far as `name` and `KIND` said what storages are for.
     """
 
-    def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, replays: bool = False, let_threads_rest: Callable[[], object] | None = None) -> None:
         """``replays``: also what a GPU's caching allocator would reserve for it all (``allocator``).
 
         ``let_threads_rest`` is called before a sum counts in which there are storages that a collective took part in: a

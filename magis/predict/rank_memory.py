@@ -60,7 +60,7 @@ def rank_peak(
     warm_steps: int | None = None,
     replays: bool = False,
     watched_by: Watch | None = None,
-    let_threads_rest: Callable[[], None] | None = None,
+    let_threads_rest: Callable[[], object] | None = None,
 ) -> RankPeak:
     """Prepare, run ``warm_steps`` (None: as many as the strategy needs) and one measured step on this rank, with every
     storage counted from the start.

@@ -284,15 +284,18 @@ def _window(log: profile, mark: str) -> tuple[int, int]:
 
 
 class _RestAfterCollectives(TorchDispatchMode):
-    """What a collective works on stays until its thread rests, before the next other operator.
+    """What a collective works on stays until all threads rest, before the next other operator.
 
     A thread that lets go of a tensor last frees it, which nobody logs: the tensor would count as scratch from then on,
-    in some runs and not in others (seen: 6% of the peak of ``zero3``).
+    in some runs and not in others (seen: 6% of the peak of ``zero3``). A thread that waits for a slower rank rests,
+    too: scratch of collectives that nobody has waited for yet may still differ. Where threads never rest, since
+    somebody else computes in this process, that is tried once.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lent: list[object] = []
+        self._is_calm = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -307,13 +310,13 @@ class _RestAfterCollectives(TorchDispatchMode):
         if func.namespace in COLLECTIVES:
             self._lent.append((args, kwargs))
         elif self._lent:
-            _let_threads_rest()
+            self._is_calm = self._is_calm and _let_threads_rest()
             self._lent.clear()
         return func(*args, **(kwargs or {}))
 
 
-def _let_threads_rest() -> None:
-    """Wait until no other thread of the process runs.
+def _let_threads_rest() -> bool:
+    """Wait until no other thread of the process runs; returns whether that came to be in time.
 
     Gloo's threads free what they still hold when a collective has ended. A tensor seems alive until then, and torch's
     profiler, which logs what they free, does not expect that while it stops: seen to crash in one of twenty jobs (torch
@@ -324,6 +327,7 @@ def _let_threads_rest() -> None:
     while calm < 3 and time.monotonic() < until:
         time.sleep(0.002)
         calm = 0 if any(_runs(task) for task in _TASKS.iterdir() if task.name != own) else calm + 1
+    return calm == 3
 
 
 def _runs(task: Path) -> bool:

@@ -90,8 +90,11 @@ class Evaluator:
         if self._messages is None or self._beside is None:
             return bool(kernel.run_plan(self.step, self.order, self.gaps, flags, self._scratch))
         highest = self._with_messages(flags, self._messages, self._beside, None)
-        if highest is not None and self._result[kernel.PEAK] > highest:
+        peak = self._result[kernel.PEAK]
+        if highest is not None and peak > highest:
             self._with_messages(flags, self._messages, self._beside, 0)
+            if self._result[kernel.PEAK] >= peak:  # with swaps, which are placed by time, that may not help
+                self._with_messages(flags, self._messages, self._beside, None)
         return highest is not None
 
     def _with_messages(

@@ -13,8 +13,8 @@ messages there are; these passes say when they are sent and waited for:
 
 Both take no more room than there is: nothing that they lengthen goes above the plan's own peak, as it is without them,
 or above the problem's ceiling. What else their moves change, such as which output takes over which memory, can still
-need more (seen in 8 of 100,000 random plans): that plan then waits for each message at once. So no plan needs more
-memory than so, unless there is room.
+need more (seen in 8 of 100,000 random plans): that plan then waits for each message at once. So no plan without swaps,
+which are placed by time, needs more memory than so, unless there is room.
 
 This file calls no compiled function of another one, since numba's cache on disk would not notice changes there.
 """

@@ -54,11 +54,12 @@ def cut_of(work: Workload, stages: int, ranks: int | None = None) -> StageCut:
             hint="pp knows bert, gpt, gpt_neo, btlm and vit; use ddp, fsdp or zero for other networks",
         )
     if stages > (most := len(work.blocks)):
-        several = ranks is not None and ranks < stages
+        each = stages // (ranks or stages)  # on a rank
+        plain = f", or the {ranks} stages of pp{ranks}" if each > 1 and ranks and ranks <= most else ""
         raise UsageError(
             f"{work.name}: {most} blocks cannot be cut into {stages} stages"
-            + (f", {stages // ranks} on each of {ranks} ranks" if several and ranks else ""),
-            hint=f"ask for at most {most} stages" + (", or for pp, which has one on each rank" if several else ""),
+            + (f", {each} on each of {ranks} ranks" if each > 1 else ""),
+            hint=f"take a network of at least {stages} blocks{plain}" if each > 1 else f"ask for at most {most} stages",
         )
     return cut
 

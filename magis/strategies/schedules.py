@@ -58,7 +58,7 @@ def check_micro_batches(what: str, schedule: str, ranks: int, count: int) -> Non
         raise UsageError(
             f"{what} goes around its {ranks} ranks {rounds} times, with as many micro-batches each time, and "
             f"{count} are no multiple of that",
-            hint=f"use a multiple of {ranks} micro-batches, or pp{ranks}",
+            hint=f"use a multiple of {ranks} micro-batches, or leave {schedule!r} out",
         )
 
 

@@ -7,13 +7,15 @@ messages of Megatron-LM stand at both ends (Shoeybi et al. 2019):
     query, key, value    forward: own heads of a whole input       backward: gradients of the input summed over ranks
     out                  forward: products summed over the ranks   backward: own heads of a whole gradient
 
-A rank with more heads draws more numbers where attention drops out, and what all ranks hold alike would part. So behind
-it all of them draw from a new generator, whose seed they drew before it; Megatron-LM has two generators for that.
+A rank with more heads draws more numbers where attention drops out, and what all ranks hold alike would part. So in
+there each draws from a generator apart, whose seed comes from the one they have alike; Megatron-LM has two generators
+for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.nn import functional
 
 from magis.models.building import SelfAttention
 from magis.ops.collectives import all_reduce
-from magis.ops.generators import draw_state
+from magis.ops.generators import drawing_apart
 
 
 def head_shares(heads: int, ranks: int) -> list[int]:
@@ -55,11 +57,9 @@ def draw_alike(attention: SelfAttention) -> None:
 
 
 def _attended(attention: SelfAttention, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    state = draw_state(x.device) if attention.training and attention.dropout else None
-    out = SelfAttention.forward(attention, x, mask)
-    if state is not None:
-        torch.ops.magis.set_state(state, device=x.device)
-    return out
+    drops = attention.training and attention.dropout
+    with drawing_apart(x.device) if drops else nullcontext():
+        return type(attention).forward(attention, x, mask)
 
 
 def _rows(layer: Any, group: str, x: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 
-from magis.ops.generators import DRAW_STATE, draw_state
+from magis.ops.generators import DRAW_STATE, GET_STATE, drawing_apart
 from magis.planner.planned_ranks import PlannedRanks
 from magis.predict import fake_world, predict_rank
 from magis.ranks import RankJob, RankPool
@@ -31,20 +33,32 @@ def test_the_state_of_a_gpu_takes_none_of_its_memory(device: str, state: tuple[s
     with fake_world(2, 1):
         work = on_fake_tensors(dropped_heads())[1]
         graph = strategy.subject(strategy.own_part(work, World(2, 1, fake=True))).captured.graph
-    drawn = [graph.values[op.made()[0]].storage for op in graph.ops if op.target == DRAW_STATE]
-    assert len(drawn) == len(dropped_heads().blocks)
+    drawn = [graph.values[op.made()[0]].storage for op in graph.ops if op.target in (DRAW_STATE, GET_STATE)]
+    assert len(drawn) == 2 * len(dropped_heads().blocks)
     assert {(graph.storages[each].kind, graph.storages[each].nbytes) for each in drawn} == {state}
 
 
-def test_drawn_states_follow_from_the_generator_and_differ() -> None:
-    cpu = torch.device("cpu")
-    runs = []
-    for _ in range(2):
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_what_is_drawn_apart_follows_from_the_generator_which_goes_on_alike(device: str) -> None:
+    place, runs = torch.device(device), []
+    for count in (3, 500, 3):
         torch.manual_seed(7)
-        states = [draw_state(cpu), draw_state(cpu)]
-        runs.append(states)
-        assert not torch.equal(*states)
-        torch.set_rng_state(states[0])
-        before = torch.rand(3)
-        assert not torch.equal(before, torch.rand(3))
-    assert all(torch.equal(*each) for each in zip(*runs, strict=True))
+        with drawing_apart(place):
+            first = torch.rand(count, device=place)
+        with drawing_apart(place):
+            second = torch.rand(count, device=place)
+        runs.append([first[:3], second[:3], torch.rand(3, device=place), torch.rand(3, device=place)])
+    assert all(torch.equal(one, other) for one, other in zip(runs[0], runs[2], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][2:], runs[1][2:], strict=True))
+    assert len({tuple(each.tolist()) for each in runs[0]}) == 4
+
+
+def test_behind_a_failure_the_generator_goes_on_alike() -> None:
+    torch.manual_seed(7)
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    with suppress(ZeroDivisionError), drawing_apart(torch.device("cpu")):
+        torch.rand(5)
+        raise ZeroDivisionError
+    assert torch.equal(torch.rand(3), expected)
