@@ -48,8 +48,8 @@ class StepTime(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._links = links
-        self.watching = True
-        """Whether they are added up."""
+        self._watching = True
+        self._entered = False
         self.compute_ns: int = 0
         self.exposed_ns: float = 0.0
         """Messages that are waited for."""
@@ -66,17 +66,31 @@ class StepTime(TorchDispatchMode):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
-        self._hooks = [
-            register_optimizer_step_pre_hook(lambda *_: self._update(1)),
-            register_optimizer_step_post_hook(lambda *_: self._update(-1)),
-        ]
+        self._entered = True
+        self.watching = self._watching
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.watching = self._entered = False
+
+    @property
+    def watching(self) -> bool:
+        """Whether operators are added up. Only then are there hooks on optimizers, with which some are refused."""
+        return self._watching
+
+    @watching.setter
+    def watching(self, on: bool) -> None:
+        self._watching = on
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
+        if on and self._entered:
+            self._hooks = [
+                register_optimizer_step_pre_hook(lambda *_: self._update(1)),
+                register_optimizer_step_post_hook(lambda *_: self._update(-1)),
+            ]
 
     def _update(self, by: int) -> None:
         self._updating += by
