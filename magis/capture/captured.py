@@ -24,6 +24,7 @@ from magis.capture.autocast import autocast as casting
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
 from magis.capture.hollow import Hollow, Made, hollow, hollow_like, on_storage
 from magis.capture.optimizer_rule import Apart
+from magis.capture.python_objects import find
 from magis.capture.python_state import (
     CACHED,
     CACHES,
@@ -57,7 +58,6 @@ from magis.ops.averages import averages_named
 from magis.ops.collectives import is_message
 from magis.ops.eager_only import products_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
-from magis.ops.held_tensors import find
 from magis.ops.optimizer_forms import Weight, by_lists, update
 
 LISTS = 16
@@ -92,6 +92,8 @@ class Captured:
     """Then Python's and numpy's generators as the step leaves them."""
     contents: frozenset[str] = frozenset()
     """Tensors, by their names in the graph, that Python read numbers off: the step holds for these contents alone."""
+    kept: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    """Those of them to which no path leads."""
     cached: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     """Tensors that caches of functions hold, by their names in the graph."""
     results: tuple[str, ...] = ()
@@ -222,11 +224,15 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         if settled:
             check_buffers(stand)
         check_products(found.graph)
-        check_contents(found.graph, mode.read | cached.keys())
+        finder = partial(find, {"module": stand.module, "loss": step.loss_fn})
+        names = {name: finder(tensor) or name for name, tensor in mode.kept.items() if name in mode.read}
+        contents = {names.get(name, name) for name in mode.read}
+        check_contents(found.graph, contents | cached.keys())
         drawn = mode.drawn or hosts.moved()
         return replace(
             found,
-            contents=frozenset(mode.read),
+            contents=frozenset(contents),
+            kept={name: tensor.detach() for name, tensor in mode.kept.items() if name in contents},
             left=changed(kept),
             cached=cached,
             drawn=drawn,

@@ -12,7 +12,7 @@ numbers that were read depend on is told (`Hollow.read`): a captured step holds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -90,6 +90,8 @@ class Hollow(TorchDispatchMode):
         self.follower = Follower(heard)
         self.read: set[str] = set()
         """Names of the tensors on whose contents the numbers that Python has read so far depend."""
+        self.kept: dict[str, Tensor] = {}
+        """Real tensors that were met, which Python keeps somewhere, by the names that they have in `read`."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -105,6 +107,7 @@ class Hollow(TorchDispatchMode):
         says = looks_of(func)
         if func is torch.ops.aten.lift_fresh.default:  # of numbers, just now
             _contents(args[0], self._own())
+        self._note(given)
         if says.view or says.renews:  # metadata alone: the kernel itself knows best
             return func(*args, **kwargs)
         written = written_by(func, args, kwargs)
@@ -139,8 +142,18 @@ class Hollow(TorchDispatchMode):
         self._made.add(found)
         return found
 
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        """Name real tensors that no mode has made, as sources of what is computed from them."""
+        for tensor in tensors:
+            contents = _contents(tensor)
+            if contents.owner is None:
+                name = f"kept:{tensor.untyped_storage()._cdata}"
+                contents.sources = frozenset({name})
+                self.kept.setdefault(name, tensor)
+
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
+        self._note(tensors)
         for tensor in tensors:
             contents = _contents(tensor)
             self.drawn |= contents.drawn

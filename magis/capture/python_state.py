@@ -10,20 +10,17 @@ import copy
 import dis
 import functools
 import gc
-import re
 import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.nn.modules import module as global_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -33,6 +30,7 @@ from magis.capture.workload import Workload
 from magis.errors import CaptureError
 from magis.ops.averages import averages_named
 from magis.ops.generators import generators_kept, held_generators, own_kept
+from magis.ops.held_tensors import holder_of
 
 CACHED = "cached:"
 """Begins the names of such tensors in a graph."""
@@ -210,12 +208,6 @@ def _refill(value: Any, before: Any) -> None:
 # counts on as far as the forward does.
 
 _ADDS = ("+", "+=")
-_LATER = frozenset({torch.utils.checkpoint.__file__, torch.autograd.function.__file__, torch.autograd.graph.__file__})
-_TORCH = str(Path(torch.__file__).parent)
-_HOOKS = re.compile(r"register_\w*hook\w*")  # and not `register_buffer`, which setting an attribute may call
-_BACKWARD_HOOKS = (
-    "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
-)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,21 +231,6 @@ def counting_loads(code: types.CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def runs_later(codes: Iterable[types.CodeType], roots: Iterable[object]) -> bool:
-    """Whether code may run beside a forward's: in its backward (hooks, own gradients), or again (checkpoints)."""
-    hooked = any(
-        getattr(part, kind, None)
-        for root in roots
-        if isinstance(root, nn.Module)
-        for part in (*root.modules(), global_hooks)
-        for kind in _BACKWARD_HOOKS
-    )
-    return hooked or any(
-        code.co_filename in _LATER or (code.co_filename.startswith(_TORCH) and _HOOKS.fullmatch(code.co_name))
-        for code in codes
-    )
-
-
 def _adds(steps: list[dis.Instruction], at: int) -> bool:
     """Whether what is stored at `at` is `self.n = self.n + 1`: holder, load, constant, sum, the same holder."""
     if at < 5:
@@ -269,25 +246,13 @@ def _adds(steps: list[dis.Instruction], at: int) -> bool:
     )
 
 
-def holder_of(roots: Mapping[str, object], path: str) -> tuple[nn.Module, str] | None:
-    """The module that has the attribute of this path (`model._modules.norm.calls`), and its name; None without one."""
-    *way, name = path.split(".")
-    item: Any = roots
-    for part in way:
-        inside = item if isinstance(item, Mapping) else getattr(item, "__dict__", {})
-        if part not in inside:
-            return None
-        item = inside[part]
-    return (item, name) if isinstance(item, nn.Module) and name in vars(item) else None
-
-
 def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> None:
     """Count on: add to each number, by its path, what one call of the forward adds."""
     for path, step in counted:
         found = holder_of(roots, path)
         if found is not None:  # else somebody has taken it away, as they may: nothing looks at it
-            module, name = found
-            setattr(module, name, getattr(module, name) + step)
+            holder, name = found
+            setattr(holder, name, getattr(holder, name) + step)
 
 
 # One forward ahead of the capture, for modules that make some of their state when they are first called.

@@ -8,11 +8,14 @@ second call runs, the names that its code looks at are collected; a plan rests o
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import gc
+import importlib.util
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,27 +25,32 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from magis.capture.autocast import autocast as casting
 from magis.capture.captured import is_readable
 from magis.capture.eager_run import Heard
 from magis.capture.hollow import Hollow, Made, hollow, hollow_like
 from magis.capture.places import Places
-from magis.capture.python_state import caches_kept, counting_loads, holder_of, runs_later
+from magis.capture.python_objects import PLAIN, is_of_system, same
+from magis.capture.python_state import caches_kept, counting_loads
 from magis.capture.refusals import clear_errors
 from magis.capture.schemas import tensors_in
-from magis.capture.snapshot import Reads, Snapshot, is_of_torch, same
+from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
 from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
+from magis.ops.held_tensors import holder_of, told
 
 WHERE = "draw with torch, and compute with the tensors that it makes"
 BUFFER = "keep it in a buffer of the module, updated in place"
-_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
-"""What code that reads attributes by names made at run time mentions."""
+_BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "eval", "exec", "__getattribute__"})
+"""Names in code that reads attributes by names made at run time; `getattr` itself tells."""
+_MODULES = frozenset({"import_module", "__import__", "modules"})
 _ALWAYS = frozenset(
     {"forward", "training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
     | {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}
@@ -83,20 +91,28 @@ def _observed(work: Workload, autocast: str | None, mode: Hollow, made: Made, *,
         stack.enter_context(places.watch(stand.module))
         stack.enter_context(hollow(mode))
 
-        def forward() -> object:
+        def step() -> object:
             mode.follower.rewind()
             if draws:
                 state.restore()
                 torch.default_generator.set_state(drawn)
             inputs, targets = batches.pop(0)
+            leaves = tuple(parameter for parameter in stand.parameters.values() if parameter.requires_grad)
             with torch.enable_grad(), casting(autocast):
-                return work.loss_fn(stand.module(*inputs), *targets)
+                loss = work.loss_fn(stand.module(*inputs), *targets)
+            if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+                # Hooks and formulas of the user's own run in it; no gradient is left anywhere.
+                root = (torch.ones_like(loss),)
+                with warnings.catch_warnings():  # which the capture has given
+                    warnings.simplefilter("ignore")
+                    _engine_run_backward((loss,), root, False, False, leaves, True, accumulate_grad=False)
+            return loss
 
         batches = [(stand.inputs, stand.targets), other]
         state, drawn = HostGenerators(), torch.default_generator.get_state()
         roots = {"model": stand.module, "loss": work.loss_fn}
         try:
-            reads = observe(forward, roots, [*stand.named().values(), *chain(*other)], draws=draws)
+            reads = observe(step, roots, [*stand.named().values(), *chain(*other)], draws=draws)
         except DrawError:
             raise
         except CaptureError as error:
@@ -122,18 +138,19 @@ def observe(
     `tensors` are its parameters, buffers and inputs. Raises CaptureError for what a step could not repeat, DrawError
     where that is what it draws from Python's and numpy's generators, unless it `draws` the same both times.
     """
-    known, codes = tuple(tensors), dict[types.CodeType, dict[str, Any]]()
+    known, codes, asked = tuple(tensors), dict[types.CodeType, dict[str, Any]](), set[str]()
     start, first = Snapshot(roots), _Traced(known)
     try:
-        with first:
+        with first, _running(codes, asked):
             one = call()
+        beyond = Snapshot({}, _reads(codes, asked))
         between, drawn = Snapshot(roots), HostGenerators()
         second = _Traced(known, _left_behind(first, start, between))
-        with second, _running(codes):
+        with second, _running(codes, asked):
             other = call()
-        reads = _reads(codes)
-        counts = partial(_only_counted, start, roots, reads, codes)
-        reads = _check(between, drawn, first, second, reads, roots, counts, draws=draws)
+        reads = _reads(codes, asked)
+        counts = partial(_only_counted, start, roots, reads)
+        reads = _check((between, beyond), drawn, first, second, reads, roots, counts, draws=draws)
         del one, other  # held up to here, so that no address is given to another tensor
     finally:
         start.restore()
@@ -141,7 +158,7 @@ def observe(
 
 
 def _check(
-    between: Snapshot,
+    between: tuple[Snapshot, Snapshot],
     drawn: HostGenerators,
     first: _Traced,
     second: _Traced,
@@ -155,18 +172,16 @@ def _check(
     what the first one left."""
     counted, results, stale = [], set(), []
     if second.taken:
-        raise CaptureError(
-            f"the forward takes the tensor {_pretty(second.taken)} from one step to the next", hint=BUFFER
-        )
-    for path, then, now in between.changes():
+        raise CaptureError(f"the forward takes the tensor {told(second.taken)} from one step to the next", hint=BUFFER)
+    for path, then, now in chain(*(each.changes() for each in between)):
         if not draws and type(then) is int and type(now) is int and counts(path, now - then):
             counted.append((path, now - then))
         elif not _only_results(now, then):
-            raise CaptureError(f"every forward changes {_pretty(path)}, which a captured step would not", hint=BUFFER)
-        elif isinstance(now, Tensor) and isinstance(then, Tensor) and holder_of(roots, path):
+            raise CaptureError(f"every forward changes {told(path)}, which a captured step would not", hint=BUFFER)
+        elif isinstance(now, Tensor) and isinstance(then, Tensor) and _is_of_module(roots, path):
             results.add(path)
         else:
-            stale.append(_pretty(path))
+            stale.append(told(path))
     if drawn.moved() and not draws:
         raise DrawError(
             "the forward draws from Python's or numpy's random numbers, of which a step would repeat the first",
@@ -175,6 +190,10 @@ def _check(
     if first.calls != second.calls:
         pairs = zip([*first.calls, ("nothing",)], [*second.calls, ("nothing",)], strict=False)
         one, other = next((one, other) for one, other in pairs if one != other)
+        if one[0] == other[0] and one[1:2] != other[1:2]:
+            raise CaptureError(
+                f"every forward computes {one[0]} with another number: {one[1]}, then {other[1]}", hint=BUFFER
+            )
         raise CaptureError(
             f"the first forward computes {one[0]} where the next one computes {other[0]}",
             hint="call the module once before",
@@ -182,15 +201,18 @@ def _check(
     return replace(reads, counted=tuple(counted), results=frozenset(results), stale=tuple(stale))
 
 
-def _only_counted(
-    start: Snapshot, roots: Mapping[str, object], reads: Reads, codes: Collection[types.CodeType], path: str, step: int
-) -> bool:
+def _only_counted(start: Snapshot, roots: Mapping[str, object], reads: Reads, path: str, step: int) -> bool:
     """Whether no code looks at an attribute but to add to it, and both calls have added the same."""
     name = path.rpartition(".")[2]
-    if reads.own is None or name in reads.own or holder_of(roots, path) is None or runs_later(codes, roots.values()):
+    if reads.own is None or name in reads.own or not _is_of_module(roots, path):
         return False
     begun = next(((then, now) for known, then, now in start.changes() if known == path), None)
     return begun is not None and all(isinstance(each, int) for each in begun) and begun[1] - begun[0] == 2 * step  # type: ignore[operator]
+
+
+def _is_of_module(roots: Mapping[str, object], path: str) -> bool:
+    found = holder_of(roots, path)
+    return found is not None and isinstance(found[0], nn.Module)
 
 
 def _only_results(now: Any, then: Any, depth: int = 0) -> bool:
@@ -245,7 +267,9 @@ class _Traced(TorchDispatchMode):
             self.taken = self.taken or self._left.get(_address(tensor), "")
         dependent = torch.Tag.nondeterministic_seeded in func.tags or any(map(self.depends, given))
         if dependent:
-            self.calls.append((str(func), *(tuple(tensor.shape) for tensor in (*given, *made))))
+            # The share of a batch norm that averages over all batches is a number that the runtime counts on.
+            numbers = () if "batch_norm" in str(func) else _numbers((args, kwargs))
+            self.calls.append((str(func), numbers, *(tuple(tensor.shape) for tensor in (*given, *made))))
             for tensor in (*made, *(given if func._schema.is_mutable else ())):
                 self._mark(tensor)
         return out
@@ -264,58 +288,86 @@ def _address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
+def _numbers(items: Any) -> tuple[str, ...]:
+    """The plain arguments of a call."""
+    return tuple(repr(item) for item in tree_iter(items) if type(item) in PLAIN)
+
+
 @contextmanager
-def _running(codes: dict[types.CodeType, dict[str, Any]]) -> Iterator[None]:
-    """Collect the code of every Python function that is called, with its globals.
+def _running(codes: dict[types.CodeType, dict[str, Any]], asked: set[str]) -> Iterator[None]:
+    """Collect the code of every Python function that is called, with its globals, and names that `getattr` is given.
 
     Garbage is not collected meanwhile: whoever is called then (`gc.callbacks`, `__del__`) is not part of the forward.
     """
+    plain = {name: getattr(builtins, name) for name in ("getattr", "hasattr")}
 
     def called(frame: types.FrameType, event: str, _arg: object) -> None:
         if event == "call":
             codes.setdefault(frame.f_code, frame.f_globals)
 
+    def asking(look: Callable[..., Any], item: object, name: Any, *default: Any) -> Any:
+        if isinstance(name, str):
+            asked.add(name)
+        return look(item, name, *default)
+
     collecting = gc.isenabled()
     gc.disable()
     try:
+        for name, look in plain.items():
+            setattr(builtins, name, partial(asking, look))
         with called_first(called):
             yield
     finally:
+        for name, look in plain.items():
+            setattr(builtins, name, look)
         if collecting:
             gc.enable()
 
 
-def _reads(codes: Mapping[types.CodeType, dict[str, Any]]) -> Reads:
-    names: set[str] = set(_ALWAYS)
-    by_name = False
+def _reads(codes: Mapping[types.CodeType, dict[str, Any]], asked: Collection[str]) -> Reads:
+    names, user, imported, by_name = {*_ALWAYS, *asked}, {*asked}, set[str](), False
     wanted: dict[int, tuple[dict[str, Any], set[str]]] = {}
     for code, namespace in codes.items():
         module = str(namespace.get("__name__", ""))
         if module.startswith(_BELOW):
             continue
-        if is_of_torch(module) or module.partition(".")[0] in sys.stdlib_module_names:
+        if is_of_system(module):
             names.update(code.co_names)
+            if module == "os" and "_data" in code.co_names:
+                wanted[id(namespace)] = namespace, {"environ"}
             continue
-        read = _names_read(code)
-        names.update(read)
+        read, further = _names_read(code)
+        package = str(namespace.get("__package__") or module.rpartition(".")[0])
+        imported |= {importlib.util.resolve_name(name, package) for name in further if package or name[:1] != "."}
+        user |= read
         by_name = by_name or not _BY_NAME.isdisjoint(code.co_names)
-        wanted.setdefault(id(namespace), (namespace, set()))[1].update(name for name in read if name in namespace)
-    found = frozenset(names)
+        anything = "globals" in code.co_names
+        here = {name for name in (namespace if anything else read) if name in namespace}
+        wanted.setdefault(id(namespace), (namespace, set()))[1].update(here)
+    found = frozenset(names | user)
     spaces = tuple((namespace, tuple(sorted(read))) for namespace, read in wanted.values() if read)
-    return Reads(None if by_name else found, found, spaces)
+    every = None if by_name else found
+    loaded = tuple(sorted(name for name in imported if name in sys.modules))
+    return Reads(every, every, frozenset(user), spaces, loaded)
 
 
 @functools.lru_cache(maxsize=4096)
-def _names_read(code: types.CodeType) -> frozenset[str]:
-    """Names that are looked up somewhere, and strings that may be: not what is only stored to, or counted on."""
-    counts = counting_loads(code)
-    found = {
-        str(one.argval)
-        for one in dis.get_instructions(code)
-        if one.opname.startswith("LOAD_") and one.argval in code.co_names and one.offset not in counts
-    }
-    strings = {item for item in _flat(code.co_consts) if isinstance(item, str) and item.isidentifier()}
-    return frozenset(found | strings)
+def _names_read(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that are looked up, and strings that may be: not those that are only stored to, or counted on; and the
+    modules that are imported."""
+    counts, found, modules = counting_loads(code), set[str](), set[str]()
+    steps = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    for at, one in enumerate(steps):
+        if one.opname == "IMPORT_NAME":
+            name = f"{'.' * (steps[at - 2].argval or 0)}{one.argval}"
+            modules |= {name, name if name[0] == "." else name.partition(".")[0]}
+        elif one.opname == "IMPORT_FROM" or (one.opname.startswith("LOAD_") and one.argval in code.co_names):
+            found |= set() if one.offset in counts else {str(one.argval)}
+    strings = {item for item in _flat(code.co_consts) if isinstance(item, str)}
+    if not _MODULES.isdisjoint(code.co_names):
+        modules |= {item for item in strings if item in sys.modules}
+    parts = {part for item in strings for part in item.split(".") if part.isidentifier()}
+    return frozenset(found | parts), frozenset(modules)
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:
@@ -325,9 +377,3 @@ def _flat(items: Iterable[Any]) -> Iterator[Any]:
             yield from _flat(item)
         else:
             yield item
-
-
-def _pretty(path: str) -> str:
-    for part in ("_modules.", "_parameters.", "_buffers."):
-        path = path.replace(part, "")
-    return path

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.optim import Optimizer
 from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.workload import Batch, with_keywords
-from magis.errors import UsageError
+from magis.errors import CaptureError, UsageError
 from magis.ops.call import ExpectationError
-from magis.ops.held_tensors import PREFIX, look_up
+from magis.ops.held_tensors import PREFIX, look_up, told
 from magis.ops.optimizers import new_state, state_names
 from magis.planner.bench import check_device
 
@@ -124,7 +125,8 @@ _GLOBAL = (
 class Guards:
     """What forward and loss read, as it was when the step was captured.
 
-    `contents` are tensors, by their names in the graph, that Python read numbers off: these numbers are part of it.
+    `contents` are tensors, by their names in the graph, that Python read numbers off: these numbers are part of it;
+    `kept` those to which no path leads. Raises CaptureError for what cannot be watched.
     """
 
     def __init__(
@@ -134,11 +136,17 @@ class Guards:
         batch: Batch,
         reads: Reads,
         contents: Iterable[str] = (),
+        kept: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
-        self._module, self._loss_fn = module, loss_fn
+        self._module, self._loss_fn, self._kept = module, loss_fn, kept
         self._contents = {name: tensor.clone() for name, tensor in self._named(contents, batch).items()}
         hooks = {name: getattr(global_hooks, name, {}) for name in _GLOBAL}
         self._snapshot = Snapshot({"model": module, "loss": loss_fn, **hooks}, reads)
+        if self._snapshot.unwatched:
+            raise CaptureError(
+                f"the step may read {told(self._snapshot.unwatched[0])}, and nobody sees when that changes",
+                hint="read it before the step, and keep the number or a tensor in an attribute",
+            )
         self._settings = _settings()
 
     def hold(self, batch: Batch) -> bool:
@@ -155,6 +163,8 @@ class Guards:
             kind, _, rest = name.partition(":")
             if kind == "buffer":
                 tensor = module.get_buffer(rest)
+            elif name in self._kept:
+                tensor = self._kept[name]
             elif name.startswith(PREFIX):
                 tensor = look_up({"module": module, "loss": self._loss_fn}, name)
             else:

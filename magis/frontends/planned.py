@@ -300,7 +300,7 @@ def compared_step(
     subject, reads = captured
     _ = subject.conformance
     found = subject.captured
-    guards = Guards(module, loss_fn, batch, reads, found.contents)
+    guards = Guards(module, loss_fn, batch, reads, found.contents, found.kept)
     rule = subject.traced.optimizer
     if found.drawn and rule.kind == "gradients":
         with generators_kept():

@@ -206,6 +206,12 @@ class Divided(torch.autograd.Function):
         return grad / ctx.module.calls, None
 
 
+def test_numbers_that_are_counted_again_in_the_backward_count_on() -> None:
+    loops = Loops(Twofold(), MOMENTUM, **ANY)
+    loops.agree(3)
+    assert loops.module.calls == loops.twin.calls == 6
+
+
 def test_numbers_that_are_only_counted_count_on() -> None:
     loops = Loops(Tallying(), MOMENTUM, **ANY)
     assert (loops.module.calls, loops.module.rows) == (0, 0)
@@ -221,7 +227,7 @@ def test_numbers_that_are_only_counted_count_on() -> None:
 READERS = (ReadByHook, ReadByMethodHook, ReadByModuleHook, ReadByBackward, ReadByName, ReadByPattern, ReadElsewhere)
 
 
-@pytest.mark.parametrize("kind", [*READERS, Uneven, Twofold])
+@pytest.mark.parametrize("kind", [*READERS, Uneven])
 def test_numbers_that_are_looked_at_or_counted_twice_are_refused(kind: type[Tallying]) -> None:
     with pytest.raises(CaptureError, match=r"every forward changes model.calls"):
         optimize(kind(), loss_of, None, batch(), **ANY)
