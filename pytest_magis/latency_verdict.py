@@ -19,7 +19,7 @@ from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, moved, percen
 DECISIVE = 0.04
 """An interval wider than this share of its ratio cannot tell a step that is a tenth slower from an unchanged one."""
 
-PLANNER, MACHINE = "planner", "machine"
+BY_PLANNER, BY_MACHINE = "planner", "machine"
 """Who moved figures of a step that is the baseline's."""
 
 _ROUNDING = 0.51 * 10**-RATIO_DIGITS
@@ -49,11 +49,11 @@ def latency_parts(
     kinds = set()
     for part in _steps(result, measured, tolerance, stopped=stopped):
         kinds.add(part.kind)
-        yield moved(part, mover if mover == PLANNER and part.text.startswith("optimized") else "")
+        yield moved(part, mover if mover == BY_PLANNER and part.text.startswith("optimized") else "")
     judged = None if stopped else _ratio(result, measured, tolerance)
     # An original that got slower makes any ratio look better: that is no improvement of its own.
     if judged is not None and (judged.kind == WORSE or (judged.kind == BETTER and WORSE not in kinds)):
-        yield moved(judged, mover if mover == PLANNER or result.ratio is not None else "")
+        yield moved(judged, mover if mover == BY_PLANNER or result.ratio is not None else "")
 
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:

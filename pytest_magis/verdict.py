@@ -37,7 +37,7 @@ from pytest_magis.findings import (
     moved,
     percent,
 )
-from pytest_magis.latency_verdict import MACHINE, PLANNER, lacks_latencies, latency_notes, latency_parts
+from pytest_magis.latency_verdict import BY_MACHINE, BY_PLANNER, lacks_latencies, latency_notes, latency_parts
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 RESERVED_BYTES = "reserved bytes"
@@ -209,7 +209,7 @@ def _compared(
 
 
 def _mover(result: CaseResult, stored: CaseBaseline) -> str:
-    """PLANNER where another one planned the step of the baseline, MACHINE where the same one did; empty where the step
+    """BY_PLANNER where another one planned the step of the baseline, BY_MACHINE where the same one did; empty where the step
     may be another one, or nothing was planned.
 
     A baseline without a planner is of an older one. Another planner may write the same step in another form, which its
@@ -220,8 +220,8 @@ def _mover(result: CaseResult, stored: CaseBaseline) -> str:
         return ""
     form = stored.graph == result.graph_digest
     if stored.planner == result.planner:
-        return MACHINE if form else ""
-    return PLANNER if form or stored.step == result.step_digest else ""
+        return BY_MACHINE if form else ""
+    return BY_PLANNER if form or stored.step == result.step_digest else ""
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
@@ -257,7 +257,7 @@ def _memory_parts(
             tolerance,
             0.0 if result.is_predicted else result.noise,
         ):
-            yield moved(part, mover if mover == PLANNER else "")
+            yield moved(part, mover if mover == BY_PLANNER else "")
     if stored.feasible and not result.search.feasible:
         text = "the limit is no longer met"
         yield Part(WORSE, f"{text}: {_shortfall(result)}", text)

@@ -75,7 +75,7 @@ def test_a_peak_above_the_limit_is_broken():
 
 
 def test_a_limit_that_is_missed_is_red_on_every_machine():
-    """It is a share of the peak measured there, scratch included: a plan for that scratch is made where it is needed."""
+    """It is a share of the peak there, scratch included: a plan for that scratch is made where it is needed."""
     before = result(opt=(700, 880))
     for identity in (HERE, ELSEWHERE):
         over = compare(result(opt=(700, 881), identity=identity), before, "new,moved,better,worse")
