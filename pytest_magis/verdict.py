@@ -209,8 +209,8 @@ def _compared(
 
 
 def _mover(result: CaseResult, stored: CaseBaseline) -> str:
-    """BY_PLANNER where another one planned the step of the baseline, BY_MACHINE where the same one did; empty where the step
-    may be another one, or nothing was planned.
+    """Who moves figures of the baseline's step: another planner, or the machine where that is the same; empty where the
+    step may be another one, or nothing was planned.
 
     A baseline without a planner is of an older one. Another planner may write the same step in another form, which its
     operators tell; files without these are compared by that form.
