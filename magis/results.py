@@ -279,6 +279,10 @@ class CaseResult:
     numbers: str = "not run"
     """ "bit-identical", "within tolerance", "differs: <what>", "not run" or "not run: <why>"."""
     graph_digest: str = ""
+    step_digest: str = ""
+    """Of the step's operators alone, by signature and in order: the same under another form of the captured graph."""
+    planner: str = ""
+    """Digest of the code that planned; empty where nothing was planned."""
     note: str = ""
     """Why a row was simulated, for instance."""
     search: SearchStats = field(default_factory=SearchStats)

@@ -227,6 +227,8 @@ _READERS: Mapping[str, Callable[[object, str], object]] = {
     "latency_ratio_high": _ratio,
     "optimized_held": _text,
     "original_held": _text,
+    "planner": _text,
+    "step": _text,
     "workspaces": _text,
     "measured": lambda value, where: _each(value, where, _measured),
 }

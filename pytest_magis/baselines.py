@@ -41,6 +41,8 @@ class Measured:
     original_reserved_bytes: int | None = None
     """What a GPU's caching allocator is predicted to hold; None on a CPU, and in older files."""
     optimized_reserved_bytes: int | None = None
+    optimized_tensor_bytes: int | None = None
+    """Where the plan is this device's own, since the case's misses its limit here; None: the case's."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class CaseBaseline:
     """The same of the optimized step; None for the eager strategy."""
     growth_bytes: int | None = None
     """By which the memory of the first steps grows where that was accepted; None: it does not."""
+    planner: str | None = None
+    """Digest of the code that planned; None if nothing was planned, and in older files."""
+    step: str | None = None
+    """Digest of the step's operators; None in older files."""
     measured: Mapping[str, Measured] = field(default_factory=dict)
     """By identity, as `identity_key` writes it."""
 
@@ -139,11 +145,17 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     base = baseline or ModelBaseline(name, case.device)
     config_key, key = configuration_key(case), case_key(label, case)
     configuration = base.configurations.get(config_key, Configuration())
+    old = configuration.cases.get(key)
+    if old is not None and _is_own_plan(result, old):
+        entry = replace(old, measured={**old.measured, identity_key(result): _measured(result)})
+        cases = {**configuration.cases, key: entry}
+        changed = replace(configuration, cases=cases)
+        return replace(base, configurations={**base.configurations, config_key: changed})
     table = _planned_with(result)
     table_name = None if table is None else _digest(table)
     original, optimized = _held(result)
     entry = replace(
-        _case_baseline(result, configuration.cases.get(key)),
+        _case_baseline(result, old),
         workspaces=table_name,
         original_held=None if original is None else _digest(original),
         optimized_held=None if optimized is None else _digest(optimized),
@@ -158,6 +170,13 @@ def updated(baseline: ModelBaseline | None, name: str, label: str, case: Case, r
     named = {name for stored in cases.values() for name in (stored.original_held, stored.optimized_held)}
     held = {name: content for name, content in held.items() if name in named}
     return replace(base, configurations={**base.configurations, config_key: Configuration(cases, tables, held)})
+
+
+def _is_own_plan(result: CaseResult, old: CaseBaseline) -> bool:
+    """Whether the plan is this device's own, of the step of a baseline that other devices measured, too."""
+    same = (old.graph, old.original_tensor_bytes) == (result.graph_digest, result.original_memory.tensor_bytes)
+    others = set(old.measured) - {identity_key(result)}
+    return not result.portable and same and bool(others) and old.feasible == result.search.feasible
 
 
 def held_before(baseline: ModelBaseline | None, label: str, case: Case) -> tuple[Table | None, Table | None]:
@@ -217,6 +236,8 @@ def _case_baseline(result: CaseResult, old: CaseBaseline | None) -> CaseBaseline
         optimized_tensor_bytes=optimized.tensor_bytes,
         original_tensor_bytes=original.tensor_bytes,
         states_evaluated=result.search.states,
+        planner=result.planner or None,
+        step=result.step_digest or None,
         growth_bytes=None if result.growth is None else result.growth.nbytes,
         measured={**others, identity_key(result): _measured(result)},
     )
@@ -238,6 +259,7 @@ def _measured(result: CaseResult) -> Measured:
         original_latency_ns=original_ns,
         optimized_latency_ns=optimized_ns,
         constants=constants(result),
+        optimized_tensor_bytes=None if result.portable else result.memory.tensor_bytes,
     )
 
 

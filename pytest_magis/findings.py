@@ -10,8 +10,8 @@ from fractions import Fraction
 from magis.results import Case
 from magis.units import format_bytes
 
-NEW, BETTER, WORSE, BROKEN = "new", "better", "worse", "broken"
-PERMISSIONS = (NEW, BETTER, WORSE)
+NEW, MOVED, BETTER, WORSE, BROKEN = "new", "moved", "better", "worse", "broken"
+PERMISSIONS = (NEW, MOVED, BETTER, WORSE)
 """What --magis-update can accept; nothing accepts a broken case."""
 
 
@@ -36,7 +36,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference from what was expected, in one line; kind is NEW, BETTER, WORSE or BROKEN."""
+    """One difference from what was expected, in one line; kind is NEW, MOVED, BETTER, WORSE or BROKEN."""
 
     kind: str
     text: str
@@ -51,6 +51,11 @@ class Part:
     kind: str
     text: str
     brief: str
+
+
+def moved(part: Part, mover: str) -> Part:
+    """The part where it is the ``mover``'s doing and no change of the step; as it is where that is empty."""
+    return Part(MOVED, f"{part.text}: moved by the {mover}", part.brief) if mover else part
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Finding]:
@@ -81,6 +86,7 @@ def percent(seen: float, reference: float) -> str:
 _OF_THE_RUN = frozenset(
     (
         "--magis-update",
+        "--magis-prune",
         "--magis-csv",
         "--magis-seconds",
         "--magis-pareto",

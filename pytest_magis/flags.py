@@ -13,6 +13,10 @@ import pytest
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
 """In the environment of a run on another version: what it was told."""
+PARTLY: pytest.StashKey[bool] = pytest.StashKey()
+"""In a config's stash once tests were left out, or could not be collected."""
+DECISIONS = ("update", "prune")
+"""Options about one run, which count on its command line alone."""
 FILES = ("report", "benchmark-json", "pareto", "trace", "resume")
 """Options that name what a run leaves; one on another version leaves nothing but what it was told to."""
 
@@ -200,9 +204,18 @@ OPTIONS = (
     Option(
         "update",
         "KINDS",
-        "which findings to accept and store as baselines: new, better, worse (default: none)",
+        "which findings to accept and store as baselines: new, moved, better, worse (default: none)",
         is_list=True,
-        details="Where the environment variable `CI` is set, the ini file's value is ignored.",
+        details="What it names is somebody's decision about this run: it counts on the command line alone. In the ini "
+        "file, in `addopts` and in `PYTEST_ADDOPTS` it is refused. [`moved`](report.md#moved-by-the-planner) is what "
+        "another version of magis planned otherwise.",
+    ),
+    Option(
+        "prune",
+        "",
+        "remove the baselines of tests that are gone (default: false)",
+        details="A run that collected all tests names them. On the command line alone, as `--magis-update`.",
+        is_flag=True,
     ),
     Option(
         "strict",

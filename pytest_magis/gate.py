@@ -128,8 +128,6 @@ class Gate:
         traced = sum(bool(outcome.trace) for outcome in outcomes)
         if traced:
             self.lines.append(f"traces: {self.settings.trace} ({traced} files)")
-        if self.settings.updates_ignored:
-            self.lines.append("baselines are not updated: CI is set (give --magis-update on the command line)")
         if outcomes and self.settings.report is not None:
             run = Run(
                 tuple(outcomes),

@@ -14,10 +14,13 @@ from fractions import Fraction
 from magis.results import CaseResult
 from magis.units import format_milliseconds
 from pytest_magis.baselines import RATIO_DIGITS, CaseBaseline, Measured, constants, latency, simulated_ns
-from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, percent
+from pytest_magis.findings import BETTER, WORSE, Part, Tolerances, moved, percent
 
 DECISIVE = 0.04
 """An interval wider than this share of its ratio cannot tell a step that is a tenth slower from an unchanged one."""
+
+BY_PLANNER, BY_MACHINE = "planner", "machine"
+"""Who moved figures of a step that is the baseline's."""
 
 _ROUNDING = 0.51 * 10**-RATIO_DIGITS
 """Of a stored latency ratio, either way."""
@@ -33,20 +36,24 @@ def latency_bounds(stored: CaseBaseline | None, tolerances: Tolerances) -> tuple
 
 
 def latency_parts(
-    result: CaseResult, measured: Measured | None, tolerances: Tolerances, *, stopped: bool
+    result: CaseResult, measured: Measured | None, tolerances: Tolerances, mover: str = "", *, stopped: bool
 ) -> Iterator[Part]:
-    """What differs in latency; of a search that was stopped only the original counts."""
+    """What differs in latency; of a search that was stopped only the original counts.
+
+    With a ``mover`` the step is that of the baseline, so that no difference of its plan is the step's doing. A timed
+    ratio of the same plan, too, is not: noise alone never decides.
+    """
     if measured is None or not _comparable(result, measured):
         return
     tolerance = tolerances.of_latency(result.case.device)
     kinds = set()
     for part in _steps(result, measured, tolerance, stopped=stopped):
         kinds.add(part.kind)
-        yield part
+        yield moved(part, mover if mover == BY_PLANNER and part.text.startswith("optimized") else "")
     judged = None if stopped else _ratio(result, measured, tolerance)
     # An original that got slower makes any ratio look better: that is no improvement of its own.
     if judged is not None and (judged.kind == WORSE or (judged.kind == BETTER and WORSE not in kinds)):
-        yield judged
+        yield moved(judged, mover if mover == BY_PLANNER or result.ratio is not None else "")
 
 
 def latency_notes(result: CaseResult, measured: Measured | None, tolerances: Tolerances) -> Iterator[str]:

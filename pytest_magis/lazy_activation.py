@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pytest_magis.flags import given
+from pytest_magis.flags import PARTLY, given
 from pytest_magis.live.gated_tests import (
     MARK,
     benchmarks_count,
@@ -88,6 +88,15 @@ class LazyActivation:
             self._config.hook.pytest_deselected(items=others)
             items[:] = [item for item in items if names.get(item) in (None, *ours)]
 
+    def pytest_deselected(self) -> None:
+        """A run of a part of the tests does not tell which are gone."""
+        self._config.stash[PARTLY] = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """The same where a module could not be collected, or skips itself."""
+        if not report.passed:
+            self._config.stash[PARTLY] = True
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Tell a worker of pytest-xdist where the results are that the run is compared with."""
@@ -99,7 +108,8 @@ class LazyActivation:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         """Options that are of no use here end the run before its first test, if any test is gated."""
-        if not session.config.option.collectonly and any(is_live(item) for item in session.items):
+        gated = given(self._config, "prune") is not None or any(is_live(item) for item in session.items)
+        if not session.config.option.collectonly and gated:
             self.awake()
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

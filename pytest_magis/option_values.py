@@ -129,6 +129,7 @@ READERS: Mapping[str, Callable[[str, str], Any]] = {
     "memory-tolerance": share,
     "preset": lambda shown, text: choice(shown, "preset", text, PRESETS),
     "processes": lambda shown, text: whole(shown, text, least=1),
+    "prune": _flag,
     "ranks": lambda shown, text: whole(shown, text, least=1),
     "seconds": lambda shown, text: _number(shown, text, "a number of seconds above 0", lambda x: x > 0),
     "seed": lambda shown, text: whole(shown, text, least=0),

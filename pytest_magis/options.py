@@ -7,6 +7,7 @@ usage. In the ini file an option has the same name with underscores (`magis_memo
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from magis.errors import UsageError, nearest
 from magis.strategies.strategy_names import SEARCHES
 from magis.versions import in_working_tree, told
 from pytest_magis.findings import PERMISSIONS, Tolerances
-from pytest_magis.flags import BY_NAME, OPTIONS, given, in_ini, is_active, on_command_line
+from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, given, in_ini, is_active, on_command_line
 from pytest_magis.option_values import CACHES, READERS, Shard, choice, items, latency_ratios_of, memory_ratios_of
 from pytest_magis.strategies import Grid
 
@@ -46,8 +47,8 @@ class Settings:
     against: str
     """The revision whose results are there in the place of stored ones; empty: none."""
     updates: frozenset[str]
-    updates_ignored: bool
-    """Updates come from the ini file, but CI is set: nothing is stored."""
+    prune: bool
+    """Whether baselines of tests that are gone are removed."""
     csv: Path | None
     """Where the results go; None: nowhere, in a run of users' tests alone that does not name a file."""
     markdown: Path | None
@@ -99,11 +100,10 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
     _, resume = read_sharing(config)
     read_profiles(config)  # a slip of the hand is told at once
     read_cache(config)
+    _check_decisions(config)
     updates = frozenset(_list(config, "update") or ())
     for word in sorted(updates - set(PERMISSIONS)):
         raise UsageError(f"--magis-update: unknown {word!r}", hint=f"choose from {', '.join(PERMISSIONS)}")
-    # an ini file must not make CI accept everything; a command line is somebody's decision
-    ignored = bool(updates) and on_command_line(config, "update") is None and bool(os.environ.get("CI"))
     version_run = told()
     if version_run is not None:
         updates &= {"new"} if version_run.baselines else set()
@@ -116,8 +116,8 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         grid=grid,
         baselines=_compared(config) or stored_baselines(config),
         against=against,
-        updates=frozenset() if ignored or (against and on_command_line(config, "update") is None) else updates,
-        updates_ignored=ignored and not against,
+        updates=updates,
+        prune=_read(config, "prune") or False,
         csv=_file(config, "csv") or (config.invocation_params.dir / "results.csv" if is_active(config) else None),
         markdown=config.invocation_params.dir / markdown if markdown else None,
         adds_markdown=given_markdown is None,
@@ -131,6 +131,22 @@ def read_settings(config: pytest.Config, *, devices: Callable[[], Sequence[str]]
         only_gate=on_command_line(config, "models") is not None,
         given=tuple(_given(config)),
     )
+
+
+def _check_decisions(config: pytest.Config) -> None:
+    """Raise UsageError where what one command line may decide is decided for every run: it would turn red into
+    green, in CI too."""
+    if hasattr(config, "workerinput") or told() is not None:
+        return  # these are told what to store
+    places = {
+        "addopts in the ini file": config.getini("addopts"),
+        "PYTEST_ADDOPTS": shlex.split(os.environ.get("PYTEST_ADDOPTS", "")),
+    }
+    for option in map(BY_NAME.__getitem__, DECISIONS):
+        found = [place for place, words in places.items() if any(word.split("=")[0] == option.flag for word in words)]
+        found += [f"{option.key} in the ini file"] if in_ini(config, option.name) is not None else []
+        if found:
+            raise UsageError(f"{option.flag} is given by {found[0]}, for every run", hint="give it on the command line")
 
 
 def _slack(config: pytest.Config) -> float:

@@ -18,8 +18,9 @@ from magis.errors import MagisError, UsageError
 from magis.quiet import before_torch
 from magis.ranks import attached, lead, serve
 from magis.strategies.strategy_names import LISTED, family
-from pytest_magis.flags import on_command_line
+from pytest_magis.flags import COMPARED_WITH, on_command_line
 from pytest_magis.gate import Gate, prepare
+from pytest_magis.gone_baselines import told as gone_baselines
 from pytest_magis.harness import AGENTS
 from pytest_magis.judged_case import check_factories, judged, lines_of, searched_front
 from pytest_magis.live.gated_tests import benchmarks_count, subject_of
@@ -157,6 +158,7 @@ class GateSession:
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
+        self._unfinished: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(
@@ -204,6 +206,8 @@ class GateSession:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take a case's outcome, whichever process ran it; what is left in the report is for readers."""
         self.gate.record(report)
+        if not report.passed:
+            self._unfinished.add(report.nodeid)
         if not self.gate.is_worker and any(name == PROPERTY for name, _ in report.user_properties):
             report.user_properties[:] = readable(report.user_properties)
 
@@ -216,7 +220,14 @@ class GateSession:
             # a matrix of jobs may be wider than the list of models
             self.gate.lines.append(f"shard {self.gate.settings.shard} has no case of this run")
             session.exitstatus = exitstatus = pytest.ExitCode.OK
-        if not self.gate.finish(interrupted=interrupted) and exitstatus == pytest.ExitCode.OK:
+        written = self.gate.finish(interrupted=interrupted)
+        if not (interrupted or self.gate.settings.against or COMPARED_WITH in os.environ):
+            try:
+                self.gate.lines += gone_baselines(session, self.gate, self._unfinished, prune=self.gate.settings.prune)
+            except (MagisError, OSError) as error:
+                self.gate.lines.append(f"ERROR: {error}")
+                written = False
+        if not written and exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:

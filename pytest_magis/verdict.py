@@ -4,6 +4,10 @@ What is compared where: tensor bytes on every machine; peaks (tensors + workspac
 (`pytest_magis.latency_verdict`) only where the baseline has a measurement of the same device identity. Some findings no
 baseline can accept: numbers that differ from eager, a simulator that is off, a peak above the limit that the search
 claims to meet.
+
+A planned row is a record of a plan, not of the network. It is red where its limit is missed, or where the step is
+another one and got worse. Of a step that is the baseline's, figures are moved by the planner, or by the machine where
+that is the same, too: green, said, and renewed by --magis-update=moved.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from pytest_magis.explain import Table, why_more
 from pytest_magis.findings import (
     BETTER,
     BROKEN,
+    MOVED,
     NEW,
     PERMISSIONS,
     WORSE,
@@ -29,15 +34,17 @@ from pytest_magis.findings import (
     Tolerances,
     against,
     joined,
+    moved,
     percent,
 )
-from pytest_magis.latency_verdict import lacks_latencies, latency_notes, latency_parts
+from pytest_magis.latency_verdict import BY_MACHINE, BY_PLANNER, lacks_latencies, latency_notes, latency_parts
 
 CUDA_SIMULATOR_TOLERANCE = Fraction(1, 100)
 RESERVED_BYTES = "reserved bytes"
 
-PROVEN, NOT_FOUND = "infeasible, proven", "no plan found"
-"""What an accepted case that misses its limit is called: no plan can meet it, or the search knows of none."""
+PROVEN, NOT_FOUND, LATE = "infeasible, proven", "no plan found", "limit missed"
+"""What an accepted case that misses its limit is called: no plan can meet it, the search knows of none, or its plan
+takes longer here than simulated."""
 
 
 @dataclass(frozen=True)
@@ -85,23 +92,26 @@ def judge(
     broken = tuple(_broken(result, tolerances.memory, foreign=foreign, needs_limits=tolerances.needs_limits))
     if broken:  # nothing else matters: figures of a broken step are no figures
         return Verdict(False, "FAIL broken", broken, tuple(notes))
-    findings = tuple(_compared(result, stored, measured, tolerances, held, stopped=stopped))
+    findings = tuple(_compared(result, stored, measured, tolerances, held))
     kinds = {finding.kind for finding in findings}
     if stopped:
         failed = WORSE in kinds
         return Verdict(not failed, "FAIL worse" if failed else "not gated", findings, tuple(notes))
     if kinds and kinds <= permissions:
         return Verdict(True, f"accepted {_words(kinds)}", findings, tuple(notes), store=True)
-    red = kinds if tolerances.keeps_wins else kinds - {BETTER}
+    red = kinds - {MOVED} if tolerances.keeps_wins else kinds - {MOVED, BETTER}
     if red:
         return Verdict(False, f"FAIL {_words(red)}", findings, tuple(notes))
     # nothing to accept, or an improvement nobody asked to keep
     older = lacks_held(result, stored) or lacks_reserved(result, measured)
     lacks = foreign or older or lacks_latencies(result, measured)
     adopted = lacks and NEW in permissions and not kinds
-    label = "pass, better" if kinds else "accepted new" if adopted else "pass"
+    label = "accepted new" if adopted else "pass"
     if label == "pass" and not result.search.feasible:
         label = PROVEN if _is_proven(result) else NOT_FOUND
+    elif label == "pass" and _is_late(result):
+        label = LATE
+    label = f"{label}, {_words(kinds)}" if kinds else label
     return Verdict(True, label, findings, tuple(notes), store=adopted)
 
 
@@ -151,9 +161,8 @@ def _broken(result: CaseResult, tolerance: float, *, foreign: bool, needs_limits
     if needs_limits and not result.search.feasible and not result.search.stopped_by_seconds:
         yield Finding(BROKEN, f"the limit is required and not met: {_shortfall(result)}", why="loosen the limit")
     limit = result.memory_limit_bytes
-    # A foreign machine has other scratch inside operators, hence another limit than the one that was planned for.
     what, used = _limited(result)
-    if limit is not None and result.search.feasible and not foreign and used > limit:
+    if limit is not None and result.search.feasible and used > limit:
         yield Finding(BROKEN, f"optimized {what} above the memory limit: {against(used, limit)}")
 
 
@@ -184,19 +193,35 @@ def _compared(
     measured: Measured | None,
     tolerances: Tolerances,
     held: tuple[Table | None, Table | None],
-    *,
-    stopped: bool,
 ) -> Iterator[Finding]:
     """At most one finding of each kind about memory, and one about latency: a wider layer is two lines, not five."""
     if result.growth is not None and result.growth.nbytes > ((stored and stored.growth_bytes) or 0):
         yield Finding(WORSE, str(result.growth))
+    stopped = result.search.stopped_by_seconds
     if stored is None:
         if not stopped:
             yield Finding(NEW, "no baseline")
         return
-    for finding in joined(_memory_parts(result, stored, measured, tolerances.memory, stopped=stopped)):
+    mover = _mover(result, stored)
+    for finding in joined(_memory_parts(result, stored, measured, tolerances.memory, mover, stopped=stopped)):
         yield _explained(finding, result, held) if finding.kind == WORSE else finding
-    yield from joined(latency_parts(result, measured, tolerances, stopped=stopped))
+    yield from joined(latency_parts(result, measured, tolerances, mover, stopped=stopped))
+
+
+def _mover(result: CaseResult, stored: CaseBaseline) -> str:
+    """Who moves figures of the baseline's step: another planner, or the machine where that is the same; empty where the
+    step may be another one, or nothing was planned.
+
+    A baseline without a planner is of an older one. Another planner may write the same step in another form, which its
+    operators tell; files without these are compared by that form.
+    """
+    same = stored.original_tensor_bytes == result.original_memory.tensor_bytes
+    if not result.planner or not same:
+        return ""
+    form = stored.graph == result.graph_digest
+    if stored.planner == result.planner:
+        return BY_MACHINE if form else ""
+    return BY_PLANNER if form or stored.step == result.step_digest else ""
 
 
 def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, Table | None]) -> Finding:
@@ -210,7 +235,7 @@ def _explained(finding: Finding, result: CaseResult, held: tuple[Table | None, T
 
 
 def _memory_parts(
-    result: CaseResult, stored: CaseBaseline, measured: Measured | None, tolerance: float, *, stopped: bool
+    result: CaseResult, stored: CaseBaseline, measured: Measured | None, tolerance: float, mover: str, *, stopped: bool
 ) -> Iterator[Part]:
     yield from _memory(
         "block" if result.case.strategy == BLOCK else "original",
@@ -222,14 +247,17 @@ def _memory_parts(
     if stopped:
         return
     if not result.case.has_one_step:  # whose optimized step is the original
-        yield from _memory(
+        own = measured.optimized_tensor_bytes if measured else None
+        tensors = stored.optimized_tensor_bytes if own is None else own
+        for part in _memory(
             "optimized",
-            (result.memory.tensor_bytes, stored.optimized_tensor_bytes) if result.portable or measured else None,
+            (result.memory.tensor_bytes, tensors) if result.portable or measured else None,
             (result.memory.peak_bytes, measured.optimized_peak_bytes) if measured else None,
             (result.optimized.reserved_bytes, measured.optimized_reserved_bytes) if measured else None,
             tolerance,
             0.0 if result.is_predicted else result.noise,
-        )
+        ):
+            yield moved(part, mover if mover == BY_PLANNER else "")
     if stored.feasible and not result.search.feasible:
         text = "the limit is no longer met"
         yield Part(WORSE, f"{text}: {_shortfall(result)}", text)
@@ -292,15 +320,20 @@ def _notes(
         if seen is not None and result.case.device == "cpu" and seen.peak_bytes != simulated.peak_bytes:
             off = simulated.peak_bytes - seen.peak_bytes
             yield f"optimized peak bytes are not as simulated on this device ({off:+,})"
-        limit, (what, used) = result.memory_limit_bytes, _limited(result)
-        if limit is not None and result.search.feasible and used > limit:
-            yield f"{what} above the memory limit on this device: {against(used, limit)}"
+    if stored is not None and result.case.strategy in PLANS and not result.portable:
+        yield "planned for the workspaces of this machine: with those of the baseline the limit is missed here"
     if lacks_reserved(result, measured):
         yield "reserved bytes are not gated: the baseline has none; --magis-update=new adds them"
     yield from latency_notes(result, measured, tolerances)
-    asked, (ratio, low, _) = result.case.latency_ratio, latency(result)
-    if asked is not None and ratio is not None and low is not None and low > asked and result.search.feasible:
-        yield f"latency ratio {ratio:.3f} is above the limit of {asked:g} that was asked for"
+    if _is_late(result) and result.search.feasible:
+        asked = result.case.latency_ratio
+        yield f"latency ratio {latency(result)[0]:.3f} is above the limit of {asked:g} that was asked for"
+
+
+def _is_late(result: CaseResult) -> bool:
+    """Whether the whole interval of the latency ratio lies above the limit on it."""
+    asked, (_, low, _) = result.case.latency_ratio, latency(result)
+    return asked is not None and low is not None and low > asked
 
 
 def _is_proven(result: CaseResult) -> bool:

@@ -23,14 +23,19 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None, d
 hypothesis.settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
-# Before torch is loaded, here and in all children: workers share the cores, so a second thread of torch only takes time
-# from another worker and waits for it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # A shell that runs the tests in the background has SIGINT ignored, in them and in all their children: those that wait
 # to be interrupted would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread of torch for the tests, before it is loaded here and in all children: workers share the cores, and a
+    second thread only waits for another worker's. A run of the gate, which loads this file, too, has a user's threads.
+    """
+    if config.getoption("magis_models", default=None) is None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -181,13 +181,13 @@ def test_an_old_interpreter_is_refused_in_one_line(repository: Path, tmp_path: P
     assert not (tmp_path / ".venv").exists()
 
 
-def test_ci_runs_the_same_tests_and_then_a_part_of_the_gate(repository: Path) -> None:
+def test_ci_runs_the_two_commands_of_the_readmes_first_screen(repository: Path, readme: str) -> None:
     script = repository / ".ci" / "run"
     assert os.access(script, os.X_OK)
     commands = [line for line in script.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
     assert commands[0] == "set -euo pipefail"
-    gate = ".venv/bin/pytest --magis-models=bert --magis-memory-ratios=0.8 --magis-latency-tolerance=0.15"
-    assert commands[-2:] == ["make test", gate]
+    assert commands[-2:] == ["make gate", "make test"]
+    assert re.findall(r"^\$ (make \w+)", "\n".join(readme.splitlines()[:20]), re.MULTILINE) == commands[-2:]
 
 
 # --- documents ----------------------------------------------------------------------------------------------

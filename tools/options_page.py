@@ -18,7 +18,7 @@ from magis.dtypes import DTYPES
 from magis.models.registry import GATE_NAMES
 from magis.strategies.strategy_names import LIMITS_OF, SEARCHES
 from pytest_magis.findings import PERMISSIONS
-from pytest_magis.flags import BY_NAME, OPTIONS, Option
+from pytest_magis.flags import BY_NAME, DECISIONS, OPTIONS, Option
 from pytest_magis.option_values import BUDGETS, CACHES, PRESETS
 
 HEAD = """# Options of the gate
@@ -45,7 +45,15 @@ GROUPS = {
     "What runs": ("models", "strategies", "ranks", "accumulate", "device", "preset", "dtype", "seed"),
     "Limits": ("memory-ratios", "memory-limit-of", "latency-ratios"),
     "The search": ("search", "budget", "seconds", "slack", "processes", "resume", "profile"),
-    "Baselines and verdicts": ("baselines", "against", "update", "strict", "memory-tolerance", "latency-tolerance"),
+    "Baselines and verdicts": (
+        "baselines",
+        "against",
+        "update",
+        "prune",
+        "strict",
+        "memory-tolerance",
+        "latency-tolerance",
+    ),
     "Continuous integration": ("cache", "shard"),
     "Files that a run writes": ("csv", "markdown", "pareto", "report", "trace", "benchmark-json"),
 }
@@ -59,6 +67,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "budget": (*BUDGETS, BY_NAME["budget"].metavar),
     "update": PERMISSIONS,
     "cache": CACHES,
+    "prune": ("true", "false"),
     "strict": ("true", "false"),
 }
 """What an option takes, where it is not just its metavariable."""
@@ -76,7 +85,8 @@ def _group(title: str, names: tuple[str, ...]) -> Iterator[str]:
     yield "| --- | --- | --- | --- | --- |\n"
     for option in OPTIONS:
         if option.name in names:
-            cells = f"`{option.flag}`", f"`{option.key}`", _values(option), _default(option), _meaning(option)
+            in_ini = "-" if option.name in DECISIONS else f"`{option.key}`"
+            cells = f"`{option.flag}`", in_ini, _values(option), _default(option), _meaning(option)
             yield f"| {' | '.join(cells)} |\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,8 +11,10 @@ from typing import TypeVar
 import torch
 
 from magis.capture import Captured
-from magis.graph import Graph
+from magis.cost.signature import signature
+from magis.graph import Graph, every_op
 from magis.planner.subject import ROUNDS_ALONE, Subject
+from magis.report.text_store import code_digest
 from magis.results import Case, CaseResult, Memory, Peak, Span, StepFigures
 from magis.runtime.double_precision import FirstDifference, first_parting
 from magis.runtime.measure import device_identity, is_out_of_memory, others_memory
@@ -144,6 +147,11 @@ def original_figures(subject: Subject, *, measured: bool) -> StepFigures:
     )
 
 
+def _step_digest(graph: Graph) -> str:
+    signatures = "\n".join(signature(op, values) for op, values in every_op(graph))
+    return hashlib.sha256(signatures.encode()).hexdigest()[:16]
+
+
 def other_result(case: Case, subject: Subject, original: StepFigures, optimized: StepFigures) -> CaseResult:
     """The frame of a result: no limit, no ratio, and numbers that nobody has compared yet."""
     return CaseResult(
@@ -161,6 +169,8 @@ def other_result(case: Case, subject: Subject, original: StepFigures, optimized:
         lower_bound_bytes=0,
         numbers=NOT_RUN,
         graph_digest=subject.digest,
+        step_digest=_step_digest(subject.captured.original.graph),
+        planner="" if case.memory_ratio is None and case.latency_ratio is None else code_digest()[:12],
         provenance=subject.provenance(subject.captured.original.graph),
         samples=samples_of(subject.traced),
         conformance=subject.conformance,

@@ -46,6 +46,8 @@ class Candidate:
     """See `CaseResult.priced`."""
     note: str = ""
     """What a reader should know about the simulation."""
+    portable: bool = True
+    """Whether the plan is that of a baseline's workspaces, wherever they are from; else of this machine's."""
 
 
 def strategy_of(case: Case, subject: Subject) -> Local | None:

@@ -18,6 +18,7 @@ from magis.planner.plans import Plan
 from magis.planner.subject import Subject
 from magis.predict.rank_memory import fake_world
 from magis.ranks import RankJob, RankReport, slowest_ms
+from magis.report.text_store import code_digest
 from magis.results import Case, CaseResult, RankMemory, SearchOutcome, SearchStats, StepFigures
 from magis.simulate.peak_breakdown import changes
 from magis.strategies.distributed_names import check_world, plain_of
@@ -86,6 +87,7 @@ def _predicted(case: Case, without: CaseResult, found: Sequence[_RankPlan], limi
     return replace(
         without,
         case=case,
+        planner=code_digest()[:12],
         original=replace(without.optimized, simulated_ms=max(each.eager_ns for each in found) / 1e6),
         optimized=StepFigures(fullest.planned, max(each.latency_ns for each in plans) / 1e6),
         memory_limit_bytes=limits[place],

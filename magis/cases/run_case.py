@@ -179,7 +179,7 @@ class CaseRun:
         if target is None and latency_limit is None:
             raise UsageError("a magis case needs a memory ratio or a latency ratio")
 
-        def search(nbytes: int | None, seconds: float | None) -> Plan:
+        def search(nbytes: int | None, seconds: float | None, stored: Mapping[str, int] | None = table) -> Plan:
             return plan(
                 subject,
                 memory_limit=nbytes,
@@ -187,7 +187,7 @@ class CaseRun:
                 budget=case.budget,
                 seconds=seconds,
                 seed=case.seed,
-                stored=table,
+                stored=stored,
                 search=case.search,
                 tell=self.progress,
             )
@@ -196,6 +196,13 @@ class CaseRun:
             found = within_reserved(subject, target, case.seconds, search)
         else:
             found = search(target, case.seconds)
+        portable = True
+        if table is not None and limit is not None and case.memory_limit_of != RESERVED and found.feasible:
+            portable = subject.simulate_graph(found.graph).peak_bytes <= limit
+        if not portable:
+            self.progress("searching with this machine's workspaces")
+            left = None if case.seconds is None else max(case.seconds - found.seconds, case.seconds / 10)
+            found = search(limit, left, None)
         self.graph = found.graph
         outcome = {each.name: getattr(found, each.name) for each in fields(SearchOutcome)}
         worst = worst_latency_ratio(subject, found.graph)
@@ -210,6 +217,7 @@ class CaseRun:
             found.workspaces,
             subject.reserved_by(found.graph),
             step,
+            portable=portable,
         )
 
     def _without_original(self, candidate: Candidate, refusal: str) -> _Outcome:
@@ -337,7 +345,7 @@ class CaseRun:
             planning_workspaces=dict(candidate.workspaces),
             off_by=candidate.off_by,
             priced=candidate.priced,
-            portable=not self._is_compiled,
+            portable=candidate.portable and not self._is_compiled,
             growth=growth(subject) if growing else None,
             timelines=whole,
         )

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +30,7 @@ DECIDE = ("numpy", "numba", "rustworkx", "scipy")
 """Packages that take part in a search."""
 
 
+@cache
 def code_digest(*further: str) -> str:
     """SHA-256 of this package's sources and of the versions of Python and of what searches call; ``further`` names more
     packages (torch, where an operator's figures count)."""

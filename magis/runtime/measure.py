@@ -234,8 +234,9 @@ def tensor_peak(fn: Callable[[], object]) -> int:
 def device_identity(device: str) -> dict[str, str]:
     """What workspaces and times of `device` hold for; figures of different identities are never compared.
 
-    "cpu": instruction set that the kernels use, threads in force, torch version. "cuda": GPU, torch and CUDA
-    version. "sim:<name>": the version of the devices' constants. Raises UnknownDevice for other names.
+    "cpu": instruction set that the kernels use, threads in force, torch version, and what oneDNN is told, if anything.
+    "cuda": GPU, torch and CUDA version. "sim:<name>": the version of the devices' constants. Raises UnknownDevice for
+    other names.
     """
     if device == "cpu":
         return {
@@ -243,6 +244,7 @@ def device_identity(device: str) -> dict[str, str]:
             "instruction set": torch.backends.cpu.get_cpu_capability(),
             "threads": str(torch.get_num_threads()),
             "torch": str(torch.__version__),
+            **_told_onednn(),
         }
     if device == "cuda":
         return {
@@ -252,6 +254,20 @@ def device_identity(device: str) -> dict[str, str]:
             "cuda": str(torch.version.cuda),
         }
     return {"device": find_device(device).name, "constants": str(CONSTANTS_VERSION)}
+
+
+_ONEDNN = ("MAX_CPU_ISA", "CPU_ISA_HINTS", "DEFAULT_FPMATH_MODE")
+"""Variables that choose oneDNN's kernels, and with them scratch bytes; each has an older name, too."""
+
+
+def _told_onednn() -> dict[str, str]:
+    """Settings that make oneDNN take other kernels than it would, in one entry; nothing where there are none."""
+    backend: Any = torch.backends.mkldnn  # torch's stubs lack some of what it holds
+    told = [f"{name}={os.environ.get(f'ONEDNN_{name}') or os.environ.get(f'DNNL_{name}')}" for name in _ONEDNN]
+    found = [each for each in told if not each.endswith("=None")]
+    found += [] if backend.enabled else ["off"]
+    found += sorted({each.fp32_precision for each in (backend.conv, backend.matmul)} - {"none", "ieee"})
+    return {"oneDNN": " ".join(found)} if found else {}
 
 
 def device_memory(device: str) -> int:

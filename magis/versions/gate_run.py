@@ -165,7 +165,7 @@ def run_gate(
         variables["PYTHONPATH"] = _python_path(root, tree)
     version_run = VersionRun(str(folder), str(run.baselines) if stores else "", **others)
     variables[COMPARED_WITH] = json.dumps(to_plain(version_run))
-    variables.pop("GITHUB_ACTIONS", None)  # CI keeps an ini file from storing; this folder is nobody's
+    variables.pop("GITHUB_ACTIONS", None)  # its red cases are no annotations of ours
     written = (f"--magis-csv={run.csv}", f"--magis-markdown={folder / 'run.md'}")
     update = ("--magis-update=new",) if stores else ()
     command = [str(python or sys.executable), "-m", "pytest", *arguments, *written, *update]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 
 MARK = "magis"
@@ -61,6 +63,11 @@ def claimed(item: pytest.Item, name: str) -> str | None:
     owners = item.config.stash.setdefault(_OWNERS, {}).setdefault(name, set())
     owners.add(name_of(item))
     return min(owners - {name_of(item)}, default=None)
+
+
+def claimed_names(config: pytest.Config) -> Collection[str]:
+    """All names so far."""
+    return config.stash.get(_OWNERS, {})
 
 
 def node_id(item: pytest.Item) -> str:

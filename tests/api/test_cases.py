@@ -108,6 +108,20 @@ def test_a_baselines_workspaces_decide_the_plan_not_this_machines(bench: Bench, 
     assert same.memory == own.memory
 
 
+@pytest.mark.parametrize("share", [0, 0.1, 2])
+def test_a_limit_that_a_baselines_workspaces_miss_is_met_by_this_machines(share: float) -> None:
+    """Of another machine: less scratch than here makes a plan that is too large here, more than here one that fits."""
+    bench, wanted = Bench(), case(model="tests.api.nets:convolutions", memory_ratio=0.7)
+    own = run_case(wanted, cache=bench)
+    there = {key: nbytes for key, each in own.planning_workspaces.items() if (nbytes := int(share * each))}
+    found = run_case(wanted, cache=bench, planning_workspaces=there, expected_graph=own.graph_digest)
+    assert_exact(found)
+    assert found.memory_limit_bytes == own.memory_limit_bytes is not None
+    assert found.memory.peak_bytes <= found.memory_limit_bytes
+    assert (found.portable, found.planning_workspaces == there) == ((True, True) if share == 2 else (False, False))
+    assert found.portable or found.memory == own.memory
+
+
 def test_workspaces_of_another_graph_are_ignored(bench: Bench, own: CaseResult) -> None:
     odd = run_case(case(), cache=bench, planning_workspaces={"nonsense": 1}, expected_graph="0" * 16)
     assert odd.memory == own.memory

@@ -46,6 +46,7 @@ FIGURES = {
     "stopped": False,
     "note": "",
     "graph": "g1",
+    "planner": "",
     "lower_bound": 0.3,  # share of the original's peak
     "workspaces": {"aten::mm(4x4)": 512},
     "ori_reserved": 0,  # factors on the peak; 0: nothing is known, as on a CPU
@@ -150,6 +151,7 @@ def make_result(case, figure):
         lower_bound_bytes=int(figure["lower_bound"] * original.peak_bytes),
         numbers=figure["numbers"] if real else "not run",
         graph_digest=figure["graph"],
+        planner="" if eager else figure["planner"],
         note=figure["note"],
         search=SearchStats(0.5, 0 if eager else 321, figure["stopped"], figure["feasible"], 0 if eager else 7),
         planning_workspaces={} if eager else figure["workspaces"],

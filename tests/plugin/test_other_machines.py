@@ -51,7 +51,8 @@ def test_committed_baselines_hold_on_older_processors(gate, repository):
     for name, (code, output) in shown.items():
         assert code == 0, output
         (row,) = gate.rows(f"{name}.csv")
-        assert f"instruction set={name}," in row["device identity"]
+        isa = MACHINES[name]["ONEDNN_MAX_CPU_ISA"]
+        assert f"instruction set={name}, oneDNN=MAX_CPU_ISA={isa}," in row["device identity"]
         assert row["device identity"] not in baseline["measured"]
         assert (row["verdict"], row["numbers"], row["feasible"]) == ("pass", "bit-identical", "True")
         # as measured, and not only as planned

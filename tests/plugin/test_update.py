@@ -91,22 +91,32 @@ def test_what_is_broken_cannot_be_accepted(gate, change):
     assert "magis-mem0.8" not in gate.baseline()["configurations"]["small"]["cases"]
 
 
-def test_in_ci_an_ini_file_stores_nothing(gate, monkeypatch, workers):
+@pytest.mark.parametrize("option", ["--magis-update=worse", "--magis-update worse", "--magis-prune"])
+@pytest.mark.parametrize("place", ["addopts", "PYTEST_ADDOPTS", "ini", "-o"])
+@pytest.mark.parametrize("models", [("--magis-models=bert",), ()])
+def test_what_is_given_for_every_run_accepts_nothing(gate, monkeypatch, place, option, models):
+    """A decision about one run, on its command line alone: else red would be green in CI, and stay unseen."""
+    flag, _, value = option.replace(" ", "=").partition("=")
+    ini = f"{flag.removeprefix('--').replace('-', '_')} = {value or 'true'}"
+    arguments = models
+    if place == "addopts":
+        gate.pytester.makeini(f"[pytest]\naddopts = {option}\n")
+    elif place == "PYTEST_ADDOPTS":
+        monkeypatch.setenv("PYTEST_ADDOPTS", option)
+    elif place == "ini":
+        gate.pytester.makeini(f"[pytest]\n{ini}\n")
+    else:
+        arguments = (*models, "-o", ini.replace(" ", ""))
+    said = gate.refuses(*arguments)
+    key = "addopts" if place == "addopts" else ini.partition(" ")[0]
+    where = place if place == "PYTEST_ADDOPTS" else f"{key} in the ini file"
+    assert said == f"ERROR: {flag} is given by {where}, for every run; give it on the command line"
+
+
+def test_in_ci_the_command_line_decides(gate, monkeypatch, workers):
     monkeypatch.setenv("CI", "true")
-    result = gate("--magis-models=bert", "-o", "magis_update=new", workers=workers)
-    result.assert_outcomes(failed=3)
-    result.stdout.fnmatch_lines(["baselines are not updated: CI is set *"])
-    assert not (gate.root / "baselines").exists()
-
-
-def test_in_ci_the_command_line_still_decides(gate, monkeypatch):
-    monkeypatch.setenv("CI", "true")
-    gate("--magis-models=bert", "--magis-update=new").assert_outcomes(passed=3)
-    assert (gate.root / "baselines" / "cpu" / "bert.json").is_file()
-
-
-def test_elsewhere_the_ini_file_may(gate):
-    gate("--magis-models=bert", "-o", "magis_update=new").assert_outcomes(passed=3)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-q")
+    gate("--magis-models=bert", "--magis-update=new", workers=workers).assert_outcomes(passed=3)
     assert (gate.root / "baselines" / "cpu" / "bert.json").is_file()
 
 

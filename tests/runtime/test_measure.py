@@ -265,6 +265,25 @@ def test_identities() -> None:
         device_identity("tpu")
 
 
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("ONEDNN_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
+        ("DNNL_MAX_CPU_ISA", "MAX_CPU_ISA=SSE41"),
+        ("ONEDNN_DEFAULT_FPMATH_MODE", "DEFAULT_FPMATH_MODE=SSE41"),
+        ("ONEDNN_CPU_ISA_HINTS", "CPU_ISA_HINTS=SSE41"),
+    ],
+)
+def test_what_changes_onednns_scratch_is_part_of_the_identity(
+    monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    before = device_identity("cpu")
+    monkeypatch.setenv(variable, "SSE41")
+    assert device_identity("cpu") == {**before, "oneDNN": told}
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert device_identity("cpu")["oneDNN"] == f"{told} off"
+
+
 def test_memory_of_devices() -> None:
     assert 0 < free_device_memory("cpu") < device_memory("cpu") < 2**50
     assert device_memory("sim:rtx3090") == free_device_memory("sim:rtx3090") == 24 * 2**30

@@ -1,0 +1,125 @@
+"""Baselines of tests that are gone: named by a run that collected all tests, removed by --magis-prune."""
+
+from __future__ import annotations
+
+import pytest
+
+NET = """
+import pytest
+
+@pytest.mark.magis(strategies=["eager"]{named})
+def test_{name}():
+    pass
+"""
+CHECKED = """
+def test_{name}(magis):
+    magis.check(lambda: None, strategies=["eager"])
+    magis.check(lambda: None, strategies=["eager"])
+    magis.check(lambda: None, strategies=["eager"], name="{name}-own")
+"""
+PLAIN = "def test_plain(): pass\n"
+GONE = "baselines of tests that are gone*"
+
+
+def write(gate, **files):
+    for name, text in files.items():
+        (gate.root / f"{name}.py").write_text(text)
+
+
+@pytest.fixture
+def stored(gate):
+    """Baselines of five tests and a model, in two devices' folders."""
+    gate.extend_conftest('\ndef pytest_magis_models():\n    return {"named": "nets:make"}\n')
+    write(
+        gate,
+        nets="make = None\n",
+        test_a=NET.format(name="one", named="") + NET.format(name="two", named=', name="given"'),
+        test_b=CHECKED.format(name="three"),
+        test_c=PLAIN,
+    )
+    gate.accept()
+    gate.accept("test_a.py", "--magis-device=sim:rtx3090")
+    gate.accept("--magis-models=bert,named,nets:make", "--magis-strategies=eager")
+    (gate.root / "baselines" / "notes").mkdir()
+    (gate.root / "baselines" / "notes" / "mine.json").write_text("{}")
+    return {name for name in gate.files() if name.endswith(".json")}
+
+
+def left(gate):
+    return {name for name in gate.files() if name.endswith(".json")}
+
+
+OF_A = {"cpu/test_a.test_one", "cpu/given", "sim-rtx3090/test_a.test_one", "sim-rtx3090/given"}
+OF_B = {"cpu/test_b.test_three", "cpu/test_b.test_three.2", "cpu/three-own"}
+
+
+SKIPPED = "import pytest\npytestmark = pytest.mark.skip\n"
+
+
+@pytest.mark.parametrize(
+    ("changed", "gone"),
+    [
+        ({}, set()),
+        ({"test_a": ""}, OF_A),
+        ({"test_a": NET.format(name="one", named="")}, {"cpu/given", "sim-rtx3090/given"}),
+        ({"test_a": SKIPPED + NET.format(name="one", named="")}, {"cpu/given", "sim-rtx3090/given"}),
+        ({"test_b": PLAIN}, OF_B),
+        ({"test_b": CHECKED.format(name="renamed")}, OF_B),
+        ({"test_a": PLAIN, "test_b": ""}, OF_A | OF_B),
+    ],
+)
+def test_a_run_of_all_tests_names_them_and_prune_removes_them(gate, stored, changed, gone):
+    write(gate, **changed)
+    result = gate("--magis-update=new")
+    assert result.ret == 0
+    lines = [line for line in result.outlines if line.startswith("baselines of tests")]
+    names = ", ".join(sorted(f"baselines/{name}.json" for name in gone))
+    asleep = len(changed) == 2  # no test is gated any more: nothing loads the gate but --magis-prune
+    told = [f"baselines of tests that are gone: {names}; --magis-prune removes them"] if gone and not asleep else []
+    assert lines == told
+    assert left(gate) >= stored
+    result = gate("--magis-prune")
+    assert result.ret == 0
+    assert [line for line in result.outlines if line.startswith("baselines of tests")] == (
+        [f"baselines of tests that are gone, removed: {names}"] if gone else []
+    )
+    assert stored - left(gate) == {f"baselines/{name}.json" for name in gone}
+    gate().stdout.no_fnmatch_line(GONE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["test_b.py"], "the run was of a part of the tests"),
+        (["--magis-models=bert", "--magis-strategies=eager"], "the run was of a part of the tests"),
+        (["-k", "not plain"], "tests were left out"),
+        (["--deselect", "test_c.py::test_plain"], "tests were left out"),
+        (["--ignore=test_c.py"], "tests were left out"),
+        (["--magis-shard=1/2"], "tests were left out"),
+        (["-n2"], "tests were collected by several processes"),
+    ],
+)
+def test_a_run_of_a_part_says_nothing_and_removes_nothing(gate, stored, arguments, why):
+    write(gate, test_a=PLAIN)
+    result = gate(*arguments)
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line(GONE)
+    result = gate(*arguments, "--magis-prune")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stdout.fnmatch_lines([f"ERROR: --magis-prune removes nothing: {why}*; give it to a run of all tests"])
+    assert left(gate) >= stored
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"test_c": "import not_there\n"},
+        {"test_c": "import pytest\npytest.skip(allow_module_level=True)\n"},
+        {"test_b": "def test_three(magis):\n    assert False\n"},
+        {"test_b": "import pytest\n@pytest.mark.skip\ndef test_three(magis): ...\n"},
+    ],
+)
+def test_what_could_not_be_looked_at_is_not_called_gone(gate, stored, broken):
+    write(gate, test_a=NET.format(name="one", named=""), **broken)
+    gate("--continue-on-collection-errors", "--magis-prune").stdout.no_fnmatch_line(GONE)
+    assert left(gate) >= stored
