@@ -31,7 +31,7 @@ from magis.frontends.optimizer_state import (
 )
 from magis.frontends.plan_files import read_plan, write_plan
 from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
-from magis.frontends.undoing import PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
+from magis.frontends.undoing import Kept, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
 from magis.graph import Graph
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
@@ -227,11 +227,16 @@ class OptimizedStep:
             # as torch's own: a parameter without a gradient has no state, and its counter stands still
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
             state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
-        step = GraphStep(
-            found.graph, module, batch.inputs, batch.targets, found.rule,
-            device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
-            cached=found.cached,
-        )  # fmt: skip
+        try:
+            step = GraphStep(
+                found.graph, module, batch.inputs, batch.targets, found.rule,
+                device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
+                cached=found.cached,
+            )  # fmt: skip
+        except BaseException:
+            if state is not None:
+                state.forget()
+            raise
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
         return _Bound(found, step, module, state, self._optimizer, self._loss_fn, self._eager, undo)
@@ -305,19 +310,22 @@ class _Bound:
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
-        self.step.prepare()
-        if not self.undo.expects:  # eager may not make them where a branch goes another way
-            self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
-        self.step.feed(batch.by_name)
-        if draw is not None:
-            self.step.feed(draw.constants)
-        kept = self.undo.now()
+        kept: Kept | None = None
         try:
+            self.step.prepare()
+            if not self.undo.expects:  # eager may not make them where a branch goes another way
+                self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
+            self.step.feed(batch.by_name)
+            if draw is not None:
+                self.step.feed(draw.constants)
+            kept = self.undo.now()
             loss = self._gradients() if self.state is None else self._updated(self.state)
         except BaseException as error:
             operator, updated = self.step.raised(error)
-            if operator is not None and not updated:  # not behind the step, in the optimizer's own
+            if kept is not None and operator is not None and not updated:  # not behind, in the optimizer's own step
                 kept.put_back()
+            if self.state is not None:
+                self.state.forget()
             if not isinstance(error, ExpectationError):
                 raise
             warnings.warn(OTHER_WAY, stacklevel=3)

@@ -18,7 +18,7 @@ from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import UsageError
 from magis.ops.held_tensors import PREFIX, look_up
-from magis.ops.optimizers import new_state, state_names
+from magis.ops.optimizers import OptimizerSpec, new_state, state_names
 from magis.planner.bench import check_device
 
 
@@ -59,7 +59,7 @@ class OptimizerState:
 
     @contextmanager
     def step_to_come(self) -> Iterator[tuple[int, ...]]:
-        """`counted`, taken back where the step raises: an optimizer without a step so far has no state, then."""
+        """`counted`, taken back where the step raises."""
         first = [*self.first]
         try:
             yield self.counted()
@@ -68,15 +68,12 @@ class OptimizerState:
             if counters:
                 torch._foreach_sub_(counters, 1)
             self.first = first
-            for parameter, kind, known in self.made:
-                state = self.optimizer.state[parameter]
-                state[kind] = None
-                if not known:
-                    del state[kind]
-                if not state:
-                    del self.optimizer.state[parameter]
             raise
         self.made.clear()
+
+    def forget(self) -> None:
+        """Let the optimizer have no state that it would make in its first step, which has failed."""
+        _forget(self.optimizer, self.made)
 
     def _counters(self) -> list[list[Tensor]]:
         if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves
@@ -100,8 +97,23 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
         for number in range(len(update.homes))
     )
     first = [all(age_of(optimizer, parameter) == 0 for parameter in some) for some in members]
-    kinds = state_names(rule)
-    tensors, made = {}, list[tuple[nn.Parameter, str, bool]]()
+    made = list[tuple[nn.Parameter, str, bool]]()
+    try:
+        tensors = _tensors(optimizer, rule, trained, made)
+    except BaseException:  # it may be here that memory runs out
+        _forget(optimizer, made)
+        raise
+    return OptimizerState(optimizer, update, trained, tensors, members, first, made)
+
+
+def _tensors(
+    optimizer: Optimizer,
+    rule: OptimizerSpec,
+    trained: Mapping[str, nn.Parameter],
+    made: list[tuple[nn.Parameter, str, bool]],
+) -> dict[str, Tensor]:
+    """The tensors of an optimizer by their names in the graph; those that it lacks are added to `made`."""
+    kinds, tensors = state_names(rule), dict[str, Tensor]()
     names = {id(parameter): name for name, parameter in trained.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
     for parameter in order if kinds else ():  # in which torch makes states, and `state_dict` has them
@@ -116,7 +128,18 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
                 if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
                     state[kind].neg_()
             tensors[f"{kind}:{name}"] = state[kind]
-    return OptimizerState(optimizer, update, trained, tensors, members, first, made)
+    return tensors
+
+
+def _forget(optimizer: Optimizer, made: list[tuple[nn.Parameter, str, bool]]) -> None:
+    for parameter, kind, known in made:
+        state = optimizer.state[parameter]
+        state[kind] = None
+        if not known:
+            del state[kind]
+        if not state:
+            del optimizer.state[parameter]
+    made.clear()
 
 
 # What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.

@@ -92,7 +92,7 @@ def plan(
             if goal.memory_limit is not None and not found.feasible and search != "paper" and waits():
                 stage("searching among plans that an error may leave torn")
                 torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=late)
-                found = replace(torn, states=found.states + torn.states) if torn.feasible else found
+                found = better(goal, found, torn)
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
         return bounded(found, memory_limit) if worth_bounding else replace(found, searched=None)
 
