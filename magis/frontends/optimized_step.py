@@ -31,7 +31,7 @@ from magis.frontends.optimizer_state import (
 )
 from magis.frontends.plan_files import read_plan, write_plan
 from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
-from magis.frontends.undoing import Kept, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
+from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
 from magis.graph import Graph
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
@@ -310,7 +310,7 @@ class _Bound:
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
-        kept: Kept | None = None
+        kept: ContentsBefore | None = None
         try:
             self.step.prepare()
             if not self.undo.expects:  # eager may not make them where a branch goes another way

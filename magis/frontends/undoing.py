@@ -35,18 +35,18 @@ class Undo:
     expects: bool = False
     """Whether batches may take another way than the one that was planned."""
 
-    def now(self) -> Kept:
+    def now(self) -> ContentsBefore:
         """All of it as it is now."""
         tensors = self.step.tensors
         memory = [tensors[position].untyped_storage() for position in self.positions]
-        return Kept(
+        return ContentsBefore(
             [(storage, storage.clone()) for storage in memory],
             [(generator, generator.get_state()) for generator in self.generators],
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class ContentsBefore:
     """Memory and generators, with what they held."""
 
     memory: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]
@@ -88,7 +88,7 @@ def raise_as_eager(
     traceback.clear_frames(error.__traceback__)  # which hold the tensors of the step that raised
     module, loss_fn = holders
     generators = (generator_of(device), *held_generators(module, loss_fn).values())
-    before = Kept(
+    before = ContentsBefore(
         [(each.untyped_storage(), each.untyped_storage().clone()) for each in module.buffers() if each.numel()],
         [(generator, generator.get_state()) for generator in generators],
     )

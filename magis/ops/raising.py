@@ -45,7 +45,7 @@ def may_raise(graph: Graph) -> dict[int, str]:
     """Operators before the update that may raise by what is in their tensors or in the user's code: their ids, and
     their names. One that computes again what it has computed is none, nor is one that looks up places that an operator
     before it has looked up among as many."""
-    seen, first = _Seen({}, {}), dict[tuple[bool, int], Op]()
+    seen, first = _LookedUp({}, {}), dict[tuple[bool, int], Op]()
     found: dict[int, str] = {}
     for op in graph.ops:
         if op.phase == "update":
@@ -90,7 +90,7 @@ def torn_by(graph: Graph) -> str:
     return " or ".join((*late, "running out of memory"))
 
 
-class _Seen:
+class _LookedUp:
     """What the operators so far have looked up."""
 
     def __init__(self, places: dict[tuple[Contents, int], int], same: dict[int, Contents]) -> None:
@@ -118,7 +118,7 @@ class _Seen:
                 inside.values[value].storage: self.contents(op, values[outer])
                 for value, outer in zip(inside.inputs, around, strict=True)
             }
-            body, found = _Seen(self._places, same), False
+            body, found = _LookedUp(self._places, same), False
             for each in inside.ops:
                 if each.target == "magis.part":
                     body.copied(each, inside.values)

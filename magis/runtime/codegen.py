@@ -74,12 +74,15 @@ def generate(graph: Graph) -> str:
     return "\n".join(_source(graph)[0]) + "\n"
 
 
-def raised_at(graph: Graph, error: BaseException) -> int | None:
-    """The position of the operator at which the step's code raised, -1 before the first one; None: it did not."""
+def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
+    """The operator at which the step's code raised an error, None where it did not; and the storages that have been
+    updated by then, in full or in part."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
-    return None if trace is None else bisect_right(_source(graph)[1], trace.tb_lineno) - 1
+    count = 0 if trace is None else bisect_right(_source(graph)[1], trace.tb_lineno)
+    done = {storage for op in graph.ops[:count] if op.phase == "update" for storage, _ in op.writes}
+    return (graph.ops[count - 1] if count else None), done
 
 
 def _source(graph: Graph) -> tuple[list[str], list[int]]:

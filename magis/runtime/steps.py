@@ -24,7 +24,7 @@ from magis.ops.generators import held_generators, seed_all
 from magis.ops.held_tensors import PREFIX, look_up
 from magis.ops.optimizers import AHEAD, OptimizerSpec
 from magis.runtime.codegen import Step as Program
-from magis.runtime.codegen import compile_step, raised_at
+from magis.runtime.codegen import compile_step, raised_by
 from magis.runtime.packed_weights import check_places, place
 from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
@@ -320,18 +320,11 @@ class GraphStep:
             self._tensors[position] = tensor
 
     def raised(self, error: BaseException) -> tuple[Op | None, dict[str, Tensor]]:
-        """The operator that raised this error, None where it was none; and the parameters and states of the optimizer
-        that have been updated by then, in full or in part, by their names in the graph."""
-        at = raised_at(self._graph, error) if self._broken else None
-        if at is None or at < 0:
-            return None, {}
-        done = {storage for op in self._graph.ops[: at + 1] if op.phase == "update" for storage, _ in op.writes}
-        values = [self._graph.values[value] for value in self._graph.inputs]
-        return self._graph.ops[at], {
-            value.name: tensor
-            for value, tensor in zip(values, self._tensors, strict=True)
-            if value.storage in done and value.name.startswith(("parameter:", "state:"))
-        }
+        """The operator that raised this error, None where it was none; and parameters and states of the optimizer that
+        have been updated by then, by their names in the graph."""
+        op, done = raised_by(self._graph, error) if self._broken else (None, set())
+        values = map(self._graph.values.__getitem__, self._graph.inputs)
+        return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
 
     def finish(self) -> None:
         """Whatever comes next comes after every copy of the step, too."""

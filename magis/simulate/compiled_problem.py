@@ -17,7 +17,7 @@ from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
 from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
-from magis.ops.raising import may_raise
+from magis.simulate.error_order import behind_errors
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
 
@@ -191,7 +191,8 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
     facts = _Facts(graph, nodes, blocks)
     rows = [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)]
     updates = [_block_row(graph, block, facts, costs) for block in blocks]
-    rows, updates = _behind_errors(graph, nodes, blocks, facts, rows, updates)
+    ended = {number: facts.last_write.get(storage, facts.producer[storage]) for storage, number in facts.number.items()}
+    rows, updates = behind_errors(graph, nodes, blocks, rows, updates, ended)
     problem = build_problem(
         _beside(graph, nodes, rows, updates, facts),
         [
@@ -278,37 +279,6 @@ def _node_row(graph: Graph, group: Group, index: int, facts: _Facts, costs: Cost
         preads=tuple(facts.written[s] for s in taken if s in facts.written),
         extra=tuple(sorted(facts.extra.get(index, ()))),
     )
-
-
-def _behind_errors(
-    graph: Graph,
-    nodes: tuple[Group, ...],
-    blocks: tuple[Group, ...],
-    facts: _Facts,
-    rows: list[NodeRow],
-    updates: list[BlockRow],
-) -> tuple[list[NodeRow], list[BlockRow]]:
-    """The rows, with weights updated behind all nodes that may raise (`magis.ops.raising`). Those that an update comes
-    after by what it reads are not named again, so that it does not wait until they have been recomputed, too."""
-    raising = may_raise(graph)
-    found = {index for index, group in enumerate(nodes) if not raising.keys().isdisjoint(op.id for op in group)}
-    if not found:
-        return rows, updates
-    maker = {storage: index for index, row in enumerate(rows) for storage in row.outputs}
-    behind: list[set[int]] = []  # of each node: those of `found` that it comes after, or is
-    for index, row in enumerate(rows):
-        before = {*row.extra, *(maker[storage] for storage in row.inputs)}
-        behind.append(({index} & found).union(*(behind[node] for node in before)))
-    ended = {number: facts.last_write.get(storage, maker[number]) for storage, number in facts.number.items()}
-    for index, group in enumerate(nodes):
-        if group[0].phase == "update":
-            earlier = {node for node in found if node < index}
-            rows[index] = replace(rows[index], extra=tuple(sorted({*rows[index].extra, *earlier})))
-    waits = (found.difference(*(behind[ended[storage]] for storage in row.inputs)) for row in updates)
-    return rows, [
-        replace(row, waits=tuple(sorted(them))) if block[0].phase == "update" else row
-        for block, row, them in zip(blocks, updates, waits, strict=True)
-    ]
 
 
 def _beside(
