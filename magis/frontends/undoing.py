@@ -132,9 +132,10 @@ class PartialUpdate:
         parameters = dict(module.named_parameters())
         for name, (tensor, version) in self._versions.items():
             kind, _, path = name.partition(":")
+            state, _, path = path.rpartition(":")
             now: object = parameters.get(path)
-            if kind == "state":
-                state, _, path = path.partition(":")
-                now = None if optimizer is None else optimizer.state.get(parameters.get(path), {}).get(state)
+            if kind == "state" and optimizer is not None and path in parameters:
+                now = optimizer.state.get(parameters[path], {}).get(state)
             if now is tensor and tensor._version == version:  # noqa: SLF001
-                raise PartialUpdateError(f"{path} is left half updated by a step that raised", hint=LOAD)
+                what = f"{state or 'weight'} {path}"
+                raise PartialUpdateError(f"{what} is left half updated by a step that raised", hint=LOAD)
