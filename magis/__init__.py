@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from magis.api import Bench, OptimizerSpec, Workload, estimate, fit, pareto, peak, run_case
-    from magis.errors import BaselineError, CaptureError, MagisError, UsageError, VerifyError
+    from magis.errors import BaselineError, CaptureError, MagisError, PartialUpdateError, UsageError, VerifyError
     from magis.frontends.checkpointing.choose import checkpoint_policy
     from magis.frontends.checkpointing.policy import RegionPolicies
     from magis.frontends.compile.joint_tags import JointTags, tag_joint_graph
@@ -32,6 +32,7 @@ __all__ = [
     "MagisError",
     "OptimizedStep",
     "OptimizerSpec",
+    "PartialUpdateError",
     "RegionPolicies",
     "UsageError",
     "VerifyError",
@@ -59,6 +60,7 @@ _EXPORTS = {
     "MagisError": "magis.errors",
     "OptimizedStep": "magis.frontends.optimize",
     "OptimizerSpec": "magis.api",
+    "PartialUpdateError": "magis.errors",
     "RegionPolicies": "magis.frontends.checkpointing.policy",
     "UsageError": "magis.errors",
     "VerifyError": "magis.errors",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError", "nearest"]
+__all__ = ["BaselineError", "CaptureError", "MagisError", "PartialUpdateError", "UsageError", "VerifyError", "nearest"]
 
 
 class MagisError(Exception):
@@ -37,6 +37,11 @@ class BaselineError(UsageError):
 
 class CaptureError(MagisError):
     """A training step cannot be captured as one graph; the message names the module, operator or line."""
+
+
+class PartialUpdateError(MagisError):
+    """A step raised after it had updated some weights; the message names them. The next one waits for state that is
+    loaded."""
 
 
 class VerifyError(MagisError):

@@ -1,4 +1,4 @@
-"""Steps that go another way from batch to batch: forwards that draw on the host, branches on data.
+"""Steps that go another way from batch to batch: forwards that draw on the host.
 
 A step that draws on the host is captured anew each time, with the generators as they are. Plans are kept by the outline
 of the graph, all of it but the contents of its constants, which are fed to the step like a batch.
@@ -6,8 +6,7 @@ of the graph, all of it but the contents of its constants, which are fed to the 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -18,9 +17,7 @@ from magis.capture import Captured
 from magis.capture.snapshot import Snapshot
 from magis.errors import CaptureError
 from magis.graph import Graph, digest
-from magis.ops.call import ExpectationError, undone
-from magis.ops.generators import HostGenerators, generator_of
-from magis.runtime.steps import GraphStep
+from magis.ops.generators import HostGenerators
 
 NUMBERS = "draw with torch, and compute with the tensors that it makes"
 
@@ -62,37 +59,6 @@ def check_outlines(one: Graph, other: Graph) -> None:
         )
 
 
-# Steps that branch on data: where a batch takes another way than the captured step, eager runs that step instead.
-
-OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
-
-
-@dataclass(frozen=True, eq=False)
-class Undo:
-    """What a planned step changes before it knows that all branches go as expected."""
-
-    step: GraphStep
-    positions: tuple[int, ...]
-    """Of the tensors among the step's: each batch brings others."""
-    generators: tuple[torch.Generator, ...]
-
-    def attempt(self, planned: Callable[[], Tensor], eager: Callable[[], Tensor]) -> Tensor:
-        """The loss of the planned step; where a branch goes another way, that of eager's on everything as it was."""
-        tensors = self.step.tensors
-        memory = [tensors[position].untyped_storage() for position in self.positions]
-        kept = [(storage, storage.clone()) for storage in memory]
-        states = [(generator, generator.get_state()) for generator in self.generators]
-        try:
-            return planned()
-        except ExpectationError:
-            for storage, before in kept:
-                storage.copy_(before)
-            for generator, state in states:
-                generator.set_state(state)
-        warnings.warn(OTHER_WAY, stacklevel=4)
-        return eager()
-
-
 @contextmanager
 def contents_kept(module: nn.Module, loss_fn: object) -> Iterator[None]:
     """Put back what the block writes into tensors that are no parameters or buffers of the module: those, captures
@@ -107,12 +73,3 @@ def contents_kept(module: nn.Module, loss_fn: object) -> Iterator[None]:
             if tensor._version != version:  # noqa: SLF001
                 with torch.no_grad():
                     tensor.copy_(contents)
-
-
-def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo | None:
-    """For a step that runs a graph; None for a graph without branches on data."""
-    names = undone(graph)
-    if names is None:
-        return None
-    positions = (at for at, value in enumerate(graph.inputs) if graph.values[value].name in names)
-    return Undo(step, tuple(positions), (generator_of(device), *step.generators.values()))

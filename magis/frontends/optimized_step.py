@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
 from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss
-from magis.frontends.branching import Draw, Undo, contents_kept, draw_of, outline, undo_of
+from magis.errors import MagisError
+from magis.frontends.branching import Draw, contents_kept, draw_of, outline
 from magis.frontends.optimizer_state import (
     MemoryGuard,
     OptimizerState,
@@ -29,7 +31,9 @@ from magis.frontends.optimizer_state import (
 )
 from magis.frontends.plan_files import read_plan, write_plan
 from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
+from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
 from magis.graph import Graph
+from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
 from magis.planner.agreed_plans import all_or_none
@@ -38,6 +42,7 @@ from magis.strategies.rank_step import World
 
 KEPT = 4
 """Plans for batches of different kinds, and modules in different states, that are kept."""
+OTHER_WAY = "a batch takes another way at a branch on data than the planned step: eager mode runs it, in eager's memory"
 DRAWS = "its forward draws on the host which parameters it uses"
 VARIANTS = 64
 """Plans for different draws of one step that are kept."""
@@ -72,16 +77,36 @@ class OptimizedStep:
         self._choice = Choice("left to the caller", None)
         self._entries: list[_Entry] = []
         self._plans: OrderedDict[str, Planned] = OrderedDict()
+        self._partial: PartialUpdate | None = None
 
     def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
+        if self._partial is not None:
+            self._partial.check(self._whole, self._optimizer)
+            self._partial = None
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
-        entry, draw = self.prepare(given), None
-        if entry.plan.drawn:
-            entry, draw = self._drawn(given, entry)
+        try:
+            entry, draw = self.prepare(given), None
+            if entry.plan.drawn:
+                entry, draw = self._drawn(given, entry)
+        except Exception as error:
+            if isinstance(error, MagisError) and (error.__cause__ is None or isinstance(error.__cause__, MagisError)):
+                raise  # a refusal
+            self._raise_as_eager(given, error)
         if entry.bound is None:
             entry.bound = self._bind(given, entry)
-        return entry.bound.run(given, draw)
+        try:
+            return entry.bound.run(given, draw)
+        except BaseException as error:
+            operator, updated = entry.bound.step.raised(error)
+            if operator is None:
+                raise
+            if updated:
+                self._partial = PartialUpdate(updated)
+                raise self._partial.error(error) from error
+            if not isinstance(error, Exception) or not raises_again(error, operator.target):
+                raise
+            self._raise_as_eager(given, error, late=operator.phase == "backward")
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> _Entry:
         """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
@@ -202,14 +227,29 @@ class OptimizedStep:
             # as torch's own: a parameter without a gradient has no state, and its counter stands still
             named = {name: p for name, p in module.named_parameters() if name in found.graded}
             state = adopted(self._optimizer, replace(self._choice.update, spec=found.rule), named)
-        step = GraphStep(
-            found.graph, module, batch.inputs, batch.targets, found.rule,
-            device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
-            cached=found.cached,
-        )  # fmt: skip
+        try:
+            step = GraphStep(
+                found.graph, module, batch.inputs, batch.targets, found.rule,
+                device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
+                cached=found.cached,
+            )  # fmt: skip
+        except BaseException:
+            if state is not None:
+                state.forget()
+            raise
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
         return _Bound(found, step, module, state, self._optimizer, self._loss_fn, self._eager, undo)
+
+    def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
+        """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
+        leave everything as it was."""
+        if self._world is not None:
+            raise error
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none=True)
+        holders = self._whole, self._loss_fn
+        raise_as_eager(error, partial(self._eager, batch), holders, self._device, late=late)
 
     def _eager(self, batch: Batch) -> Tensor:
         """Forward, loss and backward as the loop's own."""
@@ -260,7 +300,7 @@ class _Bound:
     optimizer: Optimizer | None
     loss_fn: Callable[..., Tensor] | None
     eager: Callable[[Batch], Tensor]
-    undo: Undo | None
+    undo: Undo
 
     def is_current(self, choice: Choice) -> bool:
         known = self.step.generators
@@ -270,17 +310,26 @@ class _Bound:
         return self.state is None or (self.state.update.homes == homes and self.state.is_current())
 
     def run(self, batch: Batch, draw: Draw | None = None) -> Tensor:
-        self.step.prepare()
-        if self.undo is None:  # eager may not make them where a branch goes another way
-            self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
-        self.step.feed(batch.by_name)
-        if draw is not None:
-            self.step.feed(draw.constants)
-        planned = partial(self._planned, draw)
-        return planned() if self.undo is None else self.undo.attempt(planned, partial(self._eagerly, batch))
-
-    def _planned(self, draw: Draw | None) -> Tensor:
-        loss = self._gradients() if self.state is None else self._updated(self.state)
+        kept: ContentsBefore | None = None
+        try:
+            self.step.prepare()
+            if not self.undo.expects:  # eager may not make them where a branch goes another way
+                self._leave(dict.fromkeys(self.plan.results))  # not kept beside the new ones
+            self.step.feed(batch.by_name)
+            if draw is not None:
+                self.step.feed(draw.constants)
+            kept = self.undo.now()
+            loss = self._gradients() if self.state is None else self._updated(self.state)
+        except BaseException as error:
+            operator, updated = self.step.raised(error)
+            if kept is not None and operator is not None and not updated:  # not behind, in the optimizer's own step
+                kept.put_back()
+            if self.state is not None:
+                self.state.forget()
+            if not isinstance(error, ExpectationError):
+                raise
+            warnings.warn(OTHER_WAY, stacklevel=3)
+            return self._eagerly(batch)
         if draw is not None and draw.after is not None:
             draw.after.restore()
         return loss

@@ -18,9 +18,8 @@ from magis.capture.optimizer_rule import Update, age_of, needs_closure
 from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.workload import Batch, with_keywords
 from magis.errors import CaptureError, UsageError
-from magis.ops.call import ExpectationError
 from magis.ops.held_tensors import PREFIX, look_up, told
-from magis.ops.optimizers import new_state, state_names
+from magis.ops.optimizers import OptimizerSpec, new_state, state_names
 from magis.planner.bench import check_device
 
 
@@ -36,6 +35,8 @@ class OptimizerState:
     """Parameters of each rule of the update: they are of one age."""
     first: list[bool] = field(default_factory=list)
     """Of each rule: whether the step to come is the first of its parameters."""
+    made: list[tuple[nn.Parameter, str, bool]] = field(default_factory=list)
+    """State that the optimizer did not have before the step to come, and whether it had an entry of None."""
 
     def is_current(self) -> bool:
         """Whether the optimizer still has these tensors (loading a state puts others in their place), and parameters of
@@ -59,20 +60,21 @@ class OptimizerState:
 
     @contextmanager
     def step_to_come(self) -> Iterator[tuple[int, ...]]:
-        """`counted`, taken back where the step finds that it cannot run."""
+        """`counted`, taken back where the step raises."""
         first = [*self.first]
         try:
             yield self.counted()
-        except ExpectationError:
+        except BaseException:
             counters = [counter for some in self._counters() for counter in some]
             if counters:
                 torch._foreach_sub_(counters, 1)
             self.first = first
-            for new, some in zip(first, self.members, strict=True):
-                for parameter in some if new else ():
-                    if "momentum_buffer" in self.optimizer.state[parameter]:  # which torch makes of the first gradient
-                        self.optimizer.state[parameter]["momentum_buffer"] = None
             raise
+        self.made.clear()
+
+    def forget(self) -> None:
+        """Let the optimizer have no state that it would make in its first step, which has failed."""
+        _forget(self.optimizer, self.made)
 
     def _counters(self) -> list[list[Tensor]]:
         if self.update.spec.kind not in ("adam", "adamw") or self.update.spec.fused:  # which count themselves
@@ -96,21 +98,49 @@ def adopted(optimizer: Optimizer, update: Update, trained: Mapping[str, nn.Param
         for number in range(len(update.homes))
     )
     first = [all(age_of(optimizer, parameter) == 0 for parameter in some) for some in members]
-    kinds = state_names(rule)
-    tensors = {}
+    made = list[tuple[nn.Parameter, str, bool]]()
+    try:
+        tensors = _tensors(optimizer, rule, trained, made)
+    except BaseException:  # it may be here that memory runs out
+        _forget(optimizer, made)
+        raise
+    return OptimizerState(optimizer, update, trained, tensors, members, first, made)
+
+
+def _tensors(
+    optimizer: Optimizer,
+    rule: OptimizerSpec,
+    trained: Mapping[str, nn.Parameter],
+    made: list[tuple[nn.Parameter, str, bool]],
+) -> dict[str, Tensor]:
+    """The tensors of an optimizer by their names in the graph; those that it lacks are added to `made`."""
+    kinds, tensors = state_names(rule), dict[str, Tensor]()
     names = {id(parameter): name for name, parameter in trained.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) in names]
     for parameter in order if kinds else ():  # in which torch makes states, and `state_dict` has them
         name, state = names[id(parameter)], optimizer.state[parameter]
         if rule.kind in ("adam", "adamw") and "step" not in state:
             state["step"] = new_state("step", parameter) if rule.fused else torch.tensor(0.0, dtype=torch.float32)
+            made.append((parameter, "step", False))
         for kind in kinds:
             if state.get(kind) is None:  # SGD without a step so far has an entry of None
+                made.append((parameter, kind, kind in state))
                 state[kind] = new_state(kind, parameter)
                 if kind == "momentum_buffer":  # torch copies the first gradient: -0.0 is what changes no number
                     state[kind].neg_()
             tensors[f"{kind}:{name}"] = state[kind]
-    return OptimizerState(optimizer, update, trained, tensors, members, first)
+    return tensors
+
+
+def _forget(optimizer: Optimizer, made: list[tuple[nn.Parameter, str, bool]]) -> None:
+    for parameter, kind, known in made:
+        state = optimizer.state[parameter]
+        state[kind] = None
+        if not known:
+            del state[kind]
+        if not state:
+            del optimizer.state[parameter]
+    made.clear()
 
 
 # What a plan rests on beyond its batch: the module, the loss and torch's settings, looked at before every step.

@@ -21,15 +21,15 @@ from magis.capture.refusals import BranchError
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
-from magis.errors import UsageError
+from magis.errors import UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
 from magis.frontends.plan_files import check_fits
-from magis.graph import Graph
-from magis.ops.call import undone
+from magis.graph import Graph, verify
 from magis.ops.generators import generators_kept, seed_all
+from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
 from magis.planner.planning import plan
 from magis.planner.subject import Subject
@@ -75,6 +75,11 @@ class PlanFigures:
         return self.planned_bytes / max(1, self.original_bytes)
 
 
+HALF = "{} may leave a step with some weights updated: the limit needs updates before the backward is over"
+
+WHOLE = "a step that raises has updated nothing"
+
+
 @dataclass(frozen=True)
 class PlanReport(PlanFigures):
     """What a step was planned to need. Bytes are peaks with everything that stays (weights, optimizer, batch)."""
@@ -85,6 +90,8 @@ class PlanReport(PlanFigures):
     """What runs in parts, in words; empty: nothing does."""
     update: str
     """Where the weight update happens, in words."""
+    torn_by: str
+    """What may leave a step half done, which cannot be undone then, in words; empty: nothing may."""
     seconds: float
     """What the search took."""
 
@@ -97,6 +104,7 @@ class PlanReport(PlanFigures):
             f"swapped      {format_bytes(self.swapped_bytes)}",
             f"in parts     {self.fission or 'nothing'}",
             f"update       {self.update}",
+            f"errors       {HALF.format(self.torn_by) if self.torn_by else WHOLE}",
             f"search       {format_milliseconds(1000 * self.seconds)}",
         ]
         return "\n".join(lines)
@@ -233,7 +241,8 @@ class ComparedStep:
         peak = self.behind.peak(subject.simulate_graph(graph).peak_bytes + _kept_bytes(graph))
         ratio = latency_ratio_of(subject, subject.latency_ns(graph))
         limit = self.limits.bytes_of(self.original_bytes)
-        return self.planned(graph, PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, 0.0))
+        report = PlanReport(self.original_bytes, peak, limit, ratio, 0, 0, fission, self.update, torn_by(graph), 0.0)
+        return self.planned(graph, report)
 
     def _searched(self) -> Planned:
         subject, behind, limits = self.subject, self.behind, self.limits
@@ -250,6 +259,7 @@ class ComparedStep:
             stored=None,
         )
         peak = behind.peak(found.peak + _kept_bytes(found.graph))
+        graph, peak = self._at_the_end(found.graph, peak, peak if limit is None else limit)
         if limit is not None and (peak > limit or not found.feasible):
             raise UsageError(
                 f"no plan found that needs at most {format_bytes(limit)}: the best needs {format_bytes(peak)}, none"
@@ -259,9 +269,22 @@ class ComparedStep:
         ratio = latency_ratio_of(subject, found.latency_ns)
         report = PlanReport(
             original, peak, limit, ratio, found.recomputed_ops, found.swapped_bytes, found.fission, self.update,
-            found.seconds,
+            torn_by(graph), found.seconds,
         )  # fmt: skip
-        return self.planned(found.graph, report)
+        return self.planned(graph, report)
+
+    def _at_the_end(self, graph: Graph, peak: int, limit: int) -> tuple[Graph, int]:
+        """The plan and its peak, with all updates behind everything else where that keeps the limit: then even a step
+        that runs out of memory has updated nothing."""
+        if not torn_by(graph) or peak > limit:
+            return graph, peak
+        late = updates_last(graph)
+        try:
+            verify(late)
+        except VerifyError:  # something takes over the memory of a gradient, say
+            return graph, peak
+        highest = self.behind.peak(self.subject.simulate_graph(late).peak_bytes + _kept_bytes(late))
+        return (late, highest) if highest <= limit else (graph, peak)
 
 
 def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool) -> tuple[Subject, Reads]:
@@ -328,7 +351,7 @@ def _observed(subject: Subject, autocast: str | None) -> Reads:
 
 
 def _kept_bytes(graph: Graph) -> int:
-    """Of copies of what a step changes before it knows that all branches go as expected."""
+    """Of copies of what a step writes besides weights, where something of it may raise."""
     return sum((undone(graph) or {}).values())
 
 

@@ -218,20 +218,3 @@ _LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None) -> ()
 _LIBRARY.impl("expect", _expect, "CPU")
 _LIBRARY.impl("expect", _expect, "CUDA")
 _LIBRARY.impl("expect", _nothing, "Meta")
-
-
-def undone(graph: Graph) -> Mapping[str, int] | None:
-    """What a step has written when its last expectation is checked: names of inputs, and the bytes of their memory.
-
-    None where nothing is expected.
-    """
-    first: dict[int, int] = {}  # of each operator: what is made again has the shape that it had before
-    for position, op in enumerate(graph.ops):
-        if op.target == EXPECT or shaped_by_contents(op, graph.values):
-            first.setdefault(op.id if op.origin is None else op.origin, position)
-    last = max(first.values(), default=None)
-    if last is None:
-        return None
-    written = {storage for op in graph.ops[:last] for storage, _ in op.writes}
-    named = {graph.values[value].storage: graph.values[value].name for value in graph.inputs}
-    return {named[storage]: graph.storages[storage].nbytes for storage in sorted(written) if storage in named}

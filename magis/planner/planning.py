@@ -22,6 +22,7 @@ from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective, Over, Pla
 from magis.search.driver import FROM_NOTHING
 from magis.search.fission_pareto import MOST_OPERATORS, FissionFront
 from magis.search.pareto_sweep import BRIEF, FULL
+from magis.simulate.compiled_problem import compile_problem
 
 WHOLE = 0.45
 """Share of a cap on seconds by which the search without fission must end: some limits cannot be kept without fission,
@@ -79,9 +80,19 @@ def plan(
         budget = DEFAULT_BUDGET if budget is None else budget
         by = partial(_searched, scratch, goal, budget, seconds, seed, stage)
 
+    def waits() -> bool:
+        return bool(compile_problem(subject.normal, subject.roofline).problem.block_waits.idx.size)
+
+    def late() -> bool:
+        return seconds is not None and time.perf_counter() - started >= seconds
+
     def search_for() -> Plan:
         with collector_spared(collect=False):
             found = by()
+            if goal.memory_limit is not None and not found.feasible and search != "paper" and waits():
+                stage("searching among plans that an error may leave torn")
+                torn = plan_whole(replace(scratch, torn=True), goal, budget=budget or 1, seed=seed, over=late)
+                found = better(goal, found, torn)
         worth_bounding = subject.simulated_only and not found.stopped_by_seconds
         return bounded(found, memory_limit) if worth_bounding else replace(found, searched=None)
 

@@ -24,7 +24,7 @@ from magis.search.loop_nest import LoopNest
 from magis.simulate.compiled_problem import compile_problem
 from magis.simulate.evaluator import expand
 from magis.simulate.peak_breakdown import repeats
-from magis.simulate.problem import Problem
+from magis.simulate.problem import Problem, rows_of
 from magis.simulate.timeline import elapsed_ns
 
 ATTEMPTS = 3
@@ -88,6 +88,8 @@ class PlanScratch:
     stored: Mapping[str, int] | None
     watch: Watch | None = None
     """Told every plan of the whole step that a search judges."""
+    torn: bool = False
+    """Weights may be updated before operators that may raise."""
 
     def enough(self, goal: Objective, peak: int, latency_ns: int, least_ns: int = 0) -> bool:
         """Whether a plan is so close to eager's latency, or to the ``least_ns`` that its memory limit allows, that
@@ -187,10 +189,14 @@ def attempts(
     around = searched(graph)
     known = scratch.known((subject.captured.original.graph, *around))
     compiled = compile_problem(graph, subject.costs(known), reuse=subject.source.reuse)
-    looped = any(op.body is not None for op in graph.ops)  # a bound must let bodies be planned anew
+    loose = compiled.problem
+    if scratch.torn:
+        loose = replace(loose, block_waits=rows_of(() for _ in range(loose.n_blocks)))
+    # a bound must let bodies be planned anew, and knows of no plans that are torn
+    unbounded = scratch.torn or any(op.body is not None for op in graph.ops)
 
     def attempt(aim: Objective) -> Plan:
-        problem = replace(compiled.problem, ceiling=aim.memory_limit or 0)
+        problem = replace(loose, ceiling=aim.memory_limit or 0)
         results, states = whole_search(
             scratch, problem, aim, budget, seed, front, left=left, over=over, brief=brief, begun=begun
         )
@@ -203,7 +209,7 @@ def attempts(
             states=states,
             stopped_by_seconds=any(each.stopped_by_seconds for each in results),
             feasible=result.feasible,
-            searched=None if looped else Searched(LoopNest(compiled), result.peak),
+            searched=None if unbounded else Searched(LoopNest(compiled), result.peak),
         )
 
     return attempt

@@ -6,6 +6,7 @@ nothing is saved for a backward pass.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -55,6 +56,7 @@ Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor
 
 _OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Operators of our own: what happens on the host."""
+_FILE = "<magis step>"
 _BESIDE = "_beside"
 """Behind the name of a message that is waited for later."""
 _REDUCTION = {
@@ -69,19 +71,44 @@ _REDUCTION = {
 
 def generate(graph: Graph) -> str:
     """Python source of the step."""
-    lines = ["def step(tensors, scalars):"]
+    return "\n".join(_source(graph)[0]) + "\n"
+
+
+def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
+    """The operator at which the step's code raised an error, None where it did not; and the storages that have been
+    updated by then, in full or in part."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
+        trace = trace.tb_next
+    count = 0 if trace is None else bisect_right(_source(graph)[1], trace.tb_lineno)
+    done = {storage for op in graph.ops[:count] if op.phase == "update" for storage, _ in op.writes}
+    return (graph.ops[count - 1] if count else None), done
+
+
+def _source(graph: Graph) -> tuple[list[str], list[int]]:
+    """Lines of the step, and the number (from 1) of the first one of each operator."""
+    lines, begins = ["def step(tensors, scalars):"], list[int]()
     if graph.inputs:
         lines.append(f"    ({', '.join(f'v{value}' for value in graph.inputs)},) = tensors")
     names = sorted({name for op, _ in every_op(graph) for name in op.scalars()})
     lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
-    lines.extend(_block(graph, {}, "    ", 0))
+    for line in _block(graph, {}, "    ", 0, begin=lambda: begins.append(len(lines) + 1)):
+        lines.append(line)  # noqa: PERF402 (one by one, so that `begin` sees how many there are)
     results = ", ".join(f"v{value}" for value in graph.outputs)
     lines.append(f"    return ({results},)" if graph.outputs else "    return ()")
-    return "\n".join(lines) + "\n"
+    return lines, begins
 
 
-def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, parts: int = 1) -> Iterator[str]:
-    """Lines of a graph's operators; ``outside`` names the values that come from the graph around a body."""
+def _block(
+    graph: Graph,
+    outside: Mapping[int, str],
+    indent: str,
+    depth: int,
+    parts: int = 1,
+    begin: Callable[[], None] = lambda: None,
+) -> Iterator[str]:
+    """Lines of a graph's operators; ``outside`` names the values that come from the graph around a body. ``begin`` is
+    called before those of each operator."""
 
     def name(value: int) -> str:
         return outside[value] if value in outside else f"{'p' * depth or 'v'}{value}"
@@ -90,6 +117,7 @@ def _block(graph: Graph, outside: Mapping[int, str], indent: str, depth: int, pa
     beside = under_way(graph.ops)
     arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
+        begin()
         here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
@@ -204,7 +232,7 @@ def compile_step(
         for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
             namespace[_constant(const)] = constant(const, device, generators or {})
     source = generate(graph)
-    exec(compile(source, "<magis step>", "exec"), namespace)  # noqa: S102  (our own source, made a line above)
+    exec(compile(source, _FILE, "exec"), namespace)  # noqa: S102  (our own source, made a line above)
     body = namespace["step"]
 
     def step(tensors: Sequence[Tensor], scalars: Mapping[str, float]) -> tuple[Tensor, ...]:

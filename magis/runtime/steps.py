@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from magis.errors import MagisError
-from magis.graph import Graph, every_op
+from magis.graph import Graph, Op, every_op
 from magis.ops import optimizers
 from magis.ops.averages import is_share, shares_of
 from magis.ops.fake_results import bits_of, with_bits
@@ -24,7 +24,7 @@ from magis.ops.generators import held_generators, seed_all
 from magis.ops.held_tensors import PREFIX, look_up
 from magis.ops.optimizers import AHEAD, OptimizerSpec
 from magis.runtime.codegen import Step as Program
-from magis.runtime.codegen import compile_step
+from magis.runtime.codegen import compile_step, raised_by
 from magis.runtime.packed_weights import check_places, place
 from magis.runtime.swap_streams import Runtime, make_host
 from magis.runtime.time_slices import TimeSlice, Watched
@@ -224,6 +224,7 @@ class GraphStep:
         self._host = make_host(device, runtime)
         self._step = compile_step(graph, device, host=self._host, generators=self.generators)
         self._interrupted: Program | None = None
+        self._broken = False
         self._turn: TimeSlice | None = None
         self._state: dict[str, Tensor] = dict(states or {})
         self._tensors = self._bind(graph, inputs, targets, device)
@@ -294,7 +295,9 @@ class GraphStep:
 
     def run_with(self, numbers: Mapping[str, float]) -> Tensor:
         """One step with these values of the named scalars (learning rate, bias corrections)."""
+        self._broken = True
         self._outputs = self._step(self._tensors, self._all(numbers))
+        self._broken = False
         return self._outputs[0]
 
     def feed(self, batch: Mapping[str, Tensor]) -> None:
@@ -315,6 +318,13 @@ class GraphStep:
                 copy = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
                 tensor = with_bits(copy, value.bits).copy_(tensor)
             self._tensors[position] = tensor
+
+    def raised(self, error: BaseException) -> tuple[Op | None, dict[str, Tensor]]:
+        """The operator that raised this error, None where it was none; and parameters and states of the optimizer that
+        have been updated by then, by their names in the graph."""
+        op, done = raised_by(self._graph, error) if self._broken else (None, set())
+        values = map(self._graph.values.__getitem__, self._graph.inputs)
+        return op, {v.name: tensor for v, tensor in zip(values, self._tensors, strict=True) if v.storage in done}
 
     def finish(self) -> None:
         """Whatever comes next comes after every copy of the step, too."""

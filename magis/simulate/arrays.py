@@ -22,7 +22,7 @@ class NodeStep(NamedTuple):
     out_bytes: Int64s  # [n] of all outputs
     reuses: Rows
     block_inputs: Rows
-    block_after: Rows  # [b] nodes that read what the block writes: it runs after each run of each of them
+    block_after: Rows  # [b] nodes that it runs after, after each of their runs: they read what it writes, or may raise
     ns: Int64s  # [2, n] of the first run, of the recomputation
     ws: Int64s
     tensor: Int64s
@@ -116,13 +116,16 @@ def make_step(problem: Problem) -> NodeStep:
 
 
 def _readers_of_writes(problem: Problem) -> list[list[int]]:
-    """Per block the nodes that read a persistent storage which the block writes."""
+    """Per block the nodes that read a persistent storage which the block writes, or that it waits for."""
     readers: list[list[int]] = [[] for _ in range(problem.n_written)]
     for node in range(problem.n_nodes):
         for persistent in problem.preads(node):
             readers[persistent].append(node)
     return [
-        sorted({node for persistent in problem.block_writes(block) for node in readers[persistent]})
+        sorted(
+            {node for persistent in problem.block_writes(block) for node in readers[persistent]}
+            | {*problem.block_waits(block).tolist()}
+        )
         for block in range(problem.n_blocks)
     ]
 

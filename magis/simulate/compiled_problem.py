@@ -17,6 +17,7 @@ from magis.graph import BESIDE, Graph, Op, Ref, Value, every_op
 from magis.graph.hazards import fills, is_pure_view, order_edges
 from magis.ops.collectives import WAITS, is_message
 from magis.ops.operators import op_info
+from magis.simulate.error_order import behind_errors
 from magis.simulate.problem import BlockRow, NodeRow, Problem, StorageRow, build_problem
 from magis.simulate.simulator import MemoryProfile, inside, replay, rounded
 
@@ -190,6 +191,8 @@ def compile_problem(graph: Graph, costs: Costs, *, reuse: bool = True) -> Compil
     facts = _Facts(graph, nodes, blocks)
     rows = [_node_row(graph, group, index, facts, costs, reuse) for index, group in enumerate(nodes)]
     updates = [_block_row(graph, block, facts, costs) for block in blocks]
+    ended = {number: facts.last_write.get(storage, facts.producer[storage]) for storage, number in facts.number.items()}
+    rows, updates = behind_errors(graph, nodes, blocks, rows, updates, ended)
     problem = build_problem(
         _beside(graph, nodes, rows, updates, facts),
         [

@@ -89,6 +89,7 @@ class Problem:
     # update blocks: all operators of one weight's update, run back to back
     block_inputs: Rows  # [b] temporary storages that it reads (the gradient)
     block_writes: Rows  # [b] persistent storages that it writes
+    block_waits: Rows  # [b] nodes that it comes after, whatever they make: those that may raise
     blk_ns: Int64s  # [b] time of the block
     blk_ws: Int64s  # [b] bytes at its worst moment beyond its inputs, while it still uses them
     blk_tensor: Int64s  # [b] the same without operators' workspace
@@ -165,6 +166,7 @@ class BlockRow:
     tensor: int = 0
     late_ws: int = 0
     late_tensor: int = 0
+    waits: tuple[int, ...] = ()
 
 
 def build_problem(
@@ -187,6 +189,7 @@ def build_problem(
             if not 0 <= tensor <= total or block.ns < 0:
                 raise VerifyError(f"block {index}: needs 0 <= tensor bytes {tensor} <= bytes {total}")
         _check_ids(f"block {index}", block.inputs, len(storages))
+        _check_ids(f"block {index}", block.waits, len(nodes))
     for index, node in enumerate(nodes):
         if node.message_ns:
             _check_alone(f"node {index}", node, nodes, storages, blocks, producer)
@@ -219,6 +222,7 @@ def build_problem(
         to_end=np.array([row.to_end for row in storages], dtype=np.bool_),
         block_inputs=rows_of(block.inputs for block in blocks),
         block_writes=rows_of(block.writes for block in blocks),
+        block_waits=rows_of(block.waits for block in blocks),
         blk_ns=int64s(block.ns for block in blocks),
         blk_ws=int64s(block.ws for block in blocks),
         blk_tensor=int64s(block.tensor for block in blocks),

@@ -16,7 +16,8 @@ from magis import Bench, CaptureError, optimize, run_case
 from magis.capture.workload import as_batch
 from magis.cases.check import check_case
 from magis.models import from_function
-from magis.ops.call import EXPECT, ExpectationError, undone
+from magis.ops.call import EXPECT, ExpectationError
+from magis.ops.raising import undone
 from magis.results import Case
 from magis.runtime.steps import GraphStep
 from tests.nets import Block

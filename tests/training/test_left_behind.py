@@ -162,7 +162,7 @@ class ReadElsewhere(Tallying):
 class ReadByModuleHook(Tallying):
     def __init__(self) -> None:
         super().__init__()
-        self.body[0].register_full_backward_hook(lambda module, given, taken: (given[0] / self.calls,))
+        self.body[2].register_full_backward_hook(lambda module, given, taken: (given[0] / self.calls,))
 
 
 class ReadByMethodHook(Tallying):

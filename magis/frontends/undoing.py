@@ -1,0 +1,141 @@
+"""Steps that raise in the middle: what they have changed is put back, and eager's own run leaves what eager leaves."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from magis.errors import PartialUpdateError
+from magis.graph import Graph
+from magis.ops.call import EXPECT, shaped_by_contents
+from magis.ops.generators import HostGenerators, generator_of, held_generators
+from magis.ops.raising import undone
+from magis.runtime.measure import is_out_of_memory
+from magis.runtime.steps import GraphStep
+
+NAMED = 3
+"""So many updated weights are named."""
+LOAD = "load the state of model and optimizer from before it (load_state_dict)"
+
+
+@dataclass(frozen=True, eq=False)
+class Undo:
+    """What a planned step writes besides weights and their state, where something of it may raise."""
+
+    step: GraphStep
+    positions: tuple[int, ...]
+    """Of the tensors among the step's: each batch brings others."""
+    generators: tuple[torch.Generator, ...]
+    expects: bool = False
+    """Whether batches may take another way than the one that was planned."""
+
+    def now(self) -> ContentsBefore:
+        """All of it as it is now."""
+        tensors = self.step.tensors
+        memory = [tensors[position].untyped_storage() for position in self.positions]
+        return ContentsBefore(
+            [(storage, storage.clone()) for storage in memory],
+            [(generator, generator.get_state()) for generator in self.generators],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ContentsBefore:
+    """Memory and generators, with what they held."""
+
+    memory: Sequence[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+    generators: Sequence[tuple[torch.Generator, Tensor]]
+
+    def put_back(self) -> None:
+        """Leave them as they were."""
+        for storage, before in self.memory:
+            storage.copy_(before)
+        for generator, state in self.generators:
+            generator.set_state(state)
+
+
+def undo_of(graph: Graph, step: GraphStep, device: str) -> Undo:
+    """For a step that runs a graph; nothing of one of which nothing may raise."""
+    names = undone(graph)
+    if names is None:
+        return Undo(step, (), ())
+    expects = any(op.target == EXPECT or shaped_by_contents(op, graph.values) for op in graph.ops)
+    positions = (at for at, value in enumerate(graph.inputs) if graph.values[value].name in names)
+    draws = any(graph.storages[storage].kind == "generator" for op in graph.ops for storage, _ in op.writes)
+    generators = (generator_of(device), *step.generators.values()) if draws else ()
+    return Undo(step, tuple(positions), generators, expects)
+
+
+def raise_as_eager(
+    error: Exception,
+    eager: Callable[[], Tensor],
+    holders: tuple[nn.Module, Callable[..., Tensor] | None],
+    device: str,
+    *,
+    late: bool = False,
+) -> NoReturn:
+    """Run eager's forward and backward, which raise eager's own error and leave what eager leaves.
+
+    Where they raise nothing, gradients (and all else, but of an error as `late` as the backward) are put back, and
+    `error` is raised.
+    """
+    traceback.clear_frames(error.__traceback__)  # which hold the tensors of the step that raised
+    module, loss_fn = holders
+    generators = (generator_of(device), *held_generators(module, loss_fn).values())
+    before = ContentsBefore(
+        [(each.untyped_storage(), each.untyped_storage().clone()) for each in module.buffers() if each.numel()],
+        [(generator, generator.get_state()) for generator in generators],
+    )
+    hosts = HostGenerators()
+    gradients = [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in module.parameters()]
+    try:
+        eager()
+    except Exception as own:
+        raise own from None
+    for parameter, gradient, contents in gradients:
+        parameter.grad = gradient
+        if gradient is not None and contents is not None:
+            gradient.copy_(contents)
+    if not late:
+        before.put_back()
+        hosts.restore()
+    raise error
+
+
+def raises_again(error: BaseException, target: str) -> bool:
+    """Whether eager is to show what an error of an operator leaves: one that ran out of memory would again, and later
+    than eager, which needs more."""
+    return isinstance(error, Exception) and not (target.startswith("aten.") and is_out_of_memory(error))
+
+
+class PartialUpdate:
+    """Weights and states of an optimizer that a step has updated before it raised."""
+
+    def __init__(self, updated: Mapping[str, Tensor]) -> None:
+        self._versions = {name: (tensor, tensor._version) for name, tensor in updated.items()}  # noqa: SLF001
+
+    def error(self, error: BaseException) -> PartialUpdateError:
+        """What to raise from the error of the step."""
+        weights = [name.partition(":")[2] for name in self._versions if name.startswith("parameter:")]
+        listed = ", ".join(weights[:NAMED]) + (f" and {len(weights) - NAMED} more" if len(weights) > NAMED else "")
+        what = f"the step has updated {listed or 'the state of the optimizer'} before it raised"
+        return PartialUpdateError(f"{what} {type(error).__name__}: {error}", hint=LOAD)
+
+    def check(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Raise PartialUpdateError while some of them have not been loaded since."""
+        parameters = dict(module.named_parameters())
+        for name, (tensor, version) in self._versions.items():
+            kind, _, path = name.partition(":")
+            state, _, path = path.rpartition(":")
+            now: object = parameters.get(path)
+            if kind == "state" and optimizer is not None and path in parameters:
+                now = optimizer.state.get(parameters[path], {}).get(state)
+            if now is tensor and tensor._version == version:  # noqa: SLF001
+                what = f"{state or 'weight'} {path}"
+                raise PartialUpdateError(f"{what} is left half updated by a step that raised", hint=LOAD)
