@@ -33,10 +33,11 @@ from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
-from magis.ops.call import as_mixed
+from magis.ops.call import EXPECT, as_mixed
 from magis.ops.collectives import distributed, is_message, is_wait, propagated_apart
+from magis.ops.eager_only import formulas_as_eager
 from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
-from magis.ops.generators import DRAW_STATE, GET_STATE
+from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
@@ -45,6 +46,7 @@ MADE_UP_BYTES = 1 << 28
 """Larger arguments are never made up to ask a kernel for the looks of its results."""
 _MARK = "_magis_contents"
 _CPU = torch.device("cpu")
+_OWN = STATE_OPERATORS | {EXPECT}
 TWIN = "twin"
 
 
@@ -88,6 +90,7 @@ class Hollow(TorchDispatchMode):
         self._made: Made = WeakSet() if made is None else made
         self.drawn = False
         self.follower = Follower(heard)
+        self._news: frozenset[str] = frozenset()
         self.read: set[str] = set()
         """Names of the tensors on whose contents the numbers that Python has read so far depend."""
 
@@ -97,8 +100,8 @@ class Hollow(TorchDispatchMode):
         if distributed(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "magis"):
-            return self._state(func, args, kwargs) if func.namespace == "magis" else func(*args, **kwargs)
+        if func.namespace == "prim" or str(func) in _OWN:
+            return func(*args, **kwargs) if func.namespace == "prim" else self._state(func, args, kwargs)
         if is_wait(func):
             return args[0]
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
@@ -141,12 +144,16 @@ class Hollow(TorchDispatchMode):
 
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
-        for tensor in tensors:
-            contents = _contents(tensor)
+        for contents in (found := [*map(_contents, tensors)]):
             self.drawn |= contents.drawn
             if not contents.known:
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-            self.read |= contents.sources
+        self._news = frozenset().union(*(contents.sources for contents in found)) - self.read
+        self.read |= self._news
+
+    def expected(self, of_batch: bool) -> None:
+        """What Python has just read is checked at every step: it may be of any batch."""
+        self.read -= {name for name in self._news if of_batch and name.startswith(("input:", "target:"))}
 
     def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number that Python reads; of unknown contents, if at all, what eager found instead."""
@@ -220,7 +227,7 @@ class Hollow(TorchDispatchMode):
 
     def _state(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The generator's state, read or set: for real as long as random numbers are drawn for real."""
-        if self._draws:
+        if self._draws and str(func) != EXPECT:  # a bound, which steps check
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
                 _contents(made, self._own(drawn=True))
@@ -409,5 +416,5 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
 
         return by_element(name, asked) if mode.follower.expects else asked
 
-    with readers_replaced(asking), no_reports(), propagated_apart(), mode:
+    with readers_replaced(asking), no_reports(), propagated_apart(), formulas_as_eager(), mode:
         yield mode
