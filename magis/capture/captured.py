@@ -46,6 +46,7 @@ from magis.capture.refusals import (
     check_shapes,
     check_tensors,
     clear_errors,
+    no_gradient_for,
     shapes,
 )
 from magis.capture.schemas import tensors_in
@@ -185,19 +186,14 @@ class _Step:
 
 @contextmanager
 def _watched(
-    step: _Step,
-    stand: StandIns,
-    cached: dict[str, Tensor],
-    *,
-    expects: bool,
-    expected: Callable[[bool], None] = lambda _of_batch: None,
+    step: _Step, stand: StandIns, cached: dict[str, Tensor], *, expects: bool, told: Callable[[bool], None] | None
 ) -> Iterator[tuple[Recorder, Kept, Callable[[Graph], None]]]:
     """While it lasts, the step can be recorded on its stand-ins: the recorder, attributes as they were, and a check of
     batch norms that average. Tensors of caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
     find = _finder(stand, step.loss_fn, cached)
-    recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, expected=expected)
+    recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, told=told)
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
@@ -219,7 +215,7 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         twin = partial(hollow_like, known=is_readable, made=twins)
         stand = stack.enter_context(stand_ins(step.module, step.inputs, step.targets, step.trained, twin))
         given, cached = shapes(stand), dict[str, Tensor]()
-        watched = _watched(step, stand, cached, expects=mode.follower.expects, expected=mode.expected)
+        watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
         with hollow(mode):
             found = _recorded(step, recorder, stand, partial(tensors_left, kept) if results else dict)
@@ -265,12 +261,13 @@ def record_eager(
         stack.enter_context(generators_kept())
         stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
         stack.enter_context(formulas_as_eager())
-        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects))
+        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects, told=None))
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
         with listener:
-            found = _recorded(step, recorder, stand, seen=(seen := []))
+            seen: list[Tensor] = []
+            found = _recorded(step, recorder, stand, seen=seen)
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 
@@ -336,7 +333,8 @@ def _recorded(
             check_loss(result)
             recorder.phase = "backward"
             # Held to the end of the step, as ``.grad`` holds them in eager.
-            grads = _gradients(result, leaves)
+            with no_gradient_for(recorder.graded.values(), result):
+                grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
         left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}

@@ -34,9 +34,9 @@ from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
 from magis.ops.call import EXPECT, as_mixed
-from magis.ops.collectives import distributed, is_message, is_wait, propagated_apart
+from magis.ops.collectives import is_message, is_wait, propagated_apart, wrapped
 from magis.ops.eager_only import formulas_as_eager
-from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
+from magis.ops.fake_results import as_asked, as_packed, known_results, laid_out, masked, unfaked
 from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
@@ -97,7 +97,7 @@ class Hollow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if distributed(types):
+        if wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
         if func.namespace == "prim" or str(func) in _OWN:
@@ -269,8 +269,6 @@ class Hollow(TorchDispatchMode):
             raise error
         if wanted > MADE_UP_BYTES or any(tensor.device != _CPU for tensor in given):
             raise error
-        if dynamic:
-            self.read_by(*(tensor for tensor in given if _contents(tensor).known))
 
         def made_up(tensor: Tensor) -> Tensor:
             if _contents(tensor).known:
@@ -279,6 +277,8 @@ class Hollow(TorchDispatchMode):
 
         with _disable_current_modes():
             out = func(*tree_map_only(Tensor, made_up, args), **tree_map_only(Tensor, made_up, kwargs))
+        if dynamic and not as_asked(func, args, out):
+            self.read_by(*(tensor for tensor in given if _contents(tensor).known))
         return tree_map_only(Tensor, self._fake, out)
 
     def _fake(self, tensor: Tensor) -> FakeTensor:

@@ -84,7 +84,7 @@ class Places:
         Hooks would be seen: torch's fused layers step aside for them. So the call itself is replaced meanwhile.
         """
         paths = {id(child): path for path, child in module.named_modules()}
-        plain = nn.Module._call_impl
+        plain: Any = nn.Module._call_impl
 
         def watched(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = paths.get(id(child))
@@ -101,7 +101,7 @@ class Places:
             finally:
                 self._modules.pop()
 
-        nn.Module._call_impl = watched  # type: ignore[method-assign]
+        nn.Module._call_impl = watched  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

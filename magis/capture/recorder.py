@@ -25,7 +25,7 @@ from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, l
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
-from magis.ops.collectives import MESSAGES, distributed, keeps_order
+from magis.ops.collectives import MESSAGES, keeps_order, wrapped
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
 from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_BYTES, STATE_OPERATORS
@@ -45,15 +45,15 @@ class Recorder(TorchDispatchMode):
         generators: Mapping[str, torch.Generator] | None = None,
         *,
         expects: bool = False,
-        expected: Callable[[bool], None] = lambda _of_batch: None,
+        told: Callable[[bool], None] | None = None,
     ) -> None:
         """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
-        Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``expected`` is told."""
+        Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find = scalars, find
         self._own = Own({} if generators is None else generators)  # more may be made
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
-        self._expects, self._expected, self._waited = expects, expected, False
+        self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -71,6 +71,8 @@ class Recorder(TorchDispatchMode):
         self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
         # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
         self._resolved: set[tuple[Any, ...]] = set()
+        self.graded: dict[int, tuple[Tensor, str]] = {}
+        """Tensors of others that require a gradient, and where they are used."""
         self.places = Places()
         self.phase = "forward"
 
@@ -95,12 +97,9 @@ class Recorder(TorchDispatchMode):
         """Declare a tensor that the step meets without having made it, where it can be found again."""
         what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
         where = f"in module {self.places.module or '(root)'!r}"
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{what} and requires a gradient is used {where}",
-                hint="register it as a parameter (a loss with such is an nn.Module), or detach it",
-            )
         name = self._find(tensor)
+        if tensor.requires_grad:  # which nothing may reach from the loss
+            self.graded[id(tensor)] = tensor, f"{what} and requires a gradient is used {where}"
         if name is None:
             raise CaptureError(
                 f"{what} is used {where}", hint="register it as a buffer of the module, so that it moves with it"
@@ -112,7 +111,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if distributed(types):
+        if wrapped(types):
             return NotImplemented  # the operators on its local parts come by
         self._numbers.watch()
         kwargs = kwargs or {}
@@ -137,7 +136,8 @@ class Recorder(TorchDispatchMode):
             of_batch = isinstance(out, bool) and is_of_batch(known, self._ops, self._values, self._storages)
             if of_batch or self._expects:
                 self._expect(known, expected=out)
-                self._expected(of_batch)
+                if self._told is not None:
+                    self._told(of_batch)
         self._record(func, args, kwargs, out, before)
         return out
 
@@ -147,10 +147,10 @@ class Recorder(TorchDispatchMode):
         read = sorted({self._values[value].storage for value in known})
         module, line = self.places.of_forward(_get_sequence_nr() - 1)
         self._versions[order] += 1
-        args, kwargs = (Ref(known[0]), expected, *map(Ref, known[1:])), () if how == "==" else (("how", how),)
+        args: tuple[Arg, ...] = (Ref(known[0]), expected, *map(Ref, known[1:]))
         self._ops.append(
             Op(
-                id=len(self._ops), target=EXPECT, args=args, kwargs=kwargs, outputs=(),
+                id=len(self._ops), target=EXPECT, args=args, outputs=(), kwargs=() if how == "==" else (("how", how),),
                 reads=tuple((storage, self._versions[storage]) for storage in read),
                 writes=((order, self._versions[order]),), phase=self.phase, module=module, line=line,
             )

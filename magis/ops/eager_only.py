@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +41,17 @@ def formulas_as_eager() -> Iterator[None]:
                 library.impl(name, _either(plain, graded), "AutogradCPU")
             library.impl("cross_entropy_loss", _smoothed, "AutogradCPU")
             library.impl("one_hot", _one_hot, "AutogradCPU")
+        Tensor.__new__ = _made_unwatched  # type: ignore[method-assign, assignment]
         yield
     finally:
+        del Tensor.__new__
         library._destroy()
+
+
+def _made_unwatched(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor by its constructor. Of a user's type it is refused where a mode has made its memory."""
+    with nullcontext() if kind is Tensor else _disable_current_modes():
+        return torch._C.TensorBase.__new__(kind, *args, **kwargs)
 
 
 class _Product(torch.autograd.Function):
@@ -154,7 +162,7 @@ def _smoothed(
     shape = [-1 if at == dim else 1 for at in range(x.dim())]
     smooth = -(scores * weight.view(shape)).sum(dim)
     smooth.masked_fill_(target == ignore_index, 0.0)
-    mean = smooth.sum() / torch.ops.magis.weight_of_labels(weight, target, ignore_index)
+    mean: Tensor = smooth.sum() / torch.ops.magis.weight_of_labels(weight, target, ignore_index)
     share = label_smoothing / x.shape[dim]
     return loss * (1 - label_smoothing) + mean * share
 

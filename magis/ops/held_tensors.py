@@ -98,7 +98,7 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     yield ".__kwdefaults__", function.__kwdefaults__ or {}
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
-        if isinstance(value, (Tensor, *_CONTAINERS, types.FunctionType)) or _is_of_user(type(value)):
+        if isinstance(value, (Tensor, nn.Module, *_CONTAINERS, types.FunctionType)) or _is_of_user(type(value)):
             yield f"@{name}", value
 
 

@@ -140,11 +140,11 @@ class Watched(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._layers.enter_context(layers_as_eager())
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._layers.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
