@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.library import Library, fallthrough_kernel
 from torch.overrides import TorchFunctionMode
 
+from magis.ops.eager_only import layers_as_eager
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -231,7 +233,13 @@ class _CudaForms(TorchFunctionMode):
 
 def device_forms(device: str) -> AbstractContextManager[Any]:
     """A context in which functional calls take the forms of ``device`` ("cpu" or "cuda")."""
-    return _CudaForms() if device == "cuda" else nullcontext()
+    return _forms_of_cuda() if device == "cuda" else nullcontext()
+
+
+@contextmanager
+def _forms_of_cuda() -> Iterator[None]:
+    with _CudaForms(), layers_as_eager():
+        yield
 
 
 def _dropout(func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002

@@ -47,6 +47,7 @@ from magis.capture.refusals import (
     check_shapes,
     check_tensors,
     clear_errors,
+    no_gradient_for,
     shapes,
 )
 from magis.capture.schemas import tensors_in
@@ -56,7 +57,7 @@ from magis.graph import Graph
 from magis.ops import optimizers
 from magis.ops.averages import averages_named
 from magis.ops.collectives import is_message
-from magis.ops.eager_only import products_as_eager
+from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import HostGenerators, generators_kept, held_generators, own_kept, states_recorded
 from magis.ops.optimizer_forms import Weight, by_lists, update
 
@@ -100,6 +101,8 @@ class Captured:
     """Attributes of modules in which the forward leaves tensors that it made: further results, behind the loss."""
     heard: Heard | None = field(default=None, compare=False)
     """What eager's run of the step told that it was captured with, or what that run tells."""
+    seen: tuple[Tensor, ...] = field(default=(), compare=False)
+    """Of a step that was run for real: its results and gradients."""
     listed: Captured | None = None
     """Eager's own step, where that updates weights list by list (foreach, fused), which this one does weight by weight,
     or by an optimizer behind it."""
@@ -185,13 +188,14 @@ class _Step:
 
 @contextmanager
 def _watched(
-    step: _Step, stand: StandIns, cached: dict[str, Tensor], *, expects: bool
+    step: _Step, stand: StandIns, cached: dict[str, Tensor], *, expects: bool, told: Callable[[bool], None] | None
 ) -> Iterator[tuple[Recorder, Kept, Callable[[Graph], None]]]:
     """While it lasts, the step can be recorded on its stand-ins: the recorder, attributes as they were, and a check of
     batch norms that average. Tensors of caches are added to `cached`."""
     own, made = held_generators(stand.module, step.loss_fn), dict[str, torch.Generator]()
     sentinels = {number: name for name, number in optimizers.sentinels(step.rule).items()}
-    recorder = Recorder(sentinels, _finder(stand, step.loss_fn, cached), ChainMap(made, own), expects=expects)
+    find = _finder(stand, step.loss_fn, cached)
+    recorder = Recorder(sentinels, find, ChainMap(made, own), expects=expects, told=told)
     with ExitStack() as stack:
         stack.enter_context(own_kept(own))
         stack.enter_context(clear_errors(recorder.places))
@@ -202,7 +206,6 @@ def _watched(
         stack.enter_context(device_forms(step.device))
         if step.device == "cuda":  # with autocast of the module's own, too
             stack.enter_context(as_on_cuda())
-        stack.enter_context(products_as_eager())
         stack.enter_context(states_recorded(step.device, own, made))
         yield recorder, kept, stack.enter_context(averages_named(stand.module, sentinels))
 
@@ -214,7 +217,7 @@ def _captured(step: _Step, mode: Hollow, twins: Made, *, settled: bool, results:
         twin = partial(hollow_like, known=is_readable, made=twins)
         stand = stack.enter_context(stand_ins(step.module, step.inputs, step.targets, step.trained, twin))
         given, cached = shapes(stand), dict[str, Tensor]()
-        watched = _watched(step, stand, cached, expects=mode.follower.expects)
+        watched = _watched(step, stand, cached, expects=mode.follower.expects, told=mode.expected)
         recorder, kept, check_averages = stack.enter_context(watched)
         with hollow(mode):
             found = _recorded(step, recorder, stand, partial(tensors_left, kept) if results else dict)
@@ -262,14 +265,16 @@ def record_eager(
     listener = Listener(expects=expects)
     with ExitStack() as stack:
         stack.enter_context(generators_kept())
-        stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, _copies))
-        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects))
+        stand = stack.enter_context(stand_ins(module, inputs, targets, step.trained, copies))
+        stack.enter_context(formulas_as_eager())
+        recorder, *_ = stack.enter_context(_watched(step, stand, {}, expects=expects, told=None))
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
         with listener:
-            found = _recorded(step, recorder, stand)
-        return replace(found, heard=listener.heard())
+            seen: list[Tensor] = []
+            found = _recorded(step, recorder, stand, seen=seen)
+        return replace(found, heard=listener.heard(), seen=tuple(seen))
 
 
 def _finder(
@@ -294,7 +299,8 @@ def _finder(
     return found
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of real tensors, by name, which share memory where these do; detached."""
     memory: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
@@ -304,9 +310,13 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _recorded(
-    step: _Step, recorder: Recorder, stand: StandIns, attributes: Callable[[], Mapping[str, Tensor]] = dict
+    step: _Step,
+    recorder: Recorder,
+    stand: StandIns,
+    attributes: Callable[[], Mapping[str, Tensor]] = dict,
+    seen: list[Tensor] | None = None,
 ) -> Captured:
-    """Run the step on the stand-ins, and say what it did; `attributes` are tensors that the forward has left there."""
+    """Run the step on the stand-ins; `attributes` are tensors that its forward left there, `seen` gets its results."""
     rule, trained, device = step.rule, step.trained, step.device
     training = rule.kind != "none"
     kinds = optimizers.state_names(rule)
@@ -329,10 +339,13 @@ def _recorded(
             check_loss(result)
             recorder.phase = "backward"
             # Held to the end of the step, as ``.grad`` holds them in eager.
-            grads = _gradients(result, leaves)
+            with no_gradient_for(recorder.graded.values(), result):
+                grads = _gradients(result, leaves)
             recorder.phase = "update"
             _register_states(recorder, trained, grads, states)
         left = {name: tensor for name, tensor in attributes().items() if recorder.is_result(tensor)}
+        if seen is not None:
+            seen += [tensor.detach() for tensor in (*tensors_in(result), *grads) if tensor is not None]
         returned = [*tensors_in(result), *left.values(), *(g for g in grads if g is not None and rule.stops)]
 
         def found() -> Captured:

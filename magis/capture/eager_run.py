@@ -8,7 +8,7 @@ capture then follows what was heard. What it branches on becomes an expectation 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from magis.capture.schemas import READS
+from magis.graph import Op, Storage, Value
 
 _Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and data type of a result."""
@@ -117,6 +118,19 @@ class Follower:
             return torch.empty_strided(item.shape, stride, dtype=item.dtype, device=item.device)
 
         return tree_map_only(Tensor, as_heard, out)
+
+
+def is_of_batch(
+    known: Sequence[int], ops: Sequence[Op], values: Mapping[int, Value], storages: Mapping[int, Storage]
+) -> bool:
+    """Whether the contents of values that operators have made depend on the batch, and on no random number."""
+    wanted = {values[value].storage for value in known}
+    for op in reversed(ops):
+        if wanted & ({values[value].storage for value in op.made()} | {storage for storage, _ in op.writes}):
+            if op.random:
+                return False
+            wanted |= {storage for storage, _ in op.reads}
+    return any(storages[storage].kind == "batch" for storage in wanted)
 
 
 def _layout(tensor: Tensor) -> _Layout:

@@ -33,10 +33,11 @@ from magis.capture.eager_run import Follower, Heard, Reader, by_element, readers
 from magis.capture.schemas import COMPARISONS, ITEM, READS, looks_of, written_by
 from magis.capture.untouched_memory import untouched
 from magis.capture.workload import no_reports
-from magis.ops.call import as_mixed
-from magis.ops.collectives import distributed, is_message, is_wait, propagated_apart
-from magis.ops.fake_results import as_packed, known_results, laid_out, masked, unfaked
-from magis.ops.generators import DRAW_STATE, GET_STATE
+from magis.ops.call import EXPECT, as_mixed
+from magis.ops.collectives import is_message, is_wait, propagated_apart, wrapped
+from magis.ops.eager_only import formulas_as_eager
+from magis.ops.fake_results import as_asked, as_packed, known_results, laid_out, masked, unfaked
+from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_OPERATORS
 from magis.ops.operators import op_info
 
 KNOWN_BYTES = 1 << 22
@@ -45,6 +46,7 @@ MADE_UP_BYTES = 1 << 28
 """Larger arguments are never made up to ask a kernel for the looks of its results."""
 _MARK = "_magis_contents"
 _CPU = torch.device("cpu")
+_OWN = STATE_OPERATORS | {EXPECT}
 TWIN = "twin"
 
 
@@ -88,6 +90,7 @@ class Hollow(TorchDispatchMode):
         self._made: Made = WeakSet() if made is None else made
         self.drawn = False
         self.follower = Follower(heard)
+        self._news: frozenset[str] = frozenset()
         self.read: set[str] = set()
         """Names of the tensors on whose contents the numbers that Python has read so far depend."""
         self.kept: dict[str, Tensor] = {}
@@ -96,11 +99,11 @@ class Hollow(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if distributed(types):
+        if wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "magis"):
-            return self._state(func, args, kwargs) if func.namespace == "magis" else func(*args, **kwargs)
+        if func.namespace == "prim" or str(func) in _OWN:
+            return func(*args, **kwargs) if func.namespace == "prim" else self._state(func, args, kwargs)
         if is_wait(func):
             return args[0]
         given = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
@@ -154,12 +157,16 @@ class Hollow(TorchDispatchMode):
     def read_by(self, *tensors: Tensor) -> None:
         """Note that Python reads numbers off tensors; DataDependentOutputException where they are not known."""
         self._note(tensors)
-        for tensor in tensors:
-            contents = _contents(tensor)
+        for contents in (found := [*map(_contents, tensors)]):
             self.drawn |= contents.drawn
             if not contents.known:
                 raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-            self.read |= contents.sources
+        self._news = frozenset().union(*(contents.sources for contents in found)) - self.read
+        self.read |= self._news
+
+    def expected(self, of_batch: bool) -> None:
+        """What Python has just read is checked at every step: it may be of any batch."""
+        self.read -= {name for name in self._news if of_batch and name.startswith(("input:", "target:"))}
 
     def _read(self, func: Any, given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The number that Python reads; of unknown contents, if at all, what eager found instead."""
@@ -233,7 +240,7 @@ class Hollow(TorchDispatchMode):
 
     def _state(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The generator's state, read or set: for real as long as random numbers are drawn for real."""
-        if self._draws:
+        if self._draws and str(func) != EXPECT:  # a bound, which steps check
             made = func(*args, **kwargs)
             if isinstance(made, Tensor):
                 _contents(made, self._own(drawn=True))
@@ -275,8 +282,6 @@ class Hollow(TorchDispatchMode):
             raise error
         if wanted > MADE_UP_BYTES or any(tensor.device != _CPU for tensor in given):
             raise error
-        if dynamic:
-            self.read_by(*(tensor for tensor in given if _contents(tensor).known))
 
         def made_up(tensor: Tensor) -> Tensor:
             if _contents(tensor).known:
@@ -285,6 +290,8 @@ class Hollow(TorchDispatchMode):
 
         with _disable_current_modes():
             out = func(*tree_map_only(Tensor, made_up, args), **tree_map_only(Tensor, made_up, kwargs))
+        if dynamic and not as_asked(func, args, out):
+            self.read_by(*(tensor for tensor in given if _contents(tensor).known))
         return tree_map_only(Tensor, self._fake, out)
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
@@ -422,5 +429,5 @@ def hollow(mode: Hollow | None = None) -> Iterator[Hollow]:
 
         return by_element(name, asked) if mode.follower.expects else asked
 
-    with readers_replaced(asking), no_reports(), propagated_apart(), mode:
+    with readers_replaced(asking), no_reports(), propagated_apart(), formulas_as_eager(), mode:
         yield mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -79,30 +79,33 @@ class Places:
 
     @contextmanager
     def watch(self, module: nn.Module) -> Iterator[None]:
-        """Note for every operator the path of the sub-module whose forward is running."""
-        handles = []
-        for path, child in module.named_modules():
-            handles.append(child.register_forward_pre_hook(self._enter(path)))
-            handles.append(child.register_forward_hook(self._leave, always_call=True))
+        """Note for every operator the path of the sub-module whose forward is running.
+
+        Hooks would be seen: torch's fused layers step aside for them. So the call itself is replaced meanwhile.
+        """
+        paths = {id(child): path for path, child in module.named_modules()}
+        plain: Any = nn.Module._call_impl
+
+        def watched(child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = paths.get(id(child))
+            if path is None:
+                return plain(child, *args, **kwargs)
+            self._modules.append(path)
+            try:
+                return plain(child, *args, **kwargs)
+            except BaseException as error:
+                if id(error) != self._failure[0]:
+                    # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
+                    self._failure = (id(error), self.module)
+                raise
+            finally:
+                self._modules.pop()
+
+        nn.Module._call_impl = watched  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, path: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, _inputs: Any) -> None:
-            self._modules.append(path)
-
-        return hook
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        error = sys.exc_info()[1]  # torch calls this hook while an error of the forward passes, too
-        if error is not None and id(error) != self._failure[0]:
-            # Not the error itself: its frames would keep their tensors, and checkpointing stops by an error.
-            self._failure = (id(error), self.module)
-        if len(self._modules) > 1:
-            self._modules.pop()
+            nn.Module._call_impl = plain  # type: ignore[method-assign]
 
     @property
     def module(self) -> str:

@@ -136,7 +136,7 @@ def _reached(item: Any) -> Iterator[tuple[str, Any]]:
         for name in item.__code__.co_names:
             value = item.__globals__.get(name)
             of_user = _is_of_user(value if isinstance(value, type) else type(value))
-            if of_user or isinstance(value, (Tensor, *CONTAINERS, tuple, types.FunctionType)):
+            if of_user or isinstance(value, (Tensor, nn.Module, *CONTAINERS, tuple, types.FunctionType)):
                 yield f"@{name}", value
     elif isinstance(item, (functools.partial, types.MethodType)):
         yield from parts(item)

@@ -18,16 +18,17 @@ from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from magis.capture.eager_run import is_of_batch
 from magis.capture.number_lifetimes import Numbers, kinds, takes_number
 from magis.capture.places import Places
-from magis.capture.schemas import READS, Own, check_dense, draws, looks_of, tensors_in, window, written_by
+from magis.capture.schemas import READS, Own, check_dense, draws, least_bytes, looks_of, tensors_in, window, written_by
 from magis.errors import CaptureError
 from magis.graph import GENERATOR, Arg, Const, Graph, Op, Ref, Scalar, Storage, Value
 from magis.ops.call import EXPECT, from_torch
-from magis.ops.collectives import MESSAGES, distributed, keeps_order
+from magis.ops.collectives import MESSAGES, keeps_order, wrapped
 from magis.ops.eager_only import unwatched
 from magis.ops.fake_results import bits_of, masked
-from magis.ops.generators import DRAW_STATE, GET_STATE, SEED, SEED_MADE, SET_STATE, STATE_BYTES
+from magis.ops.generators import DRAW_STATE, GET_STATE, STATE_BYTES, STATE_OPERATORS
 from magis.ops.operators import op_info
 
 _ADDED_UP = ("aten.add.Tensor", "aten.add_.Tensor")
@@ -44,14 +45,15 @@ class Recorder(TorchDispatchMode):
         generators: Mapping[str, torch.Generator] | None = None,
         *,
         expects: bool = False,
+        told: Callable[[bool], None] | None = None,
     ) -> None:
-        """``find`` names a tensor that is neither parameter, buffer nor batch by where Python holds it (`held.py`);
-        ``generators`` are the step's own and those it makes. With ``expects``, truth values that Python reads are."""
+        """``find`` names a tensor that nobody registered by where Python holds it; ``generators`` are the step's own.
+        Truths that Python reads off a batch are expected; with ``expects``, all whole numbers. ``told`` is told so."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._sentinels, self._find = scalars, find
         self._own = Own({} if generators is None else generators)  # more may be made
         self._generators: dict[str, int] = {}  # the step's own by name -> storage
-        self._expects, self._waited = expects, False
+        self._expects, self._told, self._waited = expects, told, False
         self._unwatched = unwatched()
         self._storages: dict[int, Storage] = {GENERATOR: Storage(GENERATOR, 0, "generator")}
         self._versions: dict[int, int] = {GENERATOR: 0}
@@ -69,6 +71,8 @@ class Recorder(TorchDispatchMode):
         self._bare: dict[int, int] = {}  # small memory that was only asked for -> position of the operator
         # Copies without bits that torch has just made, below autograd, for an operator that takes no bits.
         self._resolved: set[tuple[Any, ...]] = set()
+        self.graded: dict[int, tuple[Tensor, str]] = {}
+        """Tensors of others that require a gradient, and where they are used."""
         self.places = Places()
         self.phase = "forward"
 
@@ -93,12 +97,9 @@ class Recorder(TorchDispatchMode):
         """Declare a tensor that the step meets without having made it, where it can be found again."""
         what = f"a tensor of shape {tuple(tensor.shape)} that is neither parameter, buffer nor input"
         where = f"in module {self.places.module or '(root)'!r}"
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{what} and requires a gradient is used {where}",
-                hint="register it as a parameter (a loss with such is an nn.Module), or detach it",
-            )
         name = self._find(tensor)
+        if tensor.requires_grad:  # which nothing may reach from the loss
+            self.graded[id(tensor)] = tensor, f"{what} and requires a gradient is used {where}"
         if name is None:
             raise CaptureError(
                 f"{what} is used {where}", hint="register it as a buffer of the module, so that it moves with it"
@@ -110,11 +111,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if distributed(types):
+        if wrapped(types):
             return NotImplemented  # the operators on its local parts come by
         self._numbers.watch()
         kwargs = kwargs or {}
         if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if str(func) == EXPECT:
+            self._expect([*self._snapshot(args[:1], {}).values()], expected=args[1], how=kwargs["how"])
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default and not self._all_known(args):
             return self._made_from_numbers(args[0])
@@ -127,21 +131,27 @@ class Recorder(TorchDispatchMode):
         before = self._snapshot(args, kwargs)
         out = masked(func, args, func(*args, **kwargs))
         check_dense(out)
-        if self._expects and func in READS and isinstance(out, int):
-            self._expect([before[id(item)] for item in args], expected=out)
+        if func in READS and isinstance(out, int):
+            known = [before[id(item)] for item in args]
+            of_batch = isinstance(out, bool) and is_of_batch(known, self._ops, self._values, self._storages)
+            if of_batch or self._expects:
+                self._expect(known, expected=out)
+                if self._told is not None:
+                    self._told(of_batch)
         self._record(func, args, kwargs, out, before)
         return out
 
-    def _expect(self, known: list[int], *, expected: int) -> None:
-        """Record that Python reads a truth value or a whole number, and which one."""
+    def _expect(self, known: list[int], *, expected: float, how: str = "==") -> None:
+        """Record that Python reads a truth value or a whole number, and which one; or a bound that torch checks."""
         order = self._generator(EXPECT)
         read = sorted({self._values[value].storage for value in known})
         module, line = self.places.of_forward(_get_sequence_nr() - 1)
         self._versions[order] += 1
+        args: tuple[Arg, ...] = (Ref(known[0]), expected, *map(Ref, known[1:]))
         self._ops.append(
             Op(
-                id=len(self._ops), target=EXPECT, args=(Ref(known[0]), expected, *map(Ref, known[1:])), kwargs=(),
-                outputs=(), reads=tuple((storage, self._versions[storage]) for storage in read),
+                id=len(self._ops), target=EXPECT, args=args, outputs=(), kwargs=() if how == "==" else (("how", how),),
+                reads=tuple((storage, self._versions[storage]) for storage in read),
                 writes=((order, self._versions[order]),), phase=self.phase, module=module, line=line,
             )
         )  # fmt: skip
@@ -200,7 +210,7 @@ class Recorder(TorchDispatchMode):
         target = renewed or str(func)
         many = isinstance(out, (tuple, list))
         returned = list(out) if many else [out]
-        sets = target in (SET_STATE, SEED, SEED_MADE, DRAW_STATE)
+        sets = target in STATE_OPERATORS and target != GET_STATE
         if not any(isinstance(item, Tensor) for item in returned) and not func._schema.is_mutable and not sets:
             return
         graph_args: tuple[Arg, ...] = tuple(self._arg(arg, before) for arg in args)
@@ -230,7 +240,7 @@ class Recorder(TorchDispatchMode):
         kind = "host" if gives_state and args[0] != STATE_BYTES["cpu"] else "temporary"
         largest = max((t.numel() * t.element_size() for t in tensors_in(args)), default=0)
         outputs = [
-            self._output(item, written, kind, renew=view, least=_least(target, position, item, largest))
+            self._output(item, written, kind, renew=view, least=least_bytes(target, position, item, largest))
             for position, item in enumerate(returned)
         ]
         if target == "aten.empty.memory_format" and returned[0].untyped_storage().nbytes() <= _LIST_BYTES:
@@ -408,7 +418,3 @@ class Recorder(TorchDispatchMode):
             storages=dict(self._storages), values=dict(self._values), ops=tuple(self._ops),
             inputs=tuple(self._inputs), outputs=outputs, constants=dict(self._constants),
         )  # fmt: skip
-
-
-def _least(target: str, position: int, item: Any, largest: int) -> int:
-    return op_info(target).least_bytes(position, item, largest) if isinstance(item, Tensor) else 0

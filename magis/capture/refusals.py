@@ -65,7 +65,7 @@ def check_shapes(before: Mapping[str, tuple[torch.Size, tuple[int, ...]]], stand
         if (shape, strides) != before[name]:
             raise CaptureError(
                 f"the step changes the shape of {name} from {list(before[name][0])} to {list(shape)} in place",
-                hint="use a view of it: unsqueeze instead of unsqueeze_, say",
+                hint="use a view of it (unsqueeze, not unsqueeze_); where only the first step does so, run that first",
             )
 
 
@@ -116,6 +116,38 @@ def check_loss(loss: Any) -> None:
         raise CaptureError("the loss is a complex number", hint="return its real part or its absolute value")
     if not loss.requires_grad:
         raise CaptureError("the loss does not depend on any trained parameter", hint=INFERENCE)
+
+
+@contextmanager
+def no_gradient_for(graded: Collection[tuple[Tensor, str]], loss: Tensor) -> Iterator[None]:
+    """Raise where the backward of the block reaches tensors of others, whose gradients a step would not find."""
+    known = {id(tensor if tensor.is_leaf else tensor.grad_fn): said for tensor, said in graded}
+    waiting, seen = [loss.grad_fn], set()
+    while known and waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        _check_ungraded(known, id(getattr(node, "variable", node)))
+        waiting += [before for before, _ in node.next_functions]
+    before = [(tensor, tensor.grad) for tensor, _ in graded if tensor.is_leaf]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+        for tensor, _ in before:  # a part of the backward that runs a forward again may have a graph of its own
+            if tensor.grad is not None:
+                _check_ungraded(known, id(tensor))
+    finally:
+        for tensor, grad in before:
+            tensor.grad = grad
+
+
+def _check_ungraded(known: Mapping[int, str], here: int) -> None:
+    if here in known:
+        raise CaptureError(
+            known[here], hint="register it as a parameter (a loss with such is an nn.Module), or detach it"
+        )
 
 
 class BranchError(CaptureError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from magis.errors import CaptureError
 from magis.ops.fake_results import bits_of
 from magis.ops.generators import same_generator
+from magis.ops.operators import op_info
 
 COMPARISONS = {getattr(torch.ops.aten, name).Scalar: name for name in ("lt", "le", "gt", "ge")}
 ITEM = torch.ops.aten._local_scalar_dense.default
@@ -132,3 +133,8 @@ class Own:
             f"module {module or '(root)'!r} draws from a generator that was not there before the step",
             hint="make it with torch.Generator, or keep it as an attribute of the module",
         )
+
+
+def least_bytes(target: str, position: int, item: Any, largest: int) -> int:
+    """Bytes that the memory of a result takes at least (`OpInfo.least_bytes`)."""
+    return op_info(target).least_bytes(position, item, largest) if isinstance(item, Tensor) else 0

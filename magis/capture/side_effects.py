@@ -43,6 +43,7 @@ from magis.capture.snapshot import Reads, Snapshot
 from magis.capture.stand_ins import stand_ins
 from magis.capture.workload import Workload, batch_by_name
 from magis.errors import CaptureError
+from magis.ops.collectives import wrapped
 from magis.ops.generators import HostGenerators, called_first, generators_kept, held_generators, own_kept
 from magis.ops.held_tensors import holder_of, told
 
@@ -259,6 +260,8 @@ class _Traced(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if wrapped(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         if func.namespace == "prim":
             return out

@@ -18,7 +18,7 @@ from torch._C._autograd import _profiler_enabled
 from magis.cases.tensor_ledger import TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
-from magis.ops.eager_only import products_as_eager
+from magis.ops.eager_only import formulas_as_eager
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
 from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
 from magis.strategies.strategy_names import BLOCK
@@ -61,7 +61,7 @@ class BlockPeak:
             torch.cuda.empty_cache()  # what earlier code left would count as reserved by this block
             torch.cuda.reset_peak_memory_stats()
             self._start = torch.cuda.memory_allocated()
-        stack.enter_context(products_as_eager() if self.device == "cpu" else nullcontext())
+        stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
         stack.enter_context(self._ledger.modules.watched())
         stack.enter_context(self._ledger)
         return self

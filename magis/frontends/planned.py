@@ -298,7 +298,7 @@ def captured_step(look: Callable[[], Subject], cast: str | None, *, alone: bool)
             f"the forward leaves a tensor in {step.results[0]}, and what is planned is a copy of the model",
             hint="return it instead",
         )
-    if not alone and (step.drawn or step.expects or of_batch):
+    if not alone and (step.drawn or of_batch or undone(step.graph) is not None):
         raise UsageError(
             "the forward reads numbers off data or draws on the host, and ranks that share a module might part there",
             hint="leave that out of the model, or train it without magis.optimize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,6 +173,7 @@ def call(
 #
 #     magis.expect(%x, True)        the one element of %x is true, as it was when the step was captured
 #     magis.expect(%x, False, %y)   the contents of %x and %y differ
+#     magis.expect(%x, 5, how="<")  the one element of %x is below 5: a check of torch's own, which else would raise
 #
 # Results whose shape hangs on data (`x[mask]`, `mask.nonzero()`) are expected to have the captured one.
 # In a graph such operators write a storage of their own, of no bytes, whose last version the backward reads:
@@ -184,11 +186,15 @@ class ExpectationError(MagisError):
     """What hangs on data is not as in the captured step."""
 
 
-def _expect(value: Tensor, expected: float, other: Tensor | None = None) -> None:
+_HOW = {"==": operator.eq, ">=": operator.ge, "<": operator.lt}
+
+
+def _expect(value: Tensor, expected: float, other: Tensor | None = None, *, how: str = "==") -> None:
     found = value.item() if other is None else torch.equal(value, other)
-    if found != expected:
+    if not _HOW[how](found, expected):
+        was = f"{expected} when it was captured" if how == "==" else f"and eager mode raises unless {how} {expected}"
         raise ExpectationError(
-            f"a tensor that the step branches on is {found} for this batch, {expected} when it was captured",
+            f"a tensor that the step branches on is {found} for this batch, {was}",
             hint="use torch.where in place of the branch",
         )
 
@@ -209,12 +215,12 @@ def shaped_by_contents(op: Op, values: Mapping[int, Value]) -> bool:
     return op.target != "aten.index.Tensor" or any(values[n].dtype in ("bool", "uint8") for n in op.inputs()[1:])
 
 
-def _nothing(value: Tensor, expected: float, other: Tensor | None = None) -> None:
+def _nothing(value: Tensor, expected: float, other: Tensor | None = None, *, how: str = "==") -> None:
     """Memory without contents is expected to hold nothing."""
 
 
 _LIBRARY = torch.library.Library("magis", "FRAGMENT")
-_LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None) -> ()")
+_LIBRARY.define("expect(Tensor value, Scalar expected, Tensor? other=None, *, str how='==') -> ()")
 _LIBRARY.impl("expect", _expect, "CPU")
 _LIBRARY.impl("expect", _expect, "CUDA")
 _LIBRARY.impl("expect", _nothing, "Meta")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 
 from magis.graph import ARRIVED, Op
 from magis.ops.exchanges import EXCHANGE
@@ -98,9 +98,9 @@ def name_of_collective(op: Op) -> str:
     return op.target.split(".")[1]
 
 
-def distributed(types: Iterable[type]) -> bool:
-    """Whether an operator is called on torch's distributed tensors, which call it again on what this rank holds."""
-    return any(kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed") for kind in types)
+def wrapped(types: Iterable[type]) -> bool:
+    """Whether an operator is called on tensors that hold others (distributed, jagged) and call it again on these."""
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 @contextmanager

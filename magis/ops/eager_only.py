@@ -1,16 +1,21 @@
-"""What eager mode does and a dispatch mode does not see: formulas of products, in-place writes.
+"""What eager mode does and a dispatch mode does not see: other formulas, in-place writes, layers in one kernel.
 
-Eager's formulas of products divide by each factor where none is zero. Under a dispatch mode torch does not look for
-zeros, and takes a longer way that holds for them, too, and rounds otherwise. So while a step is watched, `prod` and
-`cumprod` have their formulas here, with the question as a truth value that Python reads: an expectation of the graph,
-as any branch on data. `max_pool1d` of what needs no gradient is one kernel in eager, which keeps no indices.
+Torch takes another way through some composite operators and formulas while a dispatch mode is in force
+(`isTensorSubclassLike` in its sources), or a function mode (`torch.overrides.has_torch_function`). Where results round
+otherwise there, eager's way stands here, for as long as a step is watched:
+
+* `prod` and `cumprod` divide by each factor where none is zero, a truth value that Python reads: an expectation of the
+  graph, as any branch on data;
+* `max_pool1d` of what needs no gradient is one kernel, which keeps no indices;
+* a smoothed, weighted `cross_entropy` sums the weights of those labels alone that count;
+* `one_hot` reads the least and the largest class, to raise an error: bounds that the graph expects.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,22 +25,33 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from magis.errors import CaptureError
 from magis.graph.nodes import side_by_side
+from magis.ops.call import ExpectationError
 
 _ATEN = torch.ops.aten
 
 
 @contextmanager
-def products_as_eager() -> Iterator[None]:
-    """While it lasts, gradients of products and pools on the CPU are eager's, whoever watches."""
+def formulas_as_eager() -> Iterator[None]:
+    """While it lasts, operators on the CPU are taken apart as eager does it, and so are their gradients."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that kernels are overridden
             for name, plain, graded in _KERNELS:
                 library.impl(name, _either(plain, graded), "AutogradCPU")
+            library.impl("cross_entropy_loss", _smoothed, "AutogradCPU")
+            library.impl("one_hot", _one_hot, "AutogradCPU")
+        Tensor.__new__ = _made_unwatched  # type: ignore[method-assign, assignment]
         yield
     finally:
+        del Tensor.__new__
         library._destroy()
+
+
+def _made_unwatched(kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A tensor by its constructor. Of a user's type it is refused where a mode has made its memory."""
+    with nullcontext() if kind is Tensor else _disable_current_modes():
+        return torch._C.TensorBase.__new__(kind, *args, **kwargs)
 
 
 class _Product(torch.autograd.Function):
@@ -129,6 +145,52 @@ def _refused(*_: Any, **__: Any) -> Tensor:
     )
 
 
+def _smoothed(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy. With smoothing, class weights and a mean, the loss is divided by what Python cannot know."""
+    weighted = weight is not None and not weight.requires_grad and reduction == 1 and x.shape != target.shape
+    if weight is None or not weighted or label_smoothing <= 0:
+        plain: Tensor = _ATEN.cross_entropy_loss.default.decompose(
+            x, target, weight, reduction, ignore_index, label_smoothing
+        )
+        return plain
+    dim = 0 if x.dim() == 1 else 1
+    scores = torch.log_softmax(x, dim, x.dtype)
+    loss = torch.nn.functional.nll_loss(scores, target, weight, ignore_index=ignore_index)
+    shape = [-1 if at == dim else 1 for at in range(x.dim())]
+    smooth = -(scores * weight.view(shape)).sum(dim)
+    smooth.masked_fill_(target == ignore_index, 0.0)
+    mean: Tensor = smooth.sum() / torch.ops.magis.weight_of_labels(weight, target, ignore_index)
+    share = label_smoothing / x.shape[dim]
+    return loss * (1 - label_smoothing) + mean * share
+
+
+def _weight_of_labels(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return weight.gather(0, target.masked_select(target != ignore_index).flatten()).sum()
+
+
+def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
+    plain = _ATEN.one_hot.default.decompose
+    if num_classes <= 0 or x.numel() == 0 or x.dtype != torch.int64:
+        return plain(x, num_classes)  # type: ignore[no-any-return]
+    try:
+        torch.ops.magis.expect(x.min(), 0, how=">=")
+        torch.ops.magis.expect(x.max(), num_classes, how="<")
+    except ExpectationError:  # on real tensors
+        return plain(x, num_classes)  # type: ignore[no-any-return]
+    made = torch.zeros((*x.shape, num_classes), dtype=x.dtype, device=x.device)
+    return made.scatter_(-1, x.unsqueeze(-1), 1)
+
+
+_LIBRARY = torch.library.Library("magis", "FRAGMENT")
+_LIBRARY.define("weight_of_labels(Tensor weight, Tensor target, int ignore_index) -> Tensor")
+_LIBRARY.impl("weight_of_labels", _weight_of_labels, "CPU")
+_LIBRARY.impl("weight_of_labels", _weight_of_labels, "CUDA")
+_LIBRARY.impl("weight_of_labels", lambda weight, _target, _ignore_index: weight.new_empty(()), "Meta")
+
+
 _product: Any = _Product.apply
 _running: Any = _Running.apply
 _KERNELS: tuple[tuple[str, Any, Callable[..., Any]], ...] = (
@@ -149,6 +211,27 @@ def _either(plain: Any, graded: Callable[..., Any]) -> Callable[..., Any]:
             return plain(x, *args, **kwargs)
 
     return run
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_plain_has_torch_function = torch.overrides.has_torch_function
+
+
+def _overridden(args: Any) -> bool:
+    """`torch.overrides.has_torch_function` of the arguments alone, whatever modes are in force."""
+    own = (getattr(type(arg), "__torch_function__", None) for arg in args if type(arg) not in _PLAIN)
+    return any(each not in (None, torch._C._disabled_torch_function_impl) for each in own)
+
+
+@contextmanager
+def layers_as_eager() -> Iterator[None]:
+    """While it lasts, a function mode does not keep torch's fused layers (a frozen `nn.TransformerEncoderLayer`) from
+    running as one kernel. Of the whole process, hence of short duration."""
+    torch.overrides.has_torch_function = _overridden
+    try:
+        yield
+    finally:
+        torch.overrides.has_torch_function = _plain_has_torch_function
 
 
 # What eager writes in place, but not while it is watched.

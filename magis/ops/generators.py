@@ -165,6 +165,7 @@ def seed_all(seed: int) -> None:
 GET_STATE, SET_STATE, SEED = "magis.get_state.default", "magis.set_state.default", "magis.seed.default"
 DRAW_STATE = "magis.draw_state.default"
 SEED_MADE = "magis.seed_made.default"
+STATE_OPERATORS = frozenset((GET_STATE, SET_STATE, SEED, DRAW_STATE, SEED_MADE))
 MADE = ".made."
 """Begins the names of generators that are made within the step; where others are held never begins with a dot."""
 STATE_BYTES = {"cpu": 5056, "cuda": 16}

@@ -11,6 +11,7 @@ from torch import Tensor
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
 from magis.capture.eager_run import Heard
+from magis.capture.plain_run import plain_difference
 from magis.capture.refusals import BranchError
 from magis.errors import CaptureError
 from magis.graph import Graph, Op, Ref, Value
@@ -160,9 +161,16 @@ def _checked(
                 found = anew(eager().heard)
             theirs = eager()
             if follows and first_difference(found.graph, theirs.graph):
-                other = anew(theirs.heard)
-                found = found if first_difference(other.graph, theirs.graph) else other
-        check_conforms(found.graph, theirs.graph)
+                again = anew(theirs.heard)
+                found = found if first_difference(again.graph, theirs.graph) else again
+            check_conforms(found.graph, theirs.graph)
+            start()
+            other = plain_difference(theirs, *work.parts, explicit_attention=explicit, autocast=autocast)
+        if other:
+            raise ConformanceError(
+                f"eager computes other numbers where nobody watches: {other} differs",
+                hint="something in the step asks who is watching: take that out",
+            )
     except ConformanceError:
         raise
     except CaptureError as error:  # who runs the step for its own sake says so

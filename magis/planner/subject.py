@@ -71,8 +71,6 @@ class Subject(TracedModel):
     def conformance(self) -> str:
         """How far the captured step was compared with what eager runs (`conformance`). Raises CaptureError where it is
         another one."""
-        if self.traced.optimizer.kind == "none":  # torch's fused layers step aside where anybody watches
-            return "not checked: inference"
         if not (self.runs or self.captured.sends or self._asked.of_user):
             return "not checked: built in, and simulated"
         if self.too_slow:
@@ -364,10 +362,9 @@ class Subject(TracedModel):
     def runs_together(self) -> bool:
         """Whether the original and the optimized step can take turns: on a CPU with memory for both.
 
-        Not for inference: torch's fused layers step aside where anybody watches its functions. Nor where draws decide
-        what a step does, and both would draw from one generator.
+        Not where draws decide what a step does, and both would draw from one generator.
         """
-        if self.traced.optimizer.kind == "none" or (self.captured.expects and self._step_seed is not None):
+        if self.captured.expects and self._step_seed is not None:
             return False
         return self.kind == "cpu" and self.runs and self.predicted_bytes + self.original.peak_bytes <= self.free_bytes
 

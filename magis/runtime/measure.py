@@ -30,7 +30,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from magis.cost.devices import CONSTANTS_VERSION, find_device
-from magis.ops.eager_only import products_as_eager
+from magis.ops.eager_only import formulas_as_eager
 from magis.ops.generators import states_recorded
 from magis.runtime.storage_ledger import StorageLedger
 from magis.units import GIB
@@ -225,7 +225,7 @@ def tensor_peak(fn: Callable[[], object]) -> int:
     # A GPU's states lie in memory of the host, which is not counted.
     states = nullcontext() if torch.cuda.is_initialized() else states_recorded("cpu", {})
     with no_collection():
-        with products_as_eager(), states, ledger:
+        with formulas_as_eager(), states, ledger:
             kept = fn()
         del kept
     return ledger.peak_bytes

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
@@ -26,6 +26,8 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from magis.ops.eager_only import layers_as_eager
 
 _FRAME_SLOTS = 1 << 15
 """A frame of this size gets a piece of memory of its own, half of which (256 KiB) is left to the calls inside."""
@@ -134,6 +136,16 @@ class Watched(TorchFunctionMode):
     def __init__(self, turn: Between) -> None:
         super().__init__()
         self._turn = turn
+        self._layers = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._layers.enter_context(layers_as_eager())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._layers.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
