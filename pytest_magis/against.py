@@ -16,6 +16,7 @@ import pytest
 
 from magis.errors import UsageError
 from magis.plain_records import to_plain
+from magis.printable import printable
 from magis.versions import (
     GatedCase,
     GateRun,
@@ -81,6 +82,7 @@ def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _say(config: pytest.Config, text: str) -> None:
+    text = printable(text)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:  # it is made later than this: pytest's own output has not begun
         sys.stderr.write(f"{text}\n")

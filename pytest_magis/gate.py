@@ -265,7 +265,7 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
             "strategy": outcome.case.strategy,
             "search": outcome.case.search,
             "verdict": outcome.verdict.label,
-            "note": " ".join(outcome.error.split()),
+            "note": outcome.error,
         }
     found = [text for finding in outcome.verdict.findings for text in (finding.text, finding.why) if text]
     said = [*found, *outcome.verdict.notes]
