@@ -20,6 +20,7 @@ from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.results_table import case_name, merge_results
 from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
+from magis.versions.child_process import terminated_in_order
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
-        return int(asked.run(asked))
+        with terminated_in_order():
+            return int(asked.run(asked))
     except UsageError as error:
         tell(f"ERROR: {error}")
         return USAGE_ERROR
