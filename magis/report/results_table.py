@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
-from magis.atomic_files import write_text_atomically
+from magis.atomic_files import check_readable, write_text_atomically
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
 from magis.printable import printable
@@ -183,8 +183,15 @@ def _read(path: Path) -> pd.DataFrame:
 
     types = {column: _type(column) for column in COLUMNS}
     try:
+        check_readable(path)
         frame = pd.read_csv(
-            path, dtype=types, dtype_backend="numpy_nullable", keep_default_na=False, na_values=[""], encoding="utf-8"
+            path,
+            compression=None,  # not by the file's name
+            dtype=types,
+            dtype_backend="numpy_nullable",
+            keep_default_na=False,
+            na_values=[""],
+            encoding="utf-8",
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -383,6 +390,7 @@ def _filled(row: Mapping[str, str]) -> dict[str, str]:
 def _texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Header and rows of a results file."""
     try:
+        check_readable(path)
         with path.open(newline="", encoding="utf-8") as stream:
             lines = list(csv.reader(stream, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
