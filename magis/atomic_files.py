@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from magis.errors import UsageError
+
+LARGEST_FILE = 256 * 1024 * 1024
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -79,6 +83,18 @@ def remove_if_abandoned(temporary: Path) -> None:
             temporary.unlink()
         finally:
             os.close(handle)
+
+
+def check_readable(path: Path) -> None:
+    """Raise OSError for what is no regular file of a size that can be read: from a pipe, reading would never end."""
+    try:
+        found = path.stat()
+    except ValueError as error:  # NUL in its name
+        raise OSError(errno.EINVAL, str(error)) from None
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if found.st_size > LARGEST_FILE:
+        raise OSError(errno.EFBIG, f"it has more than {LARGEST_FILE} bytes")
 
 
 def check_writable(path: Path) -> None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from magis.printable import printable
+
 __all__ = ["BaselineError", "CaptureError", "MagisError", "PartialUpdateError", "UsageError", "VerifyError", "nearest"]
 
 
 class MagisError(Exception):
     """Base of all errors raised on purpose; `str(error)` is always a single line.
 
-    `message` names the cause and the values; `hint`, where there is one, says what to do instead. Line breaks
-    and runs of blanks in either are folded into single blanks, since such a line ends up in a test report.
+    `message` names the cause and the values; `hint`, where there is one, says what to do instead. Either is
+    `printable`, with runs of blanks folded into single ones, since such a line ends up in a test report.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        line = " ".join(message.split())
-        advice = " ".join(hint.split())
+        line, advice = (" ".join(printable(text).split()) for text in (message, hint))
         super().__init__(f"{line}; {advice}" if advice else line)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import TypeAlias
 
+from magis.printable import printable
+
 __all__ = ["ERASE", "Progress", "ProgressPlace", "on_stderr", "shown_if_slow"]
 
 Progress: TypeAlias = Callable[[str], None]
@@ -69,7 +71,7 @@ def shown_if_slow(place: ProgressPlace, name: str) -> Iterator[Progress]:
 
 class _SlowWork:
     def __init__(self, place: ProgressPlace, name: str) -> None:
-        self._place, self._name, self._text = place, name, ""
+        self._place, self._name, self._text = place, printable(name), ""
         self._started = time.monotonic()
         self._due = self._started + SILENCE_S
         if place.columns is None:
@@ -81,7 +83,7 @@ class _SlowWork:
 
     def tell(self, text: str) -> None:
         with self._lock:
-            self._text = " ".join(text.split())
+            self._text = " ".join(printable(text).split())
             self._show()
         if self._thread is None:
             self._thread = Thread(target=self._watch, name="magis progress", daemon=True)

@@ -9,6 +9,7 @@ from decimal import ROUND_FLOOR, Decimal
 from fractions import Fraction
 
 from magis.errors import UsageError
+from magis.printable import printable
 
 __all__ = [
     "GIB",
@@ -92,6 +93,7 @@ def is_number(value: object) -> bool:
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> Iterator[str]:
     """A table of texts as lines: columns are as wide as their widest cell, numbers at the right, those `left` not."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (

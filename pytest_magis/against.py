@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from magis.errors import UsageError
 from magis.plain_records import to_plain
+from magis.printable import printable
 from magis.versions import (
     GatedCase,
     GateRun,
@@ -25,6 +26,8 @@ from magis.versions import (
     repository,
     resolved,
     run_gate,
+    scratch_folder,
+    terminated_in_order,
     told,
 )
 from pytest_magis.baselines import identity_key, stored_case
@@ -42,9 +45,10 @@ def compare(config: pytest.Config, version: str) -> None:
     try:
         if anywhere(config).updates:
             raise UsageError("nothing is stored in such a run", hint="leave out --magis-update")
-        folder = tempfile.TemporaryDirectory(prefix="magis-against-")
-        config.add_cleanup(folder.cleanup)
-        run = _measured(config, version, Path(folder.name))
+        stays = ExitStack()  # until the session ends
+        config.add_cleanup(stays.close)
+        stays.enter_context(terminated_in_order())
+        run = _measured(config, version, stays.enter_context(scratch_folder()))
     except UsageError as error:
         text = str(error)
         raise pytest.UsageError(text if text.startswith("--magis-") else f"{FLAG}: {text}") from None
@@ -81,6 +85,7 @@ def _without_flag(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _say(config: pytest.Config, text: str) -> None:
+    text = printable(text)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None:  # it is made later than this: pytest's own output has not begun
         sys.stderr.write(f"{text}\n")

@@ -313,7 +313,10 @@ def given(config: pytest.Config, name: str) -> list[str] | None:
 def on_command_line(config: pytest.Config, name: str) -> list[str] | None:
     """What the command line gives for an option, repetitions in order; None if it gives nothing."""
     value = config.getoption(BY_NAME[name].key)
-    return value if value is None or isinstance(value, list) else [str(value)]
+    if value is None:
+        return None
+    # argparse takes the value of `--magis-against=--` for its separator, and leaves an empty list
+    return ["--" if item == [] else str(item) for item in (value if BY_NAME[name].is_list else [value])]
 
 
 def in_ini(config: pytest.Config, name: str) -> list[str] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ class Gate:
     """Of pytest-benchmark; None: nobody asks for latencies there."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """By case name: a case that ran again (reruns) counts once, as it ended."""
+    rows: dict[str, dict[str, Cell]] = field(default_factory=dict)
+    """Of the csv, by case name: each is made once."""
     written: dict[str, WrittenFront] = field(default_factory=dict)
     """The fronts, by their models' names."""
     lines: list[str] = field(default_factory=list)
@@ -94,11 +97,24 @@ class Gate:
             if key == PROPERTY and isinstance(value, str):
                 outcome = Outcome.from_text(value)
                 self.outcomes[outcome.name] = outcome
+                self.rows.pop(outcome.name, None)
+                if self.settings.csv is not None and not self.is_worker:
+                    with suppress(Exception):  # a killed job has its rows so far; what is in the way is told at the end
+                        self._write_rows(self.settings.csv)
                 if self.benchmarks is not None:
                     self.benchmarks.put(outcome)
             elif key == FRONT_PROPERTY:
                 front = from_plain(WrittenFront, json.loads(str(value)), "front")
                 self.written[front.model] = front
+
+    def _write_rows(self, path: Path) -> str:
+        """Replace the csv by the rows of this run, and say so in one line. Raises UsageError where that fails."""
+        outcomes = self.ordered()
+        for outcome in outcomes:
+            if outcome.name not in self.rows:
+                self.rows[outcome.name] = row(outcome, self.columns)
+        write_csv(path, [self.rows[outcome.name] for outcome in outcomes])
+        return f"results: {path} ({len(outcomes)} row{'s' if len(outcomes) != 1 else ''})"
 
     def ordered(self) -> list[Outcome]:
         """The outcomes in the order of the plan, whichever worker finished first; then those of users' tests."""
@@ -119,7 +135,7 @@ class Gate:
         outcomes = self.ordered()
         # a merge wants to know of an empty shard that it ran
         if (outcomes or self.is_empty_shard) and self.settings.csv is not None:
-            written &= self._try(partial(write_results, self.settings.csv, outcomes, self.columns))
+            written &= self._try(partial(self._write_rows, self.settings.csv))
         if outcomes and self.settings.markdown is not None:
             text = markdown(outcomes, self.settings.given)
             add = self.settings.adds_markdown
@@ -160,6 +176,9 @@ class Gate:
         except MagisError as error:
             self.lines.append(f"ERROR: {error}")
             return False
+        except Exception as error:  # noqa: BLE001  (a plugin's column, say: all else is written still)
+            self.lines.append(f"ERROR: {type(error).__name__}: {error}")
+            return False
         return True
 
 
@@ -184,14 +203,14 @@ def prepare(config: pytest.Config) -> Gate:
     gate = Gate(settings, cases, fronts, columns, is_worker)
     for planned in cases:
         gate.baseline(planned)
+    for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
+        if place is not None:
+            check_writable(place)
+    pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
+    _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
+    _check_directory("--magis-pareto", settings.pareto, pictures)
+    _check_directory("--magis-resume", settings.resume, ["place.txt"])
     if not is_worker:
-        for place in (settings.csv, settings.markdown, settings.report, settings.benchmark_json):
-            if place is not None:
-                check_writable(place)
-        pictures = [front_name(front, kind) for front in fronts for kind in ("json", "svg")]
-        _check_directory("--magis-trace", settings.trace, [trace_name(planned) for planned in cases])
-        _check_directory("--magis-pareto", settings.pareto, pictures)
-        _check_directory("--magis-resume", settings.resume, ["place.txt"])
         gate.benchmarks = benchmark_rows(config, settings.benchmark_json)
     return gate
 
@@ -263,19 +282,12 @@ def row(outcome: Outcome, columns: Mapping[str, Callable[[CaseResult], Cell]]) -
             "strategy": outcome.case.strategy,
             "search": outcome.case.search,
             "verdict": outcome.verdict.label,
-            "note": " ".join(outcome.error.split()),
+            "note": outcome.error,
         }
     found = [text for finding in outcome.verdict.findings for text in (finding.text, finding.why) if text]
     said = [*found, *outcome.verdict.notes]
     cells = row_from_result(outcome.result, verdict=outcome.verdict.label, note="; ".join(said))
     return cells | {name: compute(outcome.result) for name, compute in columns.items()}
-
-
-def write_results(path: Path, outcomes: Iterable[Outcome], columns: Mapping[str, Callable[[CaseResult], Cell]]) -> str:
-    """Replace `path` by the rows of this run, and say so in one line. Raises UsageError if it cannot be written."""
-    rows = [row(outcome, columns) for outcome in outcomes]
-    write_csv(path, rows)
-    return f"results: {path} ({len(rows)} row{'s' if len(rows) != 1 else ''})"
 
 
 def front_name(planned: PlannedCase, kind: str) -> str:

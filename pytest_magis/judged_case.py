@@ -18,6 +18,7 @@ import pytest
 
 from magis.errors import CaptureError, MagisError, UsageError
 from magis.models.registry import is_factory
+from magis.printable import printable
 from magis.report import thinned_timelines
 from magis.results import Case, CaseResult
 from pytest_magis.baselines import held_before, planning, stored_case
@@ -121,6 +122,10 @@ def _traced(folder: Path | None, planned: PlannedCase, result: CaseResult) -> st
 
 def lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
     """What a red case says: what is wrong, how much, and how to accept it."""
+    yield from map(printable, _lines_of(outcome, gate, config))
+
+
+def _lines_of(outcome: Outcome, gate: Gate, config: pytest.Config) -> Iterator[str]:
     if outcome.error:
         yield outcome.error
     verdict = outcome.verdict

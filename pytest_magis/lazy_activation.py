@@ -26,6 +26,8 @@ NO_CASES = (
     f"its mark {MARK!r} made no cases; put it on the function, its class or module, not on a parameter, by a hook, or "
     "on tests of unittest"
 )
+REFUSED = "magis_refused"
+"""What a worker of pytest-xdist tells: why options are of no use."""
 OUTCOMES = ("magis", "magis-front")
 """As `PROPERTY` and `FRONT_PROPERTY` of `pytest_magis.run_plan`, which would load the gate."""
 
@@ -106,11 +108,27 @@ class LazyActivation:
             node.workerinput[WORKER_AGAINST] = str(self._config.stash[AGAINST])
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> None:
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """Options that are of no use here end the run before its first test, if any test is gated."""
         gated = given(self._config, "prune") is not None or any(is_live(item) for item in session.items)
-        if not session.config.option.collectonly and gated:
+        if session.config.option.collectonly or not gated:
+            return None
+        try:
             self.awake()
+        except pytest.UsageError as error:
+            told: dict[str, object] | None = getattr(self._config, "workeroutput", None)
+            if told is None:
+                raise
+            told[REFUSED] = str(error)
+            return True  # a worker of pytest-xdist runs nothing
+        return None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker has refused ends the run in the process that has the terminal."""
+        refused = getattr(node, "workeroutput", {}).get(REFUSED)
+        if refused is not None:
+            raise pytest.UsageError(refused)
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """A mark that made no cases would let its test pass ungated."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 import pytest
 
 from magis.errors import MagisError, UsageError
+from magis.printable import printable
 from magis.quiet import before_torch
 from magis.ranks import attached, lead, serve
 from magis.strategies.strategy_names import LISTED, family
@@ -211,6 +212,11 @@ class GateSession:
         if not self.gate.is_worker and any(name == PROPERTY for name, _ in report.user_properties):
             report.user_properties[:] = readable(report.user_properties)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_to_serializable(self) -> Generator[None, Any, Any]:
+        """Halves of characters in a report end the worker of pytest-xdist that sends it: they are spelled."""
+        return _sendable((yield))
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write results and baselines, in the process that has the terminal."""
         if self.gate.is_worker:
@@ -239,10 +245,18 @@ class GateSession:
         if lines:
             terminalreporter.write_sep("=", "magis")
             for line in lines:
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(printable(line))
         if os.environ.get("GITHUB_ACTIONS") == "true":
             for line in error_lines(self.gate.ordered()):
                 terminalreporter.write_line(line)
+
+
+def _sendable(data: Any) -> Any:
+    if isinstance(data, str):
+        return data.encode(errors="backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_sendable(key): _sendable(value) for key, value in data.items()}
+    return [_sendable(each) for each in data] if isinstance(data, (list, tuple)) else data
 
 
 def take_place(config: pytest.Config) -> pytest.ExitCode | None:

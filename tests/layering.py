@@ -51,6 +51,7 @@ LAYERS = (
         "magis.units",
     ),
     ("magis.errors",),
+    ("magis.printable",),
 )
 FACADE = "magis"  # loads its exports on first use: bound by no layer, and its table makes no cycle
 PACKAGES = ("magis", "pytest_magis")
@@ -64,6 +65,7 @@ PUBLIC = frozenset(
         "magis.errors",
         "magis.models",
         "magis.models.registry",
+        "magis.printable",
         "magis.progress",
         "magis.quiet",
     }

@@ -28,7 +28,7 @@ from magis.cases.ort_cases import ort_result
 from magis.cases.planned_rank_cases import planned_on_ranks
 from magis.cases.rank_cases import ranked_result
 from magis.errors import UsageError
-from magis.graph import Graph
+from magis.graph import Graph, every_op
 from magis.planner.bench import Bench, Make, products_of
 from magis.planner.planning import plan, planning_workspaces, within_reserved
 from magis.planner.plans import Plan, worst_latency_ratio
@@ -339,7 +339,7 @@ class CaseRun:
             lower_bound_bytes=subject.lower_bound,
             bound=str(subject.floor),
             numbers=outcome.numbers,
-            note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, partings))),
+            note="; ".join(filter(None, _notes(outcome.note or candidate.note, subject, ori_step.graph, partings))),
             search=self._held_against(limit, candidate.stats, opt),
             provenance=subject.provenance((opt_step or ori_step).graph),
             planning_workspaces=dict(candidate.workspaces),
@@ -351,9 +351,17 @@ class CaseRun:
         )
 
 
-def _notes(first: str, subject: Subject, partings: Sequence[str]) -> Iterator[str]:
+TORCHS = ("aten.", "prims.", "magis.", "c10d.", "_c10d_functional.")
+"""Operators whose scratch memory is known, or of which there is none."""
+
+
+def _notes(first: str, subject: Subject, graph: Graph, partings: Sequence[str]) -> Iterator[str]:
     """What is said of a case, in order."""
     yield from (first, subject.scratches.note)
+    custom = sorted({op.target for op, _ in every_op(graph) if not op.target.startswith(TORCHS)})
+    if custom and subject.source.device.startswith("sim:"):
+        more = f" and {len(custom) - 1} more" if custom[1:] else ""
+        yield f"what custom operators take inside is not simulated: {custom[0]}{more}"
     own = subject.traced.optimizer.own
     if own is not None and subject.kind != "cpu" and not own.is_torchs:
         yield f"{own.name}.step is simulated as its code runs on a CPU"

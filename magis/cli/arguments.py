@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from magis.errors import UsageError
+from magis.printable import printable
 
 
 def look_here() -> None:
@@ -16,7 +17,12 @@ def look_here() -> None:
 
 def tell(text: str) -> None:
     """Say what is going on, beside what the command prints."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(printable(text), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def show(text: str) -> None:
+    """Print a line of the answer."""
+    print(printable(text))  # noqa: T201
 
 
 def whole_number(flag: str, text: str | None) -> int | None:

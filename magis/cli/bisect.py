@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from magis.cli.arguments import share, tell
+from magis.cli.arguments import share, show, tell
 from magis.versions.bisection import bisect
 
 DESCRIPTION = """
@@ -39,11 +39,11 @@ def _bisect(asked: argparse.Namespace) -> int:
         say=tell,
     )
     if not found.versions:
-        print(f"nothing grew between {asked.good} and {asked.bad} ({found.measurements} measurements)")  # noqa: T201
+        show(f"nothing grew between {asked.good} and {asked.bad} ({found.measurements} measurements)")
         return NOTHING_GREW
     *unknown, last = found.versions
     others = f" or one of {len(unknown)} before it that could not be measured" if unknown else ""
-    print(f"memory grew at {last}{others} ({found.measurements} measurements)")  # noqa: T201
+    show(f"memory grew at {last}{others} ({found.measurements} measurements)")
     for each in found.grown:
-        print(f"  {each}")  # noqa: T201
+        show(f"  {each}")
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from magis import __version__
-from magis.cli.arguments import above_zero, look_here, real_number, whole_number
+from magis.cli.arguments import above_zero, look_here, real_number, show, tell, whole_number
 from magis.cli.bisect import add_bisect
 from magis.cli.rebase import add_rebase
 from magis.cost.profile_store import target_of
@@ -20,6 +20,7 @@ from magis.quiet import before_torch
 from magis.report import write_text_atomically
 from magis.report.results_table import case_name, merge_results
 from magis.units import aligned, format_bytes, format_milliseconds, parse_bytes
+from magis.versions.child_process import terminated_in_order
 
 if TYPE_CHECKING:
     from magis.frontends.fitting import Fit
@@ -52,15 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = parser.parse_args(given[:cut], argparse.Namespace(behind=given[cut + 1 :]))
         before_torch()
-        return int(asked.run(asked))
+        with terminated_in_order():
+            return int(asked.run(asked))
     except UsageError as error:
-        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
+        tell(f"ERROR: {error}")
         return USAGE_ERROR
     except MagisError as error:
-        print(f"ERROR: {error}", file=sys.stderr)  # noqa: T201
+        tell(f"ERROR: {error}")
         return FAILED
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
+        tell("interrupted")
         return INTERRUPTED
 
 
@@ -130,7 +132,7 @@ def _fit(asked: argparse.Namespace) -> int:
             **{name: amount for name, amount in given.items() if amount is not None},  # the others have defaults
         )
     for line in _table(found):
-        print(line)  # noqa: T201
+        show(line)
     return NOTHING_FITS if found.eager is None and found.magis is None else 0
 
 
@@ -192,7 +194,7 @@ def _estimate(asked: argparse.Namespace) -> int:
             remedies = found.remedies
         for remedy in remedies:
             verdict = "fits" if remedy.fits else "does not fit"
-            print(  # noqa: T201
+            show(
                 f"{remedy.name}: {format_bytes(remedy.needed_bytes)}, {verdict}, "
                 f"{remedy.latency_ratio:.2f} times the time ({remedy.how})"
             )
@@ -200,7 +202,7 @@ def _estimate(asked: argparse.Namespace) -> int:
         with shown_if_slow(on_stderr(), "estimate") as progress:
             progress("looking for the largest batch that fits")
             largest = found.largest_batch()
-        print(f"largest batch that fits: {largest or 'none'}")  # noqa: T201
+        show(f"largest batch that fits: {largest or 'none'}")
     return 0 if found.fits() else DOES_NOT_FIT
 
 
@@ -260,7 +262,7 @@ def _profile(asked: argparse.Namespace) -> int:
             seconds=seconds,
             progress=progress,
         )
-    print(_summary(path, found))  # noqa: T201
+    show(_summary(path, found))
     return 0 if found.in_time else UNFINISHED
 
 
@@ -296,8 +298,8 @@ def _merge(asked: argparse.Namespace) -> int:
         write_text_atomically(asked.out, merged.text())
     for row in merged.red:
         said = f": {row['note']}" if row.get("note") else ""
-        print(f"{row['verdict']}  {case_name(row)}{said}")  # noqa: T201
+        show(f"{row['verdict']}  {case_name(row)}{said}")
     count, red = len(merged.rows), len(merged.red)
     where = f"{asked.out}: " if asked.out is not None else ""
-    print(f"{where}{count} cases of {len(asked.files)} files, {count - red} green, {red} red")  # noqa: T201
+    show(f"{where}{count} cases of {len(asked.files)} files, {count - red} green, {red} red")
     return RED if red else 0

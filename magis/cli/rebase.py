@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from magis.cli.arguments import tell
+from magis.cli.arguments import show, tell
 from magis.versions.rebasing import rebase
 
 DESCRIPTION = """
@@ -34,8 +34,8 @@ def add_rebase(commands: argparse._SubParsersAction[Any]) -> None:
 def _rebase(asked: argparse.Namespace) -> int:
     found = rebase(asked.requirements, start=Path.cwd(), arguments=asked.behind, cases=asked.case, say=tell)
     for case in found.cases:
-        print(case)  # noqa: T201
+        show(str(case))
     updated, red = sum(case.is_updated for case in found.cases), sum(case.is_red for case in found.cases)
     compared = f", compared with {found.releases}" if found.releases else ", none moved"
-    print(f"{found.looked_at} case{'s' if found.looked_at != 1 else ''}{compared}: {updated} updated, {red} still red")  # noqa: T201
+    show(f"{found.looked_at} case{'s' if found.looked_at != 1 else ''}{compared}: {updated} updated, {red} still red")
     return STILL_RED if red else 0

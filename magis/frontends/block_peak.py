@@ -19,6 +19,7 @@ from magis.cases.tensor_ledger import TensorLedger
 from magis.current_gate import BLOCK_GATE
 from magis.errors import UsageError
 from magis.ops.eager_only import formulas_as_eager
+from magis.printable import printable
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
 from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
 from magis.strategies.strategy_names import BLOCK
@@ -163,7 +164,7 @@ class BlockPeak:
         for row in peak.held[:SHOWN]:
             place = f" at {row.line}" if row.line else ""
             lines.append(f"{format_bytes(row.nbytes):>12}  {row.module or 'no module'}: {row.count} {row.kind}s{place}")
-        return "\n".join(lines)
+        return "\n".join(map(printable, lines))
 
     @property
     def _found(self) -> _Figures:

@@ -23,6 +23,7 @@ from magis.errors import MagisError, UsageError
 from magis.frontends.fitting import MOST, largest, resized
 from magis.models.registry import from_function, is_factory
 from magis.planner.bench import Bench, Make, default_device
+from magis.printable import printable
 from magis.results import Case, CaseResult, Peak
 from magis.units import format_bytes, format_milliseconds, parse_bytes
 
@@ -167,7 +168,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """The estimate as a person reads it."""
-        return "\n".join(self._lines())
+        return "\n".join(map(printable, self._lines()))
 
     def _lines(self) -> Iterator[str]:
         result = self.result

@@ -6,10 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from html import escape
 from itertools import groupby, pairwise
 from typing import Any
 
+from magis.printable import printable
 from magis.report.axes import Label, decimal_scale, placed
 from magis.results import CaseResult, FrontPoint, ParetoFront, Span, Timelines
 from magis.units import format_bytes, format_milliseconds
@@ -25,7 +25,7 @@ def framed(size: tuple[int, int], title: str, elements: Iterable[str], descripti
     width, height = size
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img"><title>{escape(title)}</title><desc>{escape(description)}</desc>'
+        f'role="img"><title>{printable(title, "html")}</title><desc>{printable(description, "html")}</desc>'
     )
     dark = "".join(f'[fill="{old}"]{{fill:{new}}}[stroke="{old}"]{{stroke:{new}}}' for old, new in DARK.items())
     yield f"<style>@media (prefers-color-scheme: dark) {{{dark}}}</style>"
@@ -38,7 +38,7 @@ def label(where: tuple[float, float], words: str, anchor: str = "start", colour:
     """A line of text; ``anchor`` says which end of it is at ``where``."""
     return (
         f'<text x="{where[0]:.1f}" y="{where[1]:.1f}" font-family="sans-serif" font-size="12" fill="{colour}" '
-        f'text-anchor="{anchor}">{escape(words)}</text>'
+        f'text-anchor="{anchor}">{printable(words, "html")}</text>'
     )
 
 
@@ -112,7 +112,7 @@ def _lines(front: ParetoFront, title: str) -> Iterator[str]:
     yield f'<polyline points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}" fill="none" stroke="{OURS}"/>'
     for (a, b), point in zip(places, front.points, strict=True):
         what = f"{_said(point)}{'; ' + point.fission if point.fission else ''}"
-        yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{escape(what)}</title></circle>'
+        yield f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3" fill="{OURS}"><title>{printable(what, "html")}</title></circle>'
     yield f'<circle cx="{x(0):.1f}" cy="{y(1):.1f}" r="5" fill="{EAGER}"/>'
     words = f"lower bound {format_bytes(front.lower_bound_bytes)}"
     ends = ((WIDTH - RIGHT, "end"), (LEFT + 4, "start"), ((LEFT + WIDTH) / 2, "middle"))

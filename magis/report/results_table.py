@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
 
-from magis.atomic_files import write_text_atomically
+from magis.atomic_files import check_readable, write_text_atomically
 from magis.dtypes import tensor_type
 from magis.errors import UsageError
+from magis.printable import printable
 from magis.results import CaseResult, RankMemory, StepFigures
 
 if TYPE_CHECKING:
@@ -181,8 +183,15 @@ def _read(path: Path) -> pd.DataFrame:
 
     types = {column: _type(column) for column in COLUMNS}
     try:
+        check_readable(path)
         frame = pd.read_csv(
-            path, dtype=types, dtype_backend="numpy_nullable", keep_default_na=False, na_values=[""], encoding="utf-8"
+            path,
+            compression=None,  # not by the file's name
+            dtype=types,
+            dtype_backend="numpy_nullable",
+            keep_default_na=False,
+            na_values=[""],
+            encoding="utf-8",
         )
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -268,12 +277,18 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def _to_csv(rows: Iterable[Mapping[str, Cell]], columns: Sequence[str], *, header: bool) -> str:
-    import pandas as pd
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerows([columns] if header else ())
+    for row in rows:
+        writer.writerow([_field(row.get(column)) for column in columns])
+    return stream.getvalue()
 
-    # object columns: otherwise one empty field turns a column of whole bytes into floats
-    frame = pd.DataFrame([[row.get(column) for column in columns] for row in rows], columns=list(columns), dtype=object)
-    text: str = frame.to_csv(index=False, header=header, lineterminator="\n")
-    return text
+
+def _field(cell: Cell) -> Cell:
+    if isinstance(cell, str):
+        return printable(cell, "csv")
+    return None if isinstance(cell, float) and math.isnan(cell) else cell
 
 
 def _is_empty(stream: IO[str]) -> bool:
@@ -303,7 +318,7 @@ def _check_header(columns: Iterable[str], name: str | Path) -> None:
         raise UsageError(f"{name} has no header of results in its first line", hint="use an empty or another file")
 
 
-# Several files as one: the shares of a run that several machines made. Texts of fields stay as they are.
+# Several files as one: the shares of a run that several machines made. Fields are texts: numbers stay as they are.
 
 CASE = ("name", "strategy", "device", "preset", "dtype", "memory limit ratio", "latency limit ratio")
 """The columns that tell cases apart."""
@@ -333,11 +348,7 @@ class Merged:
 
     def text(self) -> str:
         """As results.csv; fields of columns that a row's file had not are empty."""
-        stream = io.StringIO()
-        writer = csv.DictWriter(stream, self.columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return stream.getvalue()
+        return _to_csv(self.rows, self.columns, header=True)
 
 
 def merge_results(paths: Sequence[Path]) -> Merged:
@@ -379,6 +390,7 @@ def _filled(row: Mapping[str, str]) -> dict[str, str]:
 def _texts(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Header and rows of a results file."""
     try:
+        check_readable(path)
         with path.open(newline="", encoding="utf-8") as stream:
             lines = list(csv.reader(stream, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -20,6 +20,7 @@ from magis.graph.text import complex_text
 from magis.ops.call import constant, expect_shape, resolve, shaped_by_contents
 from magis.ops.collectives import arrived, followed_by_wait, is_collective, under_way
 from magis.ops.fake_results import IN_TRAINING
+from magis.printable import printable
 from magis.runtime.swap_streams import AnyHost, make_host
 
 # Halo rows at run time: stretches with the rows around them, taken from a whole tensor and added to one.
@@ -118,7 +119,7 @@ def _block(
     arriving: dict[int, int] = {}  # storage -> value that was loaded to it and that nothing has taken yet
     for op, forget in zip(graph.ops, last_uses(graph), strict=True):
         begin()
-        here = " ".join(f"{op.phase} {op.module}".split())  # one line, whatever a module is called
+        here = printable(f"{op.phase} {op.module}").rstrip()  # a comment, whatever a module is called
         if here != where and op.target not in (PART, JOIN, REDUCE):
             yield f"{indent}# {here}"
             where = here

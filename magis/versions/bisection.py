@@ -7,7 +7,6 @@ it are as good: n versions take 1 + log2(n) measurements, rounded up.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from magis.units import format_bytes
 from magis.versions.environments import environment_of, is_requirement, releases
 from magis.versions.gate_run import GateRun, check_there, run_gate
 from magis.versions.revisions import checkout, commits_between, repository, title
+from magis.versions.scratch_folders import scratch_folder
 
 Say = Callable[[str], None]
 RESERVED = "opt reserved bytes (predicted)"
@@ -69,16 +69,16 @@ def bisect(
     """
     if is_requirement(first) != is_requirement(last):
         raise UsageError(f"{first} and {last} are a revision and a release", hint="give two of one kind")
-    with tempfile.TemporaryDirectory(prefix="magis-bisect-") as folder:
+    with scratch_folder() as folder:
         if is_requirement(first):
             names = releases(first, last)
             titles = names
-            runs = _releases(names, Path(folder), start, arguments, say)
+            runs = _releases(names, folder, start, arguments, say)
         else:
             root = repository(start)
             names = commits_between(root, first, last)
             titles = [title(root, commit) for commit in names]
-            runs = _revisions(names, Path(folder), start, root, arguments)
+            runs = _revisions(names, folder, start, root, arguments)
         return _searched(titles, runs, cases, tolerance, say)
 
 

@@ -18,7 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
 from magis.errors import UsageError
-from magis.versions.child_process import run_captured
+from magis.versions.child_process import run_bound
 
 FOLDER = "MAGIS_ENVIRONMENTS"
 """The variable that names the folder of kept environments (else pytest-magis/environments in the user's cache)."""
@@ -90,7 +90,7 @@ def _pip(python: str, command: str, *arguments: str) -> str:
 
 
 def _run(command: Sequence[str]) -> str:
-    done = run_captured(command)
+    done = run_bound(command)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]

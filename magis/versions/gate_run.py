@@ -16,7 +16,7 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.plain_records import from_plain, to_plain
-from magis.versions.child_process import run_captured
+from magis.versions.child_process import run_bound
 from magis.versions.revisions import environment, moved
 
 COMPARED_WITH = "MAGIS_COMPARED_WITH"
@@ -169,7 +169,7 @@ def run_gate(
     written = (f"--magis-csv={run.csv}", f"--magis-markdown={folder / 'run.md'}")
     update = ("--magis-update=new",) if stores else ()
     command = [str(python or sys.executable), "-m", "pytest", *arguments, *written, *update]
-    done = run_captured(command, cwd=start, env=variables)
+    done = run_bound(command, cwd=start, env=variables)
     if run.strays.exists():
         first = run.strays.read_text(encoding="utf-8").splitlines()[0]
         raise UsageError(

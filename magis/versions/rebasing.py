@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,6 +26,7 @@ from magis.errors import UsageError
 from magis.versions.child_process import run_captured
 from magis.versions.environments import environment_of, is_requirement, read_version
 from magis.versions.gate_run import GatedCase, run_gate
+from magis.versions.scratch_folders import scratch_folder
 
 STORE = "pytest_magis.store_outcomes"
 """The program of the plugin that makes baselines of outcomes."""
@@ -77,8 +77,7 @@ def rebase(
             raise UsageError(f"{text} names no release", hint="write it as for pip: transformers==5.22.0")
     if any(argument.startswith("--magis-update") for argument in arguments):
         raise UsageError("--magis-update: what the environment moved is updated, nothing else", hint="leave it out")
-    with tempfile.TemporaryDirectory(prefix="magis-rebase-") as name:
-        folder = Path(name)
+    with scratch_folder() as folder:
         if requirements:  # what pip does not find is told before anything is measured
             environment_of(requirements, say, folder)
         say("measuring with what is installed")

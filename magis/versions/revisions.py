@@ -10,6 +10,7 @@ from pathlib import Path
 
 from magis.errors import UsageError
 from magis.versions.child_process import run_captured
+from magis.versions.scratch_folders import PREFIX, remove_abandoned
 
 OF_A_HOOK = (
     "GIT_DIR",
@@ -80,16 +81,32 @@ def title(root: Path, commit: str) -> str:
 
 @contextmanager
 def checkout(root: Path, commit: str, folder: Path) -> Iterator[Path]:
-    """The commit's files in `folder`, which is removed again at the end."""
+    """The commit's files in `folder`, removed again at the end. What killed runs left in the repository goes first."""
+    forget_abandoned(root)
     try:
         git(root, "worktree", "add", "--quiet", "--detach", str(folder), commit)
         yield folder
     finally:
-        with suppress(UsageError):  # whatever ended the block is what counts
-            git(root, "worktree", "remove", "--force", "--force", str(folder))
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(UsageError):
-            git(root, "worktree", "prune")
+        _forget(root, folder)
+
+
+def forget_abandoned(root: Path) -> None:
+    """Remove the checkouts whose process was killed, and what the repository knows of them; no others."""
+    listed = git(root, "worktree", "list", "--porcelain").splitlines()
+    paths = [Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")]
+    ours = [path for path in paths if path.parent.name.startswith(PREFIX)]
+    remove_abandoned(path.parent for path in ours)
+    for path in ours:
+        if not path.parent.exists():
+            _forget(root, path)
+
+
+def _forget(root: Path, path: Path) -> None:
+    """Remove what the repository knows of a checkout that is gone. Not by `prune`, which takes those of disks that are
+    not mounted, too."""
+    with suppress(UsageError):  # it is not known, or somebody else was quicker
+        git(root, "worktree", "remove", "--force", "--force", str(path))
 
 
 def moved(path: Path, root: Path, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from magis.errors import UsageError
+from magis.printable import printable
 from magis.results import CaseResult
 from pytest_magis.run_plan import PREFIX, PROPERTY, Outcome
 
@@ -62,7 +63,7 @@ def figures(outcome: Outcome) -> Iterator[tuple[str, object]]:
         "latency_ratio_limit": case.latency_ratio,
         "verdict": outcome.verdict.label,
         "passed": str(outcome.verdict.passed).lower(),
-        "error": " ".join(outcome.error.split()) or None,
+        "error": outcome.error or None,
     }
     if result is not None:
         found |= {
@@ -83,7 +84,9 @@ def figures(outcome: Outcome) -> Iterator[tuple[str, object]]:
             "numbers": result.numbers,
             "feasible": str(result.search.feasible).lower(),
         }
-    yield from ((f"magis.{name}", value) for name, value in found.items() if value is not None)
+    for name, value in found.items():
+        if value is not None:
+            yield f"magis.{name}", printable(value) if isinstance(value, str) else value
 
 
 def _latency_ratio(outcome: Outcome) -> float | None:

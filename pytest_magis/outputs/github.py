@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from magis.errors import UsageError
+from magis.printable import printable
 from magis.report import write_text_atomically
 from pytest_magis.findings import accept_case
 from pytest_magis.outputs.terminal import HEADER, LEFT, cells
@@ -36,38 +37,30 @@ def _table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def _row(texts: Sequence[str]) -> str:
-    return f"| {' | '.join(_escaped(text) for text in texts)} |"
+    return f"| {' | '.join(printable(text, 'markdown') for text in texts)} |"
 
 
 def _details(red: Sequence[Outcome], given: Sequence[tuple[str, str]]) -> Iterator[str]:
     for outcome in red:
         yield ""
-        yield f"**{_escaped(outcome.name)}**"
+        yield f"**{printable(outcome.name, 'markdown')}**"
         yield ""
         for line in _said(outcome):
-            yield f"* {_escaped(line)}"
+            yield f"* {printable(line, 'markdown')}"
         if outcome.verdict.needed:
             command = accept_case(given, outcome.model, outcome.case, outcome.verdict.needed, outcome.where)
-            yield f"* accept with: `{command.replace('`', '')}`"
+            yield f"* accept with: `{printable(command).replace('`', '')}`"
 
 
 def _said(outcome: Outcome) -> Iterator[str]:
     """What a red case says, a line each."""
     if outcome.error:
-        yield f"error: {' '.join(outcome.error.split())}"
+        yield f"error: {outcome.error}"
     for finding in outcome.verdict.findings:
         yield f"{finding.kind}: {finding.text}"
         if finding.why:
             yield finding.why
     yield from (f"note: {note}" for note in outcome.verdict.notes)
-
-
-def _escaped(text: str) -> str:
-    """Text as Markdown shows it, in one cell of a table and without markup of its own."""
-    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    for mark in "\\`*_[]|~":
-        plain = plain.replace(mark, f"\\{mark}")
-    return plain
 
 
 def write_markdown(path: Path, text: str, *, add: bool) -> str:
@@ -87,8 +80,8 @@ def error_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """One workflow command for every red case."""
     for outcome in outcomes:
         if not outcome.verdict.passed:
-            text = "\n".join(_said(outcome)) or outcome.verdict.label
-            yield f"::error title={_property(f'magis::{outcome.name}')}::{_data(text)}"
+            text = "\n".join(map(printable, _said(outcome))) or outcome.verdict.label
+            yield f"::error title={_property(f'magis::{printable(outcome.name)}')}::{_data(text)}"
 
 
 def _data(text: str) -> str:

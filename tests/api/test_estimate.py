@@ -192,3 +192,35 @@ def test_every_option_is_in_the_page(repository: Path, capsys: pytest.CaptureFix
     page = (repository / "docs" / "estimate.md").read_text(encoding="utf-8")
     rows = "".join(line for line in page.splitlines() if line.startswith("| `"))
     assert {each for each in options if not each.startswith("--magis-")} <= set(re.findall(r"--[a-z-]+", rows))
+
+
+@torch.library.custom_op("magis_tests::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    """An operator that takes eight times its result inside."""
+    return (x.repeat(8, 1) * 2)[: x.shape[0]].clone()
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda _, grad: grad * 2)
+
+
+class Scaled(nn.Module):
+    """A layer behind which the operator comes, if it is asked for."""
+
+    def __init__(self, custom: bool) -> None:
+        super().__init__()
+        self.layer, self.custom = nn.Linear(8, 8), custom
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.layer(x)
+        return scaled(made) if self.custom else made
+
+
+@pytest.mark.parametrize("custom", [True, False])
+def test_scratch_of_custom_operators_is_told_on_simulated_devices(custom: bool) -> None:
+    def make() -> object:
+        return Scaled(custom), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss
+
+    note = magis.estimate(make, device="sim:h100").result.note
+    said = "what custom operators take inside is not simulated: magis_tests.scaled.default"
+    assert note == (said if custom else "")

@@ -36,7 +36,7 @@ def test_columns_are_united_and_fields_stay_texts(tmp_path: Path, capsys: pytest
     second = write(tmp_path / "2.csv", row("vit", other="007"))
     assert main(["merge", first, second, "-o", str(tmp_path / "all.csv")]) == 0
     assert read(tmp_path / "all.csv") == [
-        row("bert", note='says "a, b"\nand more', figure="1.50", other=""),
+        row("bert", note='says "a, b" and more', figure="1.50", other=""),
         row("vit", note="", figure="", other="007"),
     ]
     assert capsys.readouterr().out.endswith("all.csv: 2 cases of 2 files, 2 green, 0 red\n")

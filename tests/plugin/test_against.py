@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from magis.errors import UsageError
-from magis.versions import checkout, environment_of
+from magis.versions import checkout, environment_of, scratch_folder
 from magis.versions.environments import releases
 from magis.versions.gate_run import COMPARED_WITH
 from pytest_magis import flags
@@ -32,9 +36,18 @@ def history(gate):
     return gate
 
 
-def commit(gate):
+SLOW = """
+import os, pathlib, time
+if "MAGIS_COMPARED_WITH" in os.environ and "QUICK" not in os.environ:
+    pathlib.Path("measuring").touch()
+    time.sleep(120)
+"""
+"""In front of a conftest.py: a revision that takes long."""
+
+
+def commit(gate, *more):
     git(gate.root, "add", ".")
-    git(gate.root, "commit", "--quiet", "--message=more")
+    git(gate.root, "commit", "--quiet", "--message=more", *more)
 
 
 def worktrees(root):
@@ -131,6 +144,72 @@ def test_ctrl_c_in_a_checkout_leaves_nothing_and_is_not_swallowed(history, tmp_p
     assert not (tmp_path / "checkout").exists()
     assert len(worktrees(history.root)) == 1
     assert not any((history.root / ".git").glob("worktrees/*"))
+
+
+def alive(marker):
+    """The processes that were told this name: the run, its child, the child's children."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if (
+                marker.encode() in place.read_bytes()
+                and "Z" not in (place.parent / "stat").read_text().split(")")[1][:3]
+            ):
+                found.append(int(place.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("command", ["gate", "bisect"])
+def test_whatever_ends_a_comparison_nothing_of_it_stays(history, tmp_path, command, sent):
+    """The signal reaches the run alone, while its child measures; what SIGKILL leaves goes with the next run."""
+    (history.root / "conftest.py").write_text(f"{SLOW}{(history.root / 'conftest.py').read_text()}")
+    commit(history)
+    commit(history, "--allow-empty")
+    words = {
+        "gate": ["pytest", "-p", "pytest_magis.plugin", "--magis-against=HEAD", "--magis-models=bert"],
+        "bisect": ["magis", "bisect", "HEAD^", "HEAD", "--", "-p", "pytest_magis.plugin", "--magis-models=bert"],
+    }
+    marker = f"{tmp_path.name}-{command}-{sent}"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    variables = os.environ | {"TMPDIR": str(temporary), "MARKER": marker}
+    before = history.files()
+    arguments = [sys.executable, "-m", *words[command]]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(arguments, cwd=history.root, env=variables, start_new_session=True, **quiet)
+    wait_until(lambda: any(temporary.glob("*/checkout/measuring")))
+    assert len(alive(marker)) >= 2
+    process.send_signal(sent)
+    process.wait(20)
+    wait_until(lambda: not alive(marker))
+    if sent == signal.SIGKILL:
+        assert len(worktrees(history.root)) == 2
+        variables["QUICK"] = "1"
+        subprocess.run(arguments, cwd=history.root, env=variables, timeout=120, check=False, **quiet)
+    assert not list(temporary.glob("magis-*"))
+    assert len(worktrees(history.root)) == 1
+    assert not any((history.root / ".git").glob("worktrees/*"))
+    assert set(history.files()) - set(before) <= {"calls.txt", "results.csv"}
+
+
+def wait_until(holds):
+    for _ in range(1200):
+        if holds():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came to that")
+
+
+def test_worktrees_of_others_and_of_runs_that_go_on_stay(history, tmp_path):
+    git(history.root, "worktree", "add", "--quiet", "--detach", str(tmp_path / "mine"), "HEAD")
+    shutil.rmtree(tmp_path / "mine")  # on a disk that is not mounted, say
+    with scratch_folder() as first, checkout(history.root, "HEAD", first / "checkout"):
+        with scratch_folder() as second, checkout(history.root, "HEAD", second / "checkout"):
+            assert len(worktrees(history.root)) == 4
+        assert (first / "checkout" / "test_memory.py").is_file()
+        assert len(worktrees(history.root)) == 3
+    assert len(worktrees(history.root)) == 2
 
 
 def test_code_of_the_wrong_checkout_is_refused(history):

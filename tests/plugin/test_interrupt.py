@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from magis.report import write_text_atomically
+from magis.report import read_results, write_text_atomically
 
 
 def test_finished_rows_are_written_and_nothing_is_accepted(gate):
@@ -44,7 +44,7 @@ def test_an_interrupt_in_a_worker(gate):
 WRITER = """
 import sys
 from pathlib import Path
-from magis.report import write_text_atomically
+from magis.report import read_results, write_text_atomically
 path = Path(sys.argv[1])
 sys.stdout.write("ready\\n")
 sys.stdout.flush()
@@ -89,3 +89,31 @@ def test_a_write_that_fails_keeps_the_old_text(tmp_path, monkeypatch):
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert [found.name for found in tmp_path.iterdir()] == ["file.txt"]
+
+
+HANGS = """
+import time
+_before = figures
+def figures(root, name):
+    if name == "vit[magis-mem0.6]":
+        (root / "last").touch()
+        time.sleep(120)
+    return _before(root, name)
+"""
+
+
+def test_rows_are_there_as_cases_end_and_a_killed_run_keeps_them(gate, workers):
+    """Whatever moment they are read at, they are those of the cases that had ended, each of them whole."""
+    gate.extend_conftest(HANGS)
+    plugins = ("-p", "pytest_magis.plugin", "-p", "xdist.plugin", *(("-n2",) if workers else ()))
+    command = [sys.executable, "-m", "pytest", *plugins, "--magis-models=bert,vit"]
+    with subprocess.Popen(command, cwd=gate.root, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        seen = [0]
+        while seen[-1] < 5 and process.poll() is None:
+            if (gate.root / "results.csv").exists():
+                seen.append(len(read_results(gate.root / "results.csv")))
+        os.killpg(process.pid, signal.SIGKILL)
+    assert seen == sorted(seen)
+    assert (gate.root / "last").exists()
+    assert [row["name"] for row in gate.rows()] == ["bert"] * 3 + ["vit"] * 2
+    assert not [name for name in gate.files() if name.endswith(".tmp")]

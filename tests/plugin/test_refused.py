@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from pytest_magis.flags import OPTIONS
+
 TOLERANCES = ("-0.01", "nan", "inf", "5%", "")
 BAD = {
     "budget": ("0", "-1", "1.5", "many", "", "1e3", "²", "9" * 30),
@@ -109,3 +111,45 @@ def test_a_place_or_a_name_that_cannot_be_is_told_in_one_line(gate, workers, opt
     (gate.root / "directory").mkdir()
     plugin = ("-p", "pytest_benchmark.plugin") if option == "benchmark-json" else ()
     assert message in gate.refuses(*plugin, "--magis-models=bert", f"--magis-{option}={given}", workers=workers)
+
+
+MARKED = "import pytest\n@pytest.mark.magis(memory_ratios=[0.8])\ndef test_net(): ...\n"
+UNUSABLE = {
+    "device": "nope",
+    "csv": "nowhere/x.csv",
+    "markdown": "nowhere/x.md",
+    "report": "nowhere/x.html",
+    "baselines": "file",
+    "resume": "file/x",
+    "profile": "nowhere",
+    "against": "--",
+}
+
+
+@pytest.mark.parametrize("option", UNUSABLE)
+def test_what_is_of_no_use_to_a_marked_test_ends_the_run_before_it(gate, option, workers):
+    """Workers of pytest-xdist find out first: the process that has the terminal knows no test."""
+    gate.pytester.makepyfile(test_mine=MARKED)
+    (gate.root / "file").touch()
+    assert "Traceback" not in gate.refuses(f"--magis-{option}={UNUSABLE[option]}", "test_mine.py", workers=workers)
+
+
+@pytest.mark.parametrize("option", sorted(option.name for option in OPTIONS if not option.is_flag))
+def test_two_dashes_are_a_value_like_another(gate, option):
+    """argparse takes them for its separator."""
+    result = gate("--magis-models=bert", f"--magis-{option}=--")
+    assert result.ret != pytest.ExitCode.INTERNAL_ERROR
+    assert "Traceback" not in result.stderr.str()
+
+
+def test_a_column_that_fails_costs_no_other_output(gate, workers):
+    gate.extend_conftest(
+        "def pytest_magis_columns(config):\n    return {'mine': lambda result: 1 // 0, 'yours': lambda result: 2}\n"
+    )
+    result = gate("--magis-models=bert", "--magis-markdown=s.md", "--magis-update=new", workers=workers)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert [line for line in result.outlines if line.startswith("ERROR")] == [
+        "ERROR: ZeroDivisionError: integer division or modulo by zero"
+    ]
+    assert (gate.root / "s.md").is_file()
+    assert gate.baseline()

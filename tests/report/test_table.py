@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from magis.errors import UsageError
 from magis.report import COLUMNS, OWN_COLUMNS, SEED_COLUMNS, append_rows, read_results, row_from_result, write_csv
+from magis.report.results_table import merge_results
 from magis.results import CaseResult, Memory, RankMemory, StepFigures, Term
 
 SEED = (
@@ -213,6 +217,35 @@ def test_what_is_no_file_of_results_is_refused(tmp_path, content, message):
         read_results([])
 
 
+def refused_kinds(folder):
+    """What is no file of results though it has a name: what never ends, what is no file, what is too large, bytes."""
+    os.mkfifo(folder / "fifo")
+    (folder / "folder").mkdir()
+    (folder / "link").symlink_to("fifo")
+    (folder / "dangling").symlink_to("nowhere")
+    with (folder / "huge").open("wb") as stream:
+        stream.truncate(2**40)
+    header = ",".join(COLUMNS).encode()
+    for name, content in (
+        ("binary", bytes(range(256)) * 9),
+        ("halves", header + b"\n\xed\xa0\x80" + b"," * (len(COLUMNS) - 1)),
+        ("null", b"\0" * 4096),
+        ("quote", header + b'\n"a'),
+        ("bomb.csv.gz", gzip.compress(header)),
+        ("bad.csv.zip", b"PK\x03\x04"),
+    ):
+        (folder / name).write_bytes(content)
+    return [*(folder / name.name for name in folder.iterdir()), Path("/dev/zero"), Path("/dev/tty"), Path("a\0b")]
+
+
+@pytest.mark.parametrize("read", [read_results, lambda path: merge_results([path])], ids=["read", "merge"])
+def test_whatever_the_path_is_of_it_is_one_line(tmp_path, read):
+    for path in refused_kinds(tmp_path):
+        with pytest.raises(UsageError) as caught:
+            read(path)
+        assert str(caught.value).isprintable(), path
+
+
 def test_further_columns_come_last(tmp_path, measured):
     path = tmp_path / "results.csv"
     row = row_from_result(measured)
@@ -220,7 +253,7 @@ def test_further_columns_come_last(tmp_path, measured):
     with path.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == [*COLUMNS, "mine", "theirs"]
-    assert [(row["mine"], row["theirs"]) for row in rows] == [("", ""), ("3", ""), ("", 'x,"y"\nz')]
+    assert [(row["mine"], row["theirs"]) for row in rows] == [("", ""), ("3", ""), ("", 'x,"y" z')]
 
 
 def test_no_rows_are_a_header(tmp_path):

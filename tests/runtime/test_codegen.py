@@ -120,7 +120,8 @@ def test_a_step_without_inputs_or_outputs() -> None:
 
 
 def test_a_module_name_cannot_smuggle_code() -> None:
-    for evil in ("x\nraise SystemExit", "x\r\nraise SystemExit", "x\u2028raise SystemExit", "x\x0craise SystemExit"):
+    for between in ("\n", "\r\n", "\u2028", "\x0c", "\x00", "\ud800", "\x1b[2K\n", "\x85"):
+        evil = f"x{between}raise SystemExit"
         graph = one((Ref(1), 1), module=evil)
         assert len(ast.parse(generate(graph)).body[0].body) == 3  # type: ignore[attr-defined]
         assert compile_step(graph)([torch.zeros(4)], {})[0].tolist() == [1.0] * 4

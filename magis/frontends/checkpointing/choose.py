@@ -248,8 +248,7 @@ class _PolicySearch:
                 "the blocks keep keys and values for later calls, and cannot be recomputed",
                 hint="set model.config.use_cache = False, which changes nothing in training",
             )
-        text = " ".join(str(error).split())
-        return UsageError(f"the blocks cannot be recomputed: {text}", hint="name others: blocks=[...]")
+        return UsageError(f"the blocks cannot be recomputed: {error}", hint="name others: blocks=[...]")
 
     def _inside(self, path: str) -> list[Op]:
         ops = self._plain.graph.ops

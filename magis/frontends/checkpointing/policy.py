@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from magis.atomic_files import check_readable
 from magis.errors import UsageError
 from magis.frontends.checkpointing.remat_regions import by_remat
 from magis.ops.operators import op_info
@@ -225,6 +226,7 @@ class RegionPolicies:
     def load(path: Path | str) -> RegionPolicies:
         """Read a file of `save`. UsageError, one line, for any other."""
         try:
+            check_readable(Path(path))
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"cannot read the policy {path}: {error.strerror}") from None

@@ -28,6 +28,7 @@ from magis.frontends.compile.compile_options import CompileReport, Options
 from magis.frontends.compile.joint_graph import Joint, capture_joint, placeholders, why_not
 from magis.frontends.compile.joint_plan import crossing, halves, plan_joint
 from magis.graph import Graph
+from magis.printable import printable
 from magis.rewrite.functionalize import functionalize
 from magis.units import format_bytes
 
@@ -72,7 +73,7 @@ def _planned(
                 planned, report = plan_joint(captured, options)
                 found = split(captured, planned)
         except REFUSED as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = printable(f"{type(error).__name__}: {error}")
         else:
             tell(report, options)
             return found

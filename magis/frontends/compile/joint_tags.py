@@ -107,8 +107,7 @@ def tag_joint_graph(
             planned, report = plan_joint(captured, options)
             kept = kept_nodes(captured, planned)
     except REFUSED as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CaptureError(f"the joint graph cannot be planned: {text}") from error
+        raise CaptureError(f"the joint graph cannot be planned: {type(error).__name__}: {error}") from error
     tags = _Tags(split, captured, num_fwd_outputs, save_random)
     tags.save(kept)
     decided = tags.decided()

@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from magis.printable import printable
 from magis.report import LinearScale, byte_scale, time_scale
 from magis.results import Span
 from magis.units import format_bytes, format_milliseconds
@@ -165,4 +166,4 @@ def _said(span: Span) -> str:
     """A call in words."""
     module = f" of {span.module}" if span.module else ""
     again = ", recomputed" if span.again else ""
-    return f"{span.op}{module} ({span.phase}{again}){f' {span.line}' if span.line else ''}"
+    return printable(f"{span.op}{module} ({span.phase}{again}){f' {span.line}' if span.line else ''}")

@@ -7,22 +7,19 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from magis.errors import BaselineError
+from magis.printable import printable
 from pytest_magis.baseline_files import LARGEST_FILE, parse
 from pytest_magis.baselines import ModelBaseline
 from pytest_magis.options import Settings
 from pytest_magis.run_plan import Outcome
 
-INVISIBLE = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
-"""Control characters, which HTML does not allow in any form."""
-
 
 def text(words: object) -> str:
     """Plain text, quotes included."""
-    return escape(str(words).translate(INVISIBLE), quote=True)
+    return printable(words, "html")
 
 
 def element(name: str, inner: str, **attributes: object) -> str:
