@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
+from magis.capture.refusals import check_tensors
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import CaptureError, UsageError
@@ -150,6 +151,7 @@ class _PolicySearch:
             raise UsageError(
                 f"the module lies on {device!r}", hint="plan with its copy on the CPU: copy.deepcopy(m).cpu()"
             )
+        check_tensors(work.module, work.inputs, work.targets)
         self._module = module
         self._library = library
         self._work = work
