@@ -75,7 +75,7 @@ def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = N
 
     first, again = create_selective_checkpoint_contexts(policy)
     for mode in (first, again):
-        mode.__class__ = _past_casts(type(mode))  # type: ignore[arg-type]  (a class is hashable)
+        mode.__class__ = _past_casts(type(mode))  # type: ignore[arg-type]
     return first, _Repetition(again, block)
 
 
