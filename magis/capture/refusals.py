@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,27 @@ EAGER_FIRST = "the step must run eagerly before it can be captured"
 
 def check_tensors(module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Raise for tensors that are not dense, or not on the CPU."""
-    named = [
-        *module.named_parameters(),
-        *module.named_buffers(),
-        *((f"input {i}", t) for i, t in enumerate(inputs)),
-        *((f"target {i}", t) for i, t in enumerate(targets)),
-    ]
-    for name, tensor in named:
-        problem = layout_problem(tensor)
-        if problem:
-            raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
+    check_layouts(module)
+    batch = {f"input {i}": t for i, t in enumerate(inputs)} | {f"target {i}": t for i, t in enumerate(targets)}
+    _check_dense(batch.items())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers(), *batch.items()):
         if tensor.device.type != "cpu":
             raise CaptureError(
                 f"{name} is on device {tensor.device}",
                 hint="pass the module and its batch on the CPU (module.cpu())",
             )
+
+
+def check_layouts(module: nn.Module) -> None:
+    """Raise for parameters and buffers that are not dense."""
+    _check_dense((*module.named_parameters(), *module.named_buffers()))
+
+
+def _check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in named:
+        problem = layout_problem(tensor)
+        if problem:
+            raise CaptureError(f"{name} is {problem}", hint=ONLY_DENSE)
 
 
 def check_buffers(stand: StandIns) -> None:
@@ -170,6 +176,8 @@ def clear_errors(places: Places) -> Iterator[None]:
             hint="replace the data-dependent branch or shape (torch.where, fixed shapes)",
         ) from error
     except Exception as error:
+        if isinstance(error, NotImplementedError) and "storage of Sparse" in str(error):
+            raise CaptureError(f"the step handles a sparse tensor {_place(places, error)}", hint=ONLY_DENSE) from error
         raise CaptureError(
             f"{type(error).__name__} {_place(places, error)}: {error}",
             hint=EAGER_FIRST,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -58,6 +59,8 @@ class RunningModules:
                 handle.remove()
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # part of the graph: modules have no calls of their own in it
+            return
         path = type(module).__name__
         if self._running:
             outer, outer_path = self._running[-1]
@@ -66,6 +69,8 @@ class RunningModules:
         self._running.append((weakref.ref(module), path))
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         while self._running and self._running.pop()[0]() is not module:
             pass  # a module below it that was left by an error ahead of its own hook
 
@@ -122,13 +127,19 @@ class TensorLedger(StorageLedger):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.is_inference_mode_enabled():  # otherwise autograd has taken composite operators apart by now
+        # otherwise autograd has taken composite operators apart by now; higher-order ones have no parts
+        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
         self._running = func, None
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def note_compiled(self, name: str, made: Tensor) -> None:
+        """Count a buffer that compiled code has made without an operator."""
+        self._running = name, None
+        self._count(self._storages(made))
 
     def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
         return storages_of([tensor for tensor in tensors_in(tree) if tensor.device.type == self._device])

@@ -22,6 +22,7 @@ from magis.ops.eager_only import formulas_as_eager
 from magis.printable import printable
 from magis.results import Case, CaseResult, Memory, Peak, StepFigures
 from magis.runtime.measure import allocations, device_identity, device_memory, memory_profile, no_collection, replay
+from magis.runtime.storage_ledger import compiled_buffers
 from magis.strategies.strategy_names import BLOCK
 from magis.units import format_bytes
 
@@ -64,6 +65,7 @@ class BlockPeak:
             self._start = torch.cuda.memory_allocated()
         stack.enter_context(formulas_as_eager() if self.device == "cpu" else nullcontext())
         stack.enter_context(self._ledger.modules.watched())
+        stack.enter_context(compiled_buffers(self._ledger.note_compiled))
         stack.enter_context(self._ledger)
         return self
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from magis.capture.refusals import check_layouts
 from magis.capture.workload import Batch, as_batch
 from magis.errors import UsageError
 from magis.frontends.optimized_step import OptimizedStep
@@ -77,6 +78,7 @@ def optimize(
         limits = limits_of({**given, "budget": budget, "seconds": seconds, "slack": slack}, HINTS)
         if autocast not in AUTOCAST:
             raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
+        check_layouts(model)
         step = kind(model, loss_fn, optimizer, limits, device_of(model, device), autocast)
         return step, as_batch(example_batch), repr(limits)
 

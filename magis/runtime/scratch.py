@@ -186,7 +186,7 @@ def _call_marked(op: Op, values: Mapping[int, Value]) -> int | None:
     wanted: tuple[torch.Tensor | None, ...] = masked(resolve(op.target), op.args, results)
     fresh: dict[int, int] = {
         storage.data_ptr(): storage.nbytes()
-        for storage in (result.untyped_storage() for result in wanted if result is not None)
+        for storage in (each.untyped_storage() for each in wanted if each is not None and not each._is_zerotensor())
         if storage.data_ptr() not in older
     }
     return sum(fresh.values())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,6 +38,9 @@ class StorageLedger(TorchDispatchMode):
     loops cost little.
     """
 
+    supports_higher_order_operators = True
+    """`torch.cond`, scans and loops come to `__torch_dispatch__`, too."""
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
@@ -56,15 +64,33 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        func = self._unwatched.form(func, args, kwargs or {})
+        higher = isinstance(func, HigherOrderOperator)
+        if not higher:
+            func = self._unwatched.form(func, args, kwargs or {})
         # torch.tensor(...) makes its storage out of sight and announces it by this operator
         if func is not torch.ops.aten.lift_fresh.default:
             for reference, _ in self._storages((args, kwargs)):
                 if reference.cdata not in self._alive:
                     self._older[reference.cdata] = reference
-        result = func(*args, **(kwargs or {}))
+        result = self._inside(func, args, kwargs or {}) if higher else func(*args, **(kwargs or {}))
         self._count(self._storages((args, kwargs, result)))
         return result
+
+    def _inside(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a higher-order operator; what its functions run is seen as well."""
+        kinds = {type(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        if not kinds <= {Tensor, torch.nn.Parameter}:
+            return func(*args, **kwargs)  # a subclass runs it in a way of its own
+
+        def seen(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*given: Any, **named: Any) -> Any:
+                with self:  # which torch has left for the call
+                    return function(*given, **named)
+
+            return run
+
+        functions = (FunctionType, torch.nn.Module)
+        return func(*(seen(arg) if isinstance(arg, functions) else arg for arg in args), **kwargs)
 
     def _storages(self, tree: object) -> list[tuple[StorageWeakRef, int]]:
         return storages_of(tree)
@@ -137,6 +163,45 @@ def _add_storages(tree: object, found: list[tuple[StorageWeakRef, int]]) -> None
         for leaf in tree_leaves(tree):
             if leaf is not tree:
                 _add_storages(leaf, found)
+
+
+_ALLOCATES = "empty_strided_"
+
+
+@contextmanager
+def compiled_buffers(note: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """Tell ``note`` of each buffer that inductor's generated Python code makes: with functions of torch's C++ that no
+    dispatch mode sees, which every generated module keeps under a name of its own."""
+    source: Any = torch._C._dynamo.guards  # where generated code takes them from
+    told: dict[Any, Any] = {}
+
+    def telling(name: str, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: Any) -> Tensor:
+            made = allocate(*args)
+            note(name, made)
+            return made
+
+        told[run] = allocate
+        return run
+
+    for name, allocate in list(vars(source).items()):
+        if name.startswith(f"_{_ALLOCATES}"):
+            setattr(source, name, telling(name, allocate))
+    watching = {allocate: run for run, allocate in told.items()}
+    _exchange(watching)
+    try:
+        yield
+    finally:
+        _exchange(told)  # in modules that were compiled meanwhile, too
+
+
+def _exchange(others: Mapping[Any, Any]) -> None:
+    """Put other functions in the place of those with which compiled code allocates."""
+    loaded = sys.modules.get("torch._inductor.codecache")
+    for module in (torch._C._dynamo.guards, *(loaded.PyCodeCache.modules if loaded else ())):
+        for name, held in list(vars(module).items()):
+            if name.lstrip("_").startswith(_ALLOCATES) and held in others:
+                setattr(module, name, others[held])
 
 
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -7,6 +7,9 @@ from contextvars import Context
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.utils.checkpoint import checkpoint
 
 import magis
 from magis.runtime.measure import window_peak
@@ -60,6 +63,78 @@ def test_tensors_and_allocator_as_counted_by_the_allocators_own_log(code):
     assert abs(p.allocated_bytes - p.tensor_bytes) <= scratch
     expected = 0 if kept is None else kept.untyped_storage().nbytes()
     assert p.kept_bytes == expected if not (isinstance(kept, torch.Tensor) and kept.requires_grad) else p.kept_bytes > 0
+
+
+def branch(x):
+    return torch.cond(x.sum() > 1e9, lambda y: y.cos(), lambda y: (y * 2).sin() + 1, (x,))
+
+
+def loop(x):
+    def body(step, y):
+        return step + 1, (y * 2).sin() * 3
+
+    return while_loop(lambda step, _y: step < 3, body, (torch.tensor(0), x))[1]
+
+
+def scanned(x):
+    return scan(lambda carry, row: ((carry + row).sin(), (carry * row).cos()), torch.zeros(x.shape[1]), x)[1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(64, 256), nn.Dropout(), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False).sin()
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["forward", "with gradients"])
+@pytest.mark.parametrize(
+    ("backend", "code", "seen"),
+    [
+        *((backend, code, 0.99) for backend in (None, "aot_eager", "inductor") for code in (branch, loop)),
+        (None, scanned, 0.8),  # what a scan itself makes between its steps is the operator's own
+        ("aot_eager", scanned, 0.8),
+        ("aot_eager", Checkpointed, 0.69),  # scratch of a dropout in one operator is no tensor
+        ("inductor", Checkpointed, 0.99),
+        ("inductor", Cell, 0.99),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own while it compiles
+def test_higher_order_operators_and_compiled_code_run_unharmed_and_are_seen(backend, code, seen, learns):
+    if code is loop and learns:
+        pytest.skip("torch has no gradient of an eager while_loop")
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    made = {Checkpointed: Checkpointed, Cell: lambda: Cell(64)}.get(code, lambda: code)()
+    called = made if backend is None else torch.compile(made, backend=backend)
+    x = torch.randn(512, 16 if code is Cell else 64, requires_grad=learns)
+
+    def run():
+        torch.manual_seed(1)
+        x.grad = None
+        out = called(x)
+        if learns:
+            out.sum().backward()
+        return out.detach(), x.grad
+
+    expected = run()
+    for _ in range(2):  # compiled in the block, and before
+        with magis.peak("cpu") as p:
+            out = run()
+        assert all(one is other or torch.equal(one, other) for one, other in zip(out, expected, strict=True))
+    del expected, out
+    assert 0 <= p.allocated_bytes - window_peak(run).peak_bytes <= 16  # single numbers live an operator longer
+    assert seen * p.allocated_bytes <= p.tensor_bytes <= p.allocated_bytes
+
+
+def test_compiled_code_allocates_as_before_once_the_block_has_ended():
+    guards = torch._C._dynamo.guards
+    before = guards._empty_strided_cpu
+    with magis.peak("cpu"), magis.peak("cpu"):
+        assert guards._empty_strided_cpu is not before
+    assert guards._empty_strided_cpu is before
 
 
 def test_a_sum_that_a_reader_can_check():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from magis.errors import UsageError
-from magis.frontends.compile.compile_options import DEFAULT_RATIO, as_options
+from magis.frontends.compile.compile_options import DEFAULT_RATIO, CompileReport, as_options
 from magis.frontends.compile.dynamo_backend import MOST_SHAPES, Specialized, magis
+from magis.runtime.measure import window_peak
 from tests.compile.nets import Twins, chain, fresh_dynamo, targets_of
 
 # torch's own, of dynamo on arguments that are no leaves
@@ -136,6 +139,75 @@ def test_the_loss_may_be_outside_and_gradients_may_go_on() -> None:
     assert reports[0].memory_ratio <= 0.8
 
 
+class Feed(nn.Module):
+    """A feed-forward layer, to be checkpointed."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(32, 128), nn.Dropout(dropout), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(F.gelu(self.up(x))))
+
+
+class Checkpointed(nn.Module):
+    """Layers whose user recomputes them, but for what his policy saves."""
+
+    def __init__(self, dropout: float, saves: bool, checkpoints: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Feed(dropout) for _ in range(4))
+        products = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        self.further = {"context_fn": products} if saves else {}
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, **self.further) if self.checkpoints else layer(x)
+        return x
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.filterwarnings("ignore:magis. no plan found")  # a search this short finds none: what is written then runs
+def test_the_users_own_checkpointing_is_the_step_that_a_limit_is_of(dropout: float, saves: bool) -> None:
+    batch = rows(1024, seed=1), rows(1024, seed=2)
+
+    def peak(net: nn.Module, backend: Any) -> int:
+        called = torch.compile(lambda x, y: F.mse_loss(net(x), y), backend=backend)
+        called(*batch).backward()
+        net.zero_grad(set_to_none=True)
+        held = sum(each.nbytes for each in (*net.parameters(), *batch))
+        return held + window_peak(lambda: called(*batch).backward()).peak_bytes
+
+    plain = peak(Checkpointed(dropout, saves, checkpoints=False), "aot_eager")
+    written = peak(Checkpointed(dropout, saves), "aot_eager")
+    twins = Twins(Checkpointed(dropout, saves), F.mse_loss, memory_ratio=0.8)
+    twins.step(0, *batch)
+    report = twins.reports[0]
+    assert report.original_bytes <= written + 4 * 5056 < plain
+    assert twins.peak(*batch) == report.planned_bytes <= report.original_bytes
+    assert report.limit_bytes == pytest.approx(0.8 * report.original_bytes, abs=1)
+
+
+def test_what_runs_outside_of_the_graph_is_said() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.memory = chain(16, 2), nn.LSTM(16, 16, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.memory(self.first(x))[0].mean()  # type: ignore[no-any-return]
+
+    reports: list[CompileReport] = []
+    compiled = torch.compile(Recurrent(), backend=magis, options={"memory_ratio": 1.0, "report": reports.append})
+    with pytest.warns(UserWarning, match=r"a graph ends at test_backend.py:\d+, and what runs from there is not"):
+        compiled(torch.randn(8, 4, 16)).backward()
+    assert "test_backend.py" in reports[0].outside
+    assert reports[0].outside in str(reports[0])
+
+
+@pytest.mark.filterwarnings("ignore:magis. a graph ends")
 @pytest.mark.filterwarnings("ignore:magis. no plan found")  # the second has little to spare
 def test_graphs_between_breaks_are_planned_each() -> None:
     class Broken(nn.Module):  # two halves, and the loss behind them

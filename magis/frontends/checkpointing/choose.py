@@ -2,26 +2,36 @@
 
 Every candidate is judged by capturing the whole step under it: torch's own checkpointing runs on fake tensors, whose
 deaths are those of the real ones, so that the peak is that of the step that will run, with everything that a block
-makes again at once. Candidates come from one price: an operator is saved if recomputing it costs more nanoseconds than
-its bytes are worth. The price is bisected; then blocks are left plain again, the last first, while the limit holds.
+makes again at once. Blocks whose repetition would be another computation stay as they are. Candidates come from one
+price: an operator is saved if recomputing it costs more nanoseconds than its bytes are worth. The price is bisected;
+then blocks are left plain again, the last first, while the limit holds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
+from magis.capture.refusals import check_tensors
+from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
 from magis.errors import CaptureError, UsageError
-from magis.frontends.checkpointing.policy import LIBRARIES, REMAT, TORCH, CheckpointedRegion, RegionPolicies, wrapped
+from magis.frontends.checkpointing.policy import (
+    LIBRARIES,
+    REMAT,
+    TORCH,
+    CheckpointedRegion,
+    RegionPolicies,
+)
 from magis.frontends.checkpointing.remat_regions import leaves, torch_remat
-from magis.frontends.planned import limits_of
+from magis.frontends.checkpointing.repetition import Runs, drawing, under
+from magis.frontends.planned import AUTOCAST, limits_of
 from magis.graph import Op
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
@@ -33,7 +43,6 @@ __all__ = ["checkpoint_policy"]
 
 TRIES = 24
 """Captures at most."""
-CALLED = "called"
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ def checkpoint_policy(
     memory_limit: str | int | None = None,
     blocks: Sequence[str] | None = None,
     library: Literal["torch", "torch_remat"] = "torch",
+    autocast: torch.dtype | None = None,
 ) -> RegionPolicies:
     """A policy of selective activation checkpointing under which forward and backward of `module` keep a limit.
 
@@ -85,6 +95,10 @@ def checkpoint_policy(
         raise UsageError("a policy needs memory_ratio or memory_limit, and not both")
     if library not in LIBRARIES:
         raise UsageError(f"library={library!r}", hint=f"use {' or '.join(map(repr, LIBRARIES))}")
+    if autocast not in AUTOCAST:
+        raise UsageError(f"autocast to {autocast}", hint="use torch.bfloat16 or torch.float16")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UsageError("checkpoint_policy was called under torch.autocast", hint="leave that out, and pass autocast=")
     if library == REMAT:
         torch_remat()  # which says where it is missing
     limits = limits_of({"memory_ratio": memory_ratio, "memory_limit": memory_limit})
@@ -100,9 +114,10 @@ def checkpoint_policy(
     )
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
     with collector_spared():
-        search = _PolicySearch(module, work, paths, library)
+        search = _PolicySearch(module, work, paths, library, autocast)
         best = search.run(limits.bytes_of(search.plain.peak) or 0)
-    return RegionPolicies(best.regions, search.plain.peak, best.peak, best.ns / max(1, search.plain.ns), library)
+    ratio = best.ns / max(1, search.plain.ns)
+    return RegionPolicies(best.regions, search.plain.peak, best.peak, ratio, library, tuple(search.left.items()))
 
 
 def blocks_of(module: nn.Module) -> tuple[str, ...]:
@@ -123,7 +138,9 @@ def blocks_of(module: nn.Module) -> tuple[str, ...]:
 class _PolicySearch:
     """One step and its candidates."""
 
-    def __init__(self, module: nn.Module, work: Workload, blocks: Sequence[str], library: str) -> None:
+    def __init__(
+        self, module: nn.Module, work: Workload, blocks: Sequence[str], library: str, autocast: torch.dtype | None
+    ) -> None:
         for path in blocks:
             try:
                 module.get_submodule(path)
@@ -134,12 +151,21 @@ class _PolicySearch:
             raise UsageError(
                 f"the module lies on {device!r}", hint="plan with its copy on the CPU: copy.deepcopy(m).cpu()"
             )
+        check_tensors(work.module, work.inputs, work.targets)
         self._module = module
         self._library = library
         self._work = work
-        self._subject = Subject(Source(work.name, lambda _seed: work, "", device, 0))
+        self._subject = Subject(Source(work.name, lambda _seed: work, AUTOCAST[autocast], device, 0))
+        self._autocast = None if autocast is None else str(autocast).removeprefix("torch.")
         self._tries = 0
-        self._plain = self._captured(())
+        try:
+            observe_step(work, self._autocast)
+        except DrawError:  # outside of blocks that may run again, that does no harm
+            observe_step(work, self._autocast, draws=True)
+        self.left: dict[str, str] = {}
+        """Blocks that stay as they are, and why."""
+        with drawing(module, blocks, self.left):
+            self._plain = self._captured(())
         self.plain = self._judge((), self._plain)
         self._items = self._candidates(blocks)
         self._paths = tuple(dict.fromkeys(item.path for item in self._items))
@@ -211,33 +237,52 @@ class _PolicySearch:
         peak = self._subject.simulate(captured).peak_bytes + GENERATOR_BYTES * states
         return _Judged(regions, peak, self._subject.latency_ns(captured.graph))
 
-    def _captured(self, regions: Sequence[CheckpointedRegion], seen: Mapping[str, list[str]] | None = None) -> Captured:
+    def _captured(self, regions: Sequence[CheckpointedRegion], seen: Mapping[str, Runs] | None = None) -> Captured:
         self._tries += 1
-        work = self._work
-        with _under(self._module, regions, self._library, seen):
-            return capture(work.module, work.inputs, work.targets, work.loss_fn, work.optimizer)
+        with under(self._module, regions, self._library, seen):
+            return capture(*self._work.parts, autocast=self._autocast)
 
     def _candidates(self, blocks: Sequence[str]) -> list[_Item]:
         """What may be saved of each block that runs once and can be run again."""
         where = next(path for path, part in self._work.module.named_modules() if part is self._module)
         prefix = f"{where}." if where else ""
-        inside = {path: self._inside(f"{prefix}{path}") for path in blocks}
-        inside = {path: ops for path, ops in inside.items() if self._may_repeat(ops)}
-        seen: dict[str, list[str]] = {path: [] for path in inside}
+        inside: dict[str, list[Op]] = {}
+        for path in blocks:
+            ops = self._inside(f"{prefix}{path}")
+            if path not in self.left and ops and not (why := self._why_once(ops)):
+                inside[path] = ops
+            elif path not in self.left:
+                self.left[path] = why if ops else "it does not run"
+        seen = {path: Runs() for path in inside}
+
+        def forget(*_: object) -> None:
+            for runs in seen.values():
+                runs.forget()
+
+        begins = self._work.module.register_forward_pre_hook(forget)  # a capture may try twice
         try:
             self._captured([CheckpointedRegion(path) for path in inside], seen)
         except (CaptureError, RuntimeError) as error:
             if self._library == TORCH and not isinstance(error, CaptureError):
                 raise
             raise self._cannot_repeat(error) from None
+        finally:
+            begins.remove()
         found: list[_Item] = []
         for path, ops in inside.items():
-            if seen[path].count(CALLED) == 1:
+            runs = seen[path]
+            if runs.calls != 1 or not runs.alike():
+                self.left[path] = (
+                    f"it runs {runs.calls} times" if runs.calls != 1 else "its repetition computes otherwise"
+                )
+            else:
                 by_library = self._items_of if self._library == TORCH else self._modules_of
-                found += by_library(path, ops, Counter(seen[path]))
+                found += by_library(path, ops, Counter(runs.names))
         if not found:
+            reasons = "; ".join(f"{path}: {why}" for path, why in [*self.left.items()][:3])
             raise UsageError(
-                "none of the blocks runs once per step and can be recomputed", hint="name others: blocks=[...]"
+                f"none of the blocks runs once per step and can be recomputed ({reasons})",
+                hint="name others: blocks=[...]",
             )
         return found
 
@@ -248,15 +293,16 @@ class _PolicySearch:
                 "the blocks keep keys and values for later calls, and cannot be recomputed",
                 hint="set model.config.use_cache = False, which changes nothing in training",
             )
-        return UsageError(f"the blocks cannot be recomputed: {error}", hint="name others: blocks=[...]")
+        text = " ".join(str(error).split()).partition(". ")[0]
+        return UsageError(f"the blocks cannot be recomputed: {text}", hint="name others: blocks=[...]")
 
     def _inside(self, path: str) -> list[Op]:
         ops = self._plain.graph.ops
         return [op for op in ops if op.phase == "forward" and f"{op.module}.".startswith(f"{path}.")]
 
-    def _may_repeat(self, ops: Sequence[Op]) -> bool:
-        """Whether a block writes nothing that others made, and reads no buffer that it changes afterwards: its
-        repetition would meet the new contents."""
+    def _why_once(self, ops: Sequence[Op]) -> str:
+        """Why a block cannot run again: it writes what others made, or reads a buffer that it changes afterwards, whose
+        new contents its repetition would meet. Empty: it can."""
         graph = self._plain.graph
         maker = {graph.values[value].storage: op.id for op in reversed(graph.ops) for value in op.made()}
         last = {pair[0]: pair[1] for op in graph.ops for pair in op.writes}
@@ -269,9 +315,11 @@ class _PolicySearch:
                 graph.storages[storage].kind == "buffer" and storage not in written and version != last.get(storage, 0)
                 for storage, version in op.reads
             )
-            if others or early or kinds & {"parameter", "batch"}:
-                return False
-        return bool(ops)
+            if others or kinds & {"parameter", "batch"}:
+                return "it writes over memory that others made"
+            if early:
+                return "it reads a buffer that it changes afterwards"
+        return ""
 
     def _items_of(self, path: str, ops: Sequence[Op], ran: Mapping[str, int]) -> Iterator[_Item]:
         graph = self._plain.graph
@@ -313,32 +361,3 @@ class _PolicySearch:
             stays = {each for each in met | made if graph.storages[each].kind == "temporary"}
             ns = sum(self._subject.roofline.nanoseconds(op, graph.values) for op in inside)
             yield _Item(path, name, sum(graph.storages[each].nbytes for each in stays), ns)
-
-
-@contextmanager
-def _under(
-    module: nn.Module, regions: Sequence[CheckpointedRegion], library: str, seen: Mapping[str, list[str]] | None
-) -> Iterator[None]:
-    """The module's blocks under checkpointing while a step is captured, in which no random numbers are drawn. ``seen``
-    is filled with CALLED for every call of a block, and with the names of the operators that it runs."""
-    blocks = [module.get_submodule(region.path) for region in regions]
-    for region, block in zip(regions, blocks, strict=True):
-        notes = None if seen is None else seen[region.path]
-        block.forward = _noted(region, block, library, notes)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            vars(block).pop("forward", None)
-
-
-def _noted(region: CheckpointedRegion, block: nn.Module, library: str, notes: list[str] | None) -> Callable[..., Any]:
-    seen = None if notes is None else notes.append
-    run = wrapped(region, block, block.forward, library=library, preserve_rng_state=False, seen=seen)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if notes is not None:
-            notes.append(CALLED)
-        return run(*args, **kwargs)
-
-    return forward

@@ -13,8 +13,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -75,7 +75,31 @@ def contexts(region: CheckpointedRegion, block: nn.Module, seen: Seen | None = N
         return CheckpointPolicy.MUST_SAVE if (name, number) in region.saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, again = create_selective_checkpoint_contexts(policy)
+    for mode in (first, again):
+        mode.__class__ = _past_casts(type(mode))  # type: ignore[arg-type]
     return first, _Repetition(again, block)
+
+
+def is_weight_cast(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator casts a trained weight. Autocast keeps the result for the next use of the weight, so that a
+    block runs as many casts as uses ahead of it have left, and its repetition others."""
+    if func is not torch.ops.aten._to_copy.default:  # noqa: SLF001 (its name)
+        return False
+    return bool(args[0].is_leaf and args[0].requires_grad)
+
+
+@cache
+def _past_casts(kind: type[Any]) -> type[Any]:
+    """A kind of mode of torch's, which counts operators of a block and of its repetition, that takes no notice of casts
+    of weights."""
+
+    class PastCasts(kind):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if is_weight_cast(func, args):
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return PastCasts
 
 
 class _Repetition:
@@ -172,6 +196,8 @@ class RegionPolicies:
     """Predicted, by operators' times: planned / original."""
     library: str = TORCH
     """What runs it: "torch" (`torch.utils.checkpoint`) or "torch_remat"."""
+    left: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Blocks that planning found unfit to run again, and why; not part of the file."""
 
     def context_fn(self, path: str, block: nn.Module) -> Callable[[], tuple[Any, Any]]:
         """For `checkpoint(block, ..., use_reentrant=False, context_fn=...)`. UsageError for a block without region, and
@@ -246,11 +272,13 @@ class RegionPolicies:
     def __str__(self) -> str:
         saved = sum(len(region.saved) + len(region.modules) for region in self.regions)
         what = "operators" if self.library == TORCH else "sub-modules"
-        return (
+        lines = [f"{path} stays as it is: {why}" for path, why in self.left]
+        head = (
             f"{len(self.regions)} blocks recomputed but for {saved} {what}: peak {format_bytes(self.planned_bytes)},"
             f" plain {format_bytes(self.original_bytes)}"
             f" (ratio {self.planned_bytes / max(1, self.original_bytes):.3f}), latency {self.latency_ratio:.3f} times"
         )
+        return "\n".join((head, *lines))
 
 
 @dataclass(frozen=True)

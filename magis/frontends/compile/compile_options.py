@@ -19,7 +19,8 @@ from magis.units import format_bytes, format_milliseconds
 class CompileReport(PlanFigures):
     """One graph's plan. Bytes are peaks of forward and backward: parameters, buffers, batch, results and gradients of
     this graph count as long as the loop holds them; the optimizer's state, which the graph does not see, does not.
-    The original is unplanned: every operator once, in the order of autograd, all that the backward reads saved.
+    The original is unplanned: every operator once, in the order of autograd, all that the backward reads saved; where
+    the user checkpoints blocks, these run again.
     With the option ``inductor`` all of it is of the graph before operators are fused: the code makes fewer tensors.
     """
 
@@ -33,10 +34,14 @@ class CompileReport(PlanFigures):
     """What capture and search took."""
     fallback: str = ""
     """Why the graph is not planned but partitioned as torch does it; empty: it is planned. Then all numbers are 0."""
+    outside: str = ""
+    """Where dynamo ended the graph ahead of the function's end: from there on, code runs in eager mode, or in another
+    graph, and none of its bytes are counted. Empty: it did not."""
 
     def __str__(self) -> str:
+        outside = [f"outside      {self.outside}"] if self.outside else []
         if self.fallback:
-            return f"not planned: {self.fallback}"
+            return "\n".join([f"not planned: {self.fallback}", *outside])
         peaks = f"{format_bytes(self.planned_bytes)}, unplanned {format_bytes(self.original_bytes)}"
         lines = [
             f"peak memory  {peaks} (ratio {self.memory_ratio:.3f})",
@@ -45,7 +50,7 @@ class CompileReport(PlanFigures):
             f"recomputed   {len(self.recomputed)} operators",
             f"search       {format_milliseconds(1000 * self.seconds)}",
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *outside])
 
 
 DEFAULT_RATIO = 0.8
@@ -71,6 +76,8 @@ class Options:
     report: Callable[[CompileReport], object] | None = None
     inductor: bool = False
     """Inductor makes the code, in an order of its own; only what is saved for the backward is the plan's."""
+    outside: str = ""
+    """Where the graph at hand ends early."""
 
 
 def as_options(given: Mapping[str, Any] | None) -> Options:

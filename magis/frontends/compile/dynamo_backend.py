@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -94,10 +96,23 @@ def magis(
     """
     if mode not in (None, "default"):
         raise OptionError(f"backend magis has no mode {mode!r}", hint="leave it out")
-    compile_ = partial(_compiled, options=as_options(options))
+    outside = _outside(gm)
+    compile_ = partial(_compiled, options=replace(as_options(options), outside=outside))
+    if outside:
+        warnings.warn(f"magis: {outside}", stacklevel=2)
     if is_open(example_inputs):
         return disable(Specialized(gm, compile_), reason="plans for shapes are made outside of dynamo")  # type: ignore[no-any-return]
     return compile_(gm, example_inputs)
+
+
+def _outside(gm: fx.GraphModule) -> str:
+    """That dynamo ended a graph early, and where, in one line; empty where it did not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    where = reason.user_stack[-1] if reason.user_stack else None
+    at = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
+    return f"a graph ends{at}, and what runs from there is not part of its plan, nor counted"
 
 
 def _compiled(gm: fx.GraphModule, inputs: Sequence[Any], *, options: Options) -> Callable[..., Any]:

@@ -87,7 +87,7 @@ def as_torch_does(reason: str, options: Options) -> None:
     saved = "is saved" if options.inductor else "its backward needs is saved"
     warnings.warn(f"magis: a graph is not planned, {what} {saved}: {reason}", stacklevel=3)
     if options.report is not None:
-        options.report(CompileReport(0, 0, None, 1.0, False, 0, (), 0.0, fallback=reason))
+        options.report(CompileReport(0, 0, None, 1.0, False, 0, (), 0.0, reason, options.outside))
 
 
 def tell(report: CompileReport, options: Options) -> None:

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._functorch.partitioners import cleanup_recompute_tags, must_recompute
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from magis.capture.recorder import Recorder
 from magis.errors import CaptureError
@@ -54,6 +56,10 @@ class Joint:
     device: str
     nodes: Mapping[int, fx.Node]
     """The node that makes a value, of values that are some node's; the first one, where several hand it on."""
+    again: frozenset[int] = frozenset()
+    """Values that the step as it is written makes again in its backward: of checkpointed blocks."""
+    once: frozenset[int] = frozenset()
+    """Values that a policy of the user's says must be saved."""
 
 
 def kernel_layouts(device: str) -> AbstractContextManager[object]:
@@ -137,6 +143,7 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         for node in joint.graph.nodes:
             if isinstance(env.get(node), Tensor):
                 nodes.setdefault(recorder.value_of(env[node]), node)
+        again, once = checkpointed(joint)
         results = [None if item is None else recorder.value_of(env[item]) for item in returned]
     outputs = tuple(value for value in results if value is not None)
     given = tuple(values[node] for node in tangents)
@@ -154,7 +161,25 @@ def capture_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> Joint:
         held,
         device,
         nodes,
+        frozenset(value for value, node in nodes.items() if node in again),
+        frozenset(value for value, node in nodes.items() if node in once),
     )
+
+
+def checkpointed(joint: fx.GraphModule) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes that the user's checkpointing recomputes, and those that it must save, by the tags that dynamo has made of
+    it. Between two blocks something is saved, as torch's own partitioners see to it."""
+    tags = {node: node.meta["recompute"] for node in joint.graph.nodes if "recompute" in node.meta}
+    own = {node for node in tags if "ac_graph_id" in node.meta}
+    if not own:
+        return set(), set()
+    cleanup_recompute_tags(joint, is_default_partition=True)
+    again = {node for node in own if must_recompute(node)}
+    for node in joint.graph.nodes:
+        node.meta.pop("recompute", None)
+        if node in tags:
+            node.meta["recompute"] = tags[node]
+    return again, {node for node in own if tags[node] is CheckpointPolicy.MUST_SAVE}
 
 
 def _run(graph: fx.Graph, env: dict[fx.Node, Any]) -> None:

@@ -29,10 +29,11 @@ from magis.rewrite.realize import realize
 from magis.runtime.measure import collector_spared
 from magis.runtime.scratch import measure_workspaces
 from magis.runtime.swap_streams import GeneratorStates
-from magis.search.budgeted_evaluator import DEFAULT_BUDGET, Objective
+from magis.search.budgeted_evaluator import DEFAULT_BUDGET, JudgedPlan, Objective
 from magis.search.driver import search
 from magis.simulate.compiled_problem import Compiled, compile_problem
-from magis.simulate.evaluator import expand
+from magis.simulate.evaluator import evaluate, expand
+from magis.simulate.problem import KEEP, RECOMPUTE
 from magis.simulate.simulator import MemoryProfile, replay
 from magis.units import share_of
 
@@ -95,43 +96,67 @@ def plan_joint(joint: Joint, options: Options) -> tuple[Graph, CompileReport]:
     source = functionalize(joint.graph)
     costs = scratch.costs(joint.graph, source, redo_graph(source))  # measured at once: each time costs some 0.2 s
     original = replay(joint.graph, costs.workspace, rounding=costs.rounding)
-    compiled = _compiled(source, costs, redraw=True)
-    original_ns = int(compiled.problem.node_ns.sum())
+    compiled = _compiled(source, costs, joint, redraw=True)
+    written = _as_written(compiled, joint)
+    original_bytes = min(original.peak_bytes, written.peak)
     limits = options.limits
-    goal = Objective(limits.bytes_of(original.peak_bytes), share_of(limits.latency_ratio, original_ns))
+    goal = Objective(limits.bytes_of(original_bytes), share_of(limits.latency_ratio, written.latency_ns))
 
-    best = approached(goal, partial(_searched, compiled, scratch, options))
-    if best.peak > (goal.memory_limit or original.peak_bytes) and any(op.target in RNG for op in best.graph.ops):
+    best = approached(goal, partial(_searched, compiled, scratch, options, written))
+    if best.peak > (goal.memory_limit or original_bytes) and any(op.target in RNG for op in best.graph.ops):
         # The generator's states alone exceed the limit: tiny graphs do better without.
-        other = approached(goal, partial(_searched, _compiled(source, costs, redraw=False), scratch, options))
+        compiled = _compiled(source, costs, joint, redraw=False)
+        written = _as_written(compiled, joint)
+        other = approached(goal, partial(_searched, compiled, scratch, options, written))
         best = min(best, other, key=lambda plan: (not plan.feasible, plan.peak))
     profile = replay(best.graph, scratch.costs(best.graph).workspace, rounding=costs.rounding)
     report = CompileReport(
-        original_bytes=original.peak_bytes,
+        original_bytes=original_bytes,
         planned_bytes=best.peak,
         limit_bytes=goal.memory_limit,
         feasible=best.feasible,
         saved_bytes=_saved(best.graph, profile),
-        latency_ratio=best.latency_ns / max(1, original_ns),
+        latency_ratio=best.latency_ns / max(1, written.latency_ns),
         recomputed=_repeated(best.graph),
         seconds=time.perf_counter() - started,
+        outside=options.outside,
     )
     return best.graph, report
 
 
-def _compiled(graph: Graph, costs: _Costs, *, redraw: bool) -> Compiled:
-    """The arrays of a joint graph, in which the turn happens once, and without ``redraw`` what draws random numbers."""
+def _compiled(graph: Graph, costs: _Costs, joint: Joint, *, redraw: bool) -> Compiled:
+    """The arrays of a joint graph, in which the turn happens once, what the user wants saved, too, and without
+    ``redraw`` what draws random numbers."""
     compiled = compile_problem(graph, costs)
-    once = [any(op.target == TURN or (op.random and not redraw) for op in group) for group in compiled.nodes]
+    once = [
+        any(op.target == TURN or (op.random and not redraw) or not joint.once.isdisjoint(op.made()) for op in group)
+        for group in compiled.nodes
+    ]
     redo_ok = compiled.problem.redo_ok & ~np.array(once, dtype=np.bool_)
     return replace(compiled, problem=replace(compiled.problem, redo_ok=redo_ok))
 
 
-def _searched(compiled: Compiled, scratch: _Scratch, options: Options, aim: Objective) -> Plan:
+def _as_written(compiled: Compiled, joint: Joint) -> JudgedPlan:
+    """The step with the user's own checkpointing, as a plan: what his blocks recompute leaves until the backward."""
+    problem, values = compiled.problem, compiled.graph.values
+    known = {value: values[value].storage for value in joint.nodes if value in values}
+    kept = {storage for value, storage in known.items() if value not in joint.again}
+    redo = {each for node in np.flatnonzero(problem.redo_ok) for each in problem.outputs(int(node)).tolist()}
+    again = {storage for value, storage in known.items() if value in joint.again} - kept
+    flags = [RECOMPUTE if at in redo and each in again else KEEP for at, each in enumerate(compiled.storages)]
+    plan = np.arange(problem.n_nodes, dtype=np.int32), np.array(flags, dtype=np.int8)
+    judged = evaluate(problem, *plan)
+    return JudgedPlan(*plan, judged.peak, judged.latency_ns)
+
+
+def _searched(compiled: Compiled, scratch: _Scratch, options: Options, written: JudgedPlan, aim: Objective) -> Plan:
     problem = compiled.problem
     limits = options.limits
-    budget = limits.budget or DEFAULT_BUDGET
-    found = search(problem, aim, budget=budget, seconds=limits.seconds, allow_swap=False)
+    searched = partial(search, problem, aim, budget=limits.budget or DEFAULT_BUDGET, seconds=limits.seconds)
+    found = searched(allow_swap=False)
+    if not found.feasible and written.flags.any():  # never worse than what the user wrote
+        other = searched(allow_swap=False, starts=(written,))
+        found = min(found, other, key=lambda each: aim.key(each.peak, each.latency_ns))
     events = expand(problem, found.order, found.flags)
     graph = realize(compiled, events)
     verify(graph)
