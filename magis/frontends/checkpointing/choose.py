@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from magis.capture import Captured, OptimizerSpec, Workload, capture
-from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, UsageError
 from magis.frontends.checkpointing.policy import LIBRARIES, REMAT, TORCH, CheckpointedRegion, RegionPolicies, wrapped
 from magis.frontends.checkpointing.remat_regions import leaves, torch_remat
@@ -95,7 +95,7 @@ def checkpoint_policy(
         with_keywords(whole, given),
         given.inputs,
         given.targets,
-        loss or own_loss,
+        with_targets(loss, given) or own_loss,
         OptimizerSpec("gradients"),
     )
     paths = tuple(blocks) if blocks is not None else blocks_of(module)
