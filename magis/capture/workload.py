@@ -223,9 +223,9 @@ def batch_of(inputs: Any, targets: Any, keywords: Mapping[str, Any] | None = Non
     form = _opened(role, tuple(given), tensors[0])
     target_form = _opened("targets", tuple(wanted), tensors[1])
     if all(isinstance(item, Tensor) for item in (*given, *wanted)):
-        return Batch(*map(tuple, tensors), names)
+        return Batch(tuple(tensors[0]), tuple(tensors[1]), names)
     form = replace(form, looks=(names, form.looks))
-    return Batch(*map(tuple, tensors), names, form, target_form)
+    return Batch(tuple(tensors[0]), tuple(tensors[1]), names, form, target_form)
 
 
 def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
@@ -238,6 +238,7 @@ def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
     if isinstance(item, _CONSTANTS):
         return Form(lambda _: item, (kind, repr(item)))
     keys: tuple[Any, ...] = ()
+    remake: Callable[[list[Any]], Any]
     if isinstance(item, MutableMapping):
         keys, values, remake = tuple(item), list(item.values()), partial(_refilled, _emptied(item), tuple(item))
     elif dataclasses.is_dataclass(item) and not isinstance(item, type):

@@ -171,11 +171,11 @@ def test_the_gate_and_the_other_doors(name: str) -> None:
     parts = Reads(read), (make(0), rows(1)), nn.functional.mse_loss
     assert gate(copy.deepcopy(parts)).optimized.measured.peak_bytes
     assert estimate(lambda: copy.deepcopy(parts), device="sim:rtx3090").fits()
-    policy = checkpoint_policy(parts[0], nn.functional.mse_loss, parts[1], memory_ratio=0.99, blocks=["body.0"])
+    policy = checkpoint_policy(parts[0], parts[1], nn.functional.mse_loss, memory_ratio=0.99, blocks=["body.0"])
     assert policy
 
 
 def test_the_largest_batch_of_records() -> None:
     found = fit(f"{__name__}:record_net", memory_limit="1 MiB", device="sim:rtx3090", budget=BUDGET)
     assert found.eager is not None
-    assert found.eager.batch > len(rows(0))
+    assert found.eager.size > len(rows(0))
