@@ -21,7 +21,7 @@ from magis.capture.refusals import BranchError
 from magis.capture.side_effects import DrawError, observe_step
 from magis.capture.snapshot import Reads
 from magis.capture.workload import Batch, own_loss, with_keywords
-from magis.errors import UsageError
+from magis.errors import UsageError, VerifyError
 from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.optimizer_behind import Behind, behind_step
@@ -35,7 +35,6 @@ from magis.planner.plan_proof import verify_plan
 from magis.planner.planning import plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
-from magis.report.text_store import UNSOUND
 from magis.results import Case
 from magis.strategies.rank_step import World
 from magis.units import format_bytes, format_milliseconds, is_number, parse_bytes, share_of
@@ -236,9 +235,8 @@ class ComparedStep:
         saved.check_limit(self.limits.asked)
         try:
             verify_plan(saved.graph, self.subject)
-        except UNSOUND as error:
-            said = " ".join(str(error).split())[:300]
-            raise UsageError(f"the saved plan does not compute this step: {said}", hint=again) from None
+        except VerifyError as error:
+            raise UsageError(f"the saved plan does not compute this step: {error}", hint=again) from None
         found = self.taken(saved.graph, "as saved")
         limit, peak = found.report.limit_bytes, found.report.planned_bytes
         if limit is not None and peak > limit:

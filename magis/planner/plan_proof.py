@@ -28,10 +28,13 @@ from magis.ops.generators import DRAW_STATE, GET_STATE
 from magis.ops.operators import op_info
 from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
 from magis.planner.subject import Subject
+from magis.report.text_store import UNSOUND
 from magis.rewrite.rules.rule_table import aggregated
 
 Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
 """Shape, strides, data type, offset and bits of a window on a storage."""
+Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Operator and literals of a call -> storages of the generators that it draws from, and of those that it moves."""
 _BORDER = (PART, JOIN, REDUCE)
 _OF_PLANS = ("magis.store", "magis.load", "magis.wait", ARRIVED, "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
 _WINDOW = "aten.as_strided.default"
@@ -55,8 +58,8 @@ def verify_plan(graph: Graph, subject: Subject) -> None:
     for form in forms:
         try:
             prove(graph, form(), drawn=subject.captured.drawn)
-        except VerifyError as error:
-            first = first or error
+        except UNSOUND as error:  # also calls with arguments that nobody could have written
+            first = first or VerifyError(" ".join(str(error).split())[:300])
         else:
             return
     if first is not None:
@@ -114,8 +117,8 @@ class Followed:
         self.likely: Likely = frozenset((value.shape, value.dtype) for value in graph.values.values())
         names = self._inputs(graph, drawn=drawn)
         # From which generators a call draws, and which it moves: of all calls that look like it
-        self.moves = self._generators(graph) if step is None else step.moves
-        self.own = _own_generators(graph) if step is None else step.own
+        self.moves: Moves = self._generators(graph) if step is None else step.moves
+        self.own: dict[tuple[Arg, ...], int] = _own_generators(graph) if step is None else step.own
         self._states: dict[int, int] = {}  # storages of saved states -> what the generator held
         for op in graph.ops:
             self._follow(op)
@@ -151,7 +154,7 @@ class Followed:
                 raise VerifyError(f"it works {'on' if name in names else 'without'} {name}, its step does not")
         return names
 
-    def _generators(self, graph: Graph) -> dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _generators(self, graph: Graph) -> Moves:
         found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
         for op in graph.ops:
             moved = {s for s, _ in op.writes if graph.storages[s].kind == "generator"}
