@@ -171,7 +171,7 @@ def test_the_gate_and_the_other_doors(name: str) -> None:
     parts = Reads(read), (make(0), rows(1)), nn.functional.mse_loss
     assert gate(copy.deepcopy(parts)).optimized.measured.peak_bytes
     assert estimate(lambda: copy.deepcopy(parts), device="sim:rtx3090").fits()
-    policy = checkpoint_policy(parts[0], parts[1], nn.functional.mse_loss, memory_ratio=0.99, blocks=["body.0"])
+    policy = checkpoint_policy(parts[0], parts[1], nn.functional.mse_loss, memory_ratio=1.0, blocks=["body.0"])
     assert policy
 
 

@@ -181,16 +181,16 @@ def test_every_changed_plan_is_refused_or_computes_the_same(name: str, tmp_path:
     subject, chosen = whole.subject(), random.Random(0)
     verify_plan(whole.plan.graph, subject)
     taken, refused = [], Counter[str]()
-    for kind, mutant in chosen.sample(list(mutants(whole.plan.graph)), 600):
+    for kind, mutant in chosen.sample(list(mutants(whole.plan.graph)), 250):
         try:
             graph = parse(dump(mutant))
             verify_plan(graph, subject)
             taken.append(graph)
         except MagisError:
             refused[kind] += 1
-    assert len(taken) < 200 < refused.total()
+    assert len(taken) < 100 < refused.total()
     assert not {"drop", "literal", "operator", "other", "names"} - refused.keys()
-    for graph in chosen.sample(taken, 5):  # one in another order may need more than the limit, which is another line
+    for graph in chosen.sample(taken, 3):  # one in another order may need more than the limit, which is another line
         whole.check(graph)
 
 
