@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import enum
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -122,21 +125,35 @@ class Workload:
         )
 
 
-# Batches as a training loop has them: inputs and targets, each a tensor or several, or keywords of the model.
+# Batches as a training loop has them: inputs and targets, or keywords of the model; each a tensor, or tensors in
+# containers beside numbers, texts and None, which are constants of the step.
 
 Key: TypeAlias = tuple[tuple[Any, ...], ...]
-"""What a plan depends on of a batch: names, shapes, strides, data types and devices, and what lies in one memory."""
+"""What a plan depends on of a batch: names, shapes, strides, data types and devices, what lies in one memory, and all
+that is no tensor."""
 
 EXPECTED = "pass (inputs, targets), each a tensor or a tuple of tensors, or a dictionary of the model's keywords"
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where tensors stand in what a caller passed: makes that again of other tensors; equal forms look alike."""
+
+    make: Callable[[Sequence[Tensor]], Any]
+    looks: object
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors by role. With `names`, the inputs are keywords of the model and there are no targets."""
+    """Tensors by role. With `names`, the inputs are keywords of the model and there are no targets. Of a batch that
+    holds more than tensors, `form` makes positional arguments, keywords and `target_form` targets."""
 
     inputs: tuple[Tensor, ...]
     targets: tuple[Tensor, ...] = ()
     names: tuple[str, ...] = ()
+    form: Form | None = None
+    target_form: Form | None = None
 
     @property
     def by_name(self) -> dict[str, Tensor]:
@@ -146,7 +163,8 @@ class Batch:
     def key(self, places: Mapping[int, int] | None = None) -> Key:
         """`places` are the addresses of memory that the step has besides: the module's parameters and buffers."""
         met: dict[int, tuple[object, int]] = {address: (place, 0) for address, place in (places or {}).items()}
-        return tuple(
+        forms = tuple(("form", form.looks) for form in (self.form, self.target_form) if form is not None)
+        return forms + tuple(
             (
                 f"{name} {self.names}" if self.names else name, tuple(tensor.shape), _strides(tensor), tensor.dtype,
                 tensor.device, tensor.is_conj(), tensor.is_neg(), _overlap(name, tensor, met),
@@ -178,42 +196,121 @@ def _overlap(name: str, tensor: Tensor, met: dict[int, tuple[object, int]]) -> t
 def as_batch(given: Any) -> Batch:
     """The batch in what a caller passed: `(inputs, targets)`, or keywords. Raises UsageError for anything else."""
     if isinstance(given, Mapping):
-        names = tuple(given)
-        return Batch(_tensors("the batch", list(given.values())), (), names)
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        found = batch_of((), None, dict(given))
+    elif isinstance(given, (tuple, list)) and len(given) == 2:
+        found = batch_of(*given)
+    else:
         what = f"{len(given)} values" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
         raise UsageError(f"a batch of {what}", hint=EXPECTED)
-    return Batch(_tensors("inputs", given[0]), _tensors("targets", given[1]))
-
-
-def _tensors(role: str, given: Any) -> tuple[Tensor, ...]:
-    items: Sequence[Any] = given if isinstance(given, (tuple, list)) else (given,)
-    for item in items:
-        if not isinstance(item, Tensor):
-            raise UsageError(f"{role} hold a {type(item).__name__}, not only tensors", hint=EXPECTED)
-        if item.requires_grad:
+    for role, tensors in (("inputs", found.inputs), ("targets", found.targets)):
+        if any(tensor.requires_grad for tensor in tensors):
             raise UsageError(
                 f"{role} hold a tensor that requires a gradient", hint="detach it: only weights are trained"
             )
-    return tuple(items)
+    return found
 
 
-class _Keywords(nn.Module):
-    """Calls a module with its batch as keywords."""
+def batch_of(inputs: Any, targets: Any, keywords: Mapping[str, Any] | None = None) -> Batch:
+    """A batch of arguments of the model and of the loss; or of keywords of the model alone. UsageError."""
+    if keywords is None:
+        given, wanted = (each if isinstance(each, (tuple, list)) else (each,) for each in (inputs, targets))
+    else:
+        given, wanted = list(keywords.values()), ()
+    if not all(isinstance(name, str) for name in keywords or ()):
+        raise UsageError("the batch has a key that is no name of an argument", hint=EXPECTED)
+    names, role = tuple(keywords or ()), "inputs" if keywords is None else "the batch"
+    tensors: tuple[list[Tensor], list[Tensor]] = [], []
+    form = _opened(role, tuple(given), tensors[0])
+    target_form = _opened("targets", tuple(wanted), tensors[1])
+    if all(isinstance(item, Tensor) for item in (*given, *wanted)):
+        return Batch(tuple(tensors[0]), tuple(tensors[1]), names)
+    form = replace(form, looks=(names, form.looks))
+    return Batch(tuple(tensors[0]), tuple(tensors[1]), names, form, target_form)
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+
+def _opened(role: str, item: Any, tensors: list[Tensor]) -> Form:
+    """The form of what a caller passed, without its tensors, which are appended."""
+    kind = type(item)
+    if isinstance(item, Tensor):
+        number = len(tensors)
+        tensors.append(item)
+        return Form(lambda given: given[number], "tensor")
+    if isinstance(item, _CONSTANTS):
+        return Form(lambda _: item, (kind, repr(item)))
+    keys: tuple[Any, ...] = ()
+    remake: Callable[[list[Any]], Any]
+    if isinstance(item, MutableMapping):
+        keys, values, remake = tuple(item), list(item.values()), partial(_refilled, _emptied(item), tuple(item))
+    elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+        keys = tuple(each.name for each in dataclasses.fields(item))
+        values, remake = [getattr(item, key) for key in keys], partial(_with_fields, _without_fields(item, keys), keys)
+    elif isinstance(item, (list, tuple)) and (hasattr(item, "_make") or kind in (list, tuple)):
+        values, remake = list(item), getattr(kind, "_make", kind)
+    else:
+        raise UsageError(f"{role} hold a {kind.__name__}, which is no tensor, number, text or container", hint=EXPECTED)
+    parts = [_opened(role, each, tensors) for each in values]
+    if not all(isinstance(key, _CONSTANTS) for key in keys):
+        raise UsageError(f"{role} hold a {kind.__name__} whose keys are no numbers or texts", hint=EXPECTED)
+    looks = (kind, tuple((type(key), repr(key)) for key in keys), tuple(part.looks for part in parts))
+    return Form(lambda given: remake([part.make(given) for part in parts]), looks)
+
+
+def _emptied(item: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A container of the same class, with whatever else it holds, that keeps no tensor alive."""
+    shell = copy.copy(item)
+    for key in tuple(shell):
+        shell[key] = None
+    return shell
+
+
+def _refilled(shell: MutableMapping[Any, Any], keys: tuple[Any, ...], values: list[Any]) -> MutableMapping[Any, Any]:
+    made = copy.copy(shell)
+    for key, value in zip(keys, values, strict=True):
+        made[key] = value
+    return made
+
+
+def _without_fields(item: Any, keys: tuple[str, ...]) -> Any:
+    return _with_fields(item, keys, [None] * len(keys))
+
+
+def _with_fields(shell: Any, keys: tuple[str, ...], values: list[Any]) -> Any:
+    """A record of the same class, made without its checks, as `copy` makes them."""
+    made = copy.copy(shell)
+    for key, value in zip(keys, values, strict=True):
+        object.__setattr__(made, key, value)
+    return made
+
+
+class _Called(nn.Module):
+    """Calls a module with the tensors of a batch where they stand in it, or as its keywords."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], form: Form | None) -> None:
         super().__init__()
         self.module = module
         self._names = names
+        self._form = form
         self.training = module.training
 
-    def forward(self, *values: Tensor) -> Any:
-        return self.module(**dict(zip(self._names, values, strict=True)))
+    def forward(self, *tensors: Tensor) -> Any:
+        values = tensors if self._form is None else self._form.make(tensors)
+        return self.module(**dict(zip(self._names, values, strict=True))) if self._names else self.module(*values)
 
 
 def with_keywords(module: nn.Module, batch: Batch) -> nn.Module:
     """The module as it takes the batch's tensors one after another."""
-    return _Keywords(module, batch.names) if batch.names else module
+    return _Called(module, batch.names, batch.form) if batch.names or batch.form is not None else module
+
+
+def with_targets(loss_fn: Callable[..., Tensor] | None, batch: Batch) -> Callable[..., Tensor] | None:
+    """The loss function as it takes the targets' tensors one after another."""
+    if loss_fn is None or batch.target_form is None:
+        return loss_fn
+    return partial(_of_targets, loss_fn, batch.target_form)
+
+
+def _of_targets(loss_fn: Callable[..., Tensor], form: Form, output: Any, *tensors: Tensor) -> Tensor:
+    return loss_fn(output, *form.make(tensors))
 
 
 class _WithLoss(nn.Module):

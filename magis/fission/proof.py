@@ -63,8 +63,17 @@ def _whole(graph: Graph, likely: Likely = frozenset()) -> tuple[list[Op], dict[i
     ops: list[Op] = []
     values = dict(graph.values)
     for op in graph.ops:
-        ops += [op] if op.body is None else _Emitting(_Undoing(values, op, op.body, likely), values).everything()
+        ops += [op] if op.body is None else whole_calls(op, values, likely)
     return ops, values
+
+
+def whole_calls(op: Op, values: dict[int, Value], likely: Likely = frozenset()) -> list[Op]:
+    """A loop undone: the whole calls that its parts make up, then a ``magis.alias`` for each result. ``values``
+    takes up what they make. VerifyError where there are none."""
+    undoing = None if op.body is None else _Undoing(values, op, op.body, likely)
+    if undoing is None or undoing.problems:
+        raise VerifyError("no loop" if undoing is None else undoing.problems[0])
+    return _Emitting(undoing, values).everything()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,8 @@ def optimize(
     whatever hooks or patches change those, run by themselves after the step (`report().update` says so).
 
     `example_batch` is `(inputs, targets)`, each a tensor or a tuple of them, or a dictionary of the model's keywords;
-    with `loss_fn` None the model returns its loss, or an output with `.loss`. Batches of another kind are planned when
+    tensors may stand in containers, beside constants of the step: numbers, texts, None. With `loss_fn` None the model
+    returns its loss, or an output with `.loss`. Batches of another kind are planned when
     they first come, and so is a module that has changed. `autocast` (torch.bfloat16) takes the place of a
     `torch.autocast` around forward and loss. `budget` and `seconds` bound each search, `slack` is by how
     much swaps may be slower than predicted before the step waits for them, `plan` is a file of `OptimizedStep.save`.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from magis.capture import OptimizerSpec
 from magis.capture.optimizer_rule import Update, fingerprint, update_of, why_apart, with_rates
 from magis.capture.python_state import advance
-from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import Batch, as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import MagisError
 from magis.frontends.branching import Draw, contents_kept, draw_of, outline
 from magis.frontends.optimizer_state import (
@@ -29,10 +29,9 @@ from magis.frontends.optimizer_state import (
     check_optimizer,
     trained_parameters,
 )
-from magis.frontends.plan_files import read_plan, write_plan
+from magis.frontends.plan_files import SavedPlan, read_plan, write_plan
 from magis.frontends.planned import Limits, Planned, PlanReport, planned, subject_now
 from magis.frontends.undoing import ContentsBefore, PartialUpdate, Undo, raise_as_eager, raises_again, undo_of
-from magis.graph import Graph
 from magis.ops.call import ExpectationError
 from magis.ops.generators import held_generators
 from magis.ops.optimizers import scalars
@@ -79,7 +78,7 @@ class OptimizedStep:
         self._plans: OrderedDict[str, Planned] = OrderedDict()
         self._partial: PartialUpdate | None = None
 
-    def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
+    def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss, detached."""
         if self._partial is not None:
             self._partial.check(self._whole, self._optimizer)
@@ -127,13 +126,14 @@ class OptimizedStep:
     def save(self, path: Path | str) -> None:
         """Write the plan of the step that ran last: text, no pickle. `magis.optimize(..., plan=path)` takes it up."""
         plan = self._entries[-1].plan
-        write_plan(Path(path), plan.graph, plan.digest)
+        write_plan(Path(path), SavedPlan(plan.graph, plan.digest, self._limits.asked))
 
     def _drawn(self, batch: Batch, entry: _Entry) -> tuple[_Entry, Draw]:
         """The plan for what this step draws, and what that is."""
         rule = entry.plan.rule
         with contents_kept(self._whole, self._loss_fn):
-            captured = subject_now(self._whole, self._loss_fn, batch, rule, self._device, self._autocast).captured
+            loss_fn = with_targets(self._loss_fn, batch)
+            captured = subject_now(self._whole, loss_fn, batch, rule, self._device, self._autocast).captured
         name = outline(captured.graph)
         found = entry.variants.pop(name, None)
         if found is not None and found.bound is not None and not found.bound.is_current(self._choice):
@@ -203,11 +203,11 @@ class OptimizedStep:
         if self._optimizer is not None and choice.update is not None:
             rule = update_of(self._optimizer, trained).spec  # by the names that the parameters have there
         read = partial(_read, plan)
-        graph, expected = read() if self._world is None else all_or_none("plan file", read, self._world)
+        saved = read() if self._world is None else all_or_none("plan file", read, self._world)
         with contents_kept(self._whole, self._loss_fn):
             found = planned(
-                self._whole, self._loss_fn, batch, rule, self._limits,
-                device=self._device, autocast=self._autocast, update=choice.words, graph=graph, expected=expected,
+                self._whole, with_targets(self._loss_fn, batch), batch, rule, self._limits,
+                device=self._device, autocast=self._autocast, update=choice.words, saved=saved,
                 known=self._plans, optimizer=None if choice.update is not None else self._optimizer, world=self._world,
             )  # fmt: skip
         if found is None:
@@ -221,7 +221,7 @@ class OptimizedStep:
         return _Entry(self._key(batch), choice, found)
 
     def _bind(self, batch: Batch, entry: _Entry) -> _Bound:
-        module = with_keywords(self._whole, batch)
+        module, loss_fn = with_keywords(self._whole, batch), with_targets(self._loss_fn, batch)
         state, found = None, entry.plan
         if self._optimizer is not None and self._choice.update is not None:
             # as torch's own: a parameter without a gradient has no state, and its counter stands still
@@ -230,7 +230,7 @@ class OptimizedStep:
         try:
             step = GraphStep(
                 found.graph, module, batch.inputs, batch.targets, found.rule,
-                device=self._device, states=None if state is None else state.tensors, loss_fn=self._loss_fn,
+                device=self._device, states=None if state is None else state.tensors, loss_fn=loss_fn,
                 cached=found.cached,
             )  # fmt: skip
         except BaseException:
@@ -239,7 +239,7 @@ class OptimizedStep:
             raise
         self._look_at_memory()  # weights that are used together may have been moved together
         undo = undo_of(found.graph, step, self._device)
-        return _Bound(found, step, module, state, self._optimizer, self._loss_fn, self._eager, undo)
+        return _Bound(found, step, module, state, self._optimizer, loss_fn, self._eager, undo)
 
     def _raise_as_eager(self, batch: Batch, error: Exception, *, late: bool = False) -> NoReturn:
         """Raise what eager raises for a batch, and leave what that leaves. Ranks would wait for one another then: they
@@ -253,16 +253,16 @@ class OptimizedStep:
 
     def _eager(self, batch: Batch) -> Tensor:
         """Forward, loss and backward as the loop's own."""
-        loss_fn = own_loss if self._loss_fn is None else self._loss_fn
+        loss_fn = with_targets(self._loss_fn, batch) or own_loss
         with torch.autocast(self._device, self._autocast, enabled=self._autocast is not None):
             loss = loss_fn(with_keywords(self._whole, batch)(*batch.inputs), *batch.targets)
         loss.backward()
         return loss.detach()
 
 
-def _read(plan: Path | str | None) -> tuple[Graph | None, str]:
-    """The plan of a file, and the digest of its step; none without a file."""
-    return (None, "") if plan is None else read_plan(Path(plan))
+def _read(plan: Path | str | None) -> SavedPlan | None:
+    """The plan of a file; none without a file."""
+    return None if plan is None else read_plan(Path(plan))
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,65 @@
-"""Plans as files, of which nothing runs that is not known from the step that they are for."""
+"""Plans as files, of which nothing runs that is not proven to compute the step that they are for."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from magis.errors import MagisError, UsageError
-from magis.graph import Graph, Value, dump, parse, verify
-from magis.planner.kept_plans import foreign_operator
+from magis.errors import UsageError
+from magis.graph import Graph, dump, parse, verify
 from magis.report import write_text_atomically
+from magis.report.text_store import UNSOUND
 
 # A plan as a file: readable text, no pickle. Two lines of header, then the graph in its text form.
 #
-#     magis plan 1
-#     {"digest": "..."}
+#     magis plan 2
+#     {"checksum": "...", "digest": "...", "limit": {"memory_ratio": 0.8}}
 #     magis graph 1
 #     ...
 #
-# Reading one runs no code. What it may make a step do is bounded (`check_fits`): every operator must be
-# one of the step that it is for, which must have the digest that the file names, or one that plans are made of.
+# Reading one runs no code, and what the file says of itself is not believed: the checksum tells damage, the digest
+# another step, in words, and `magis.planner.plan_proof` proves that the graph computes the step at hand.
 
-HEADER = "magis plan 1"
-
-
-def write_plan(path: Path, graph: Graph, of_step: str) -> None:
-    """Write the file in one step: a plan, and the digest of its step."""
-    head = json.dumps({"digest": of_step}, sort_keys=True)
-    write_text_atomically(path, f"{HEADER}\n{head}\n{dump(graph)}")
+HEADER = "magis plan 2"
 
 
-def read_plan(path: Path) -> tuple[Graph, str]:
-    """The graph of a file, verified, and the digest of the step that it is for. Raises UsageError in one line."""
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan, the digest of its step, and the limit that it was made for, by the name of the setting."""
+
+    graph: Graph
+    digest: str
+    limit: Mapping[str, float]
+
+    def check_limit(self, asked: Mapping[str, float]) -> None:
+        """UsageError where another limit is asked for."""
+        if self.limit != asked:
+            raise UsageError(
+                f"the saved plan was made for {in_words(self.limit)}, asked for is {in_words(asked)}",
+                hint=f"pass {in_words(self.limit)}, or leave out plan= to search anew",
+            )
+
+
+def in_words(limit: Mapping[str, float]) -> str:
+    """A limit as a caller writes it."""
+    return ", ".join(f"{name}={number}" for name, number in limit.items()) or "no limit"
+
+
+def write_plan(path: Path, plan: SavedPlan) -> None:
+    """Write the file in one step."""
+    body = dump(plan.graph)
+    head = {"checksum": _checksum(body), "digest": plan.digest, "limit": dict(plan.limit)}
+    write_text_atomically(path, f"{HEADER}\n{json.dumps(head, sort_keys=True)}\n{body}")
+
+
+def read_plan(path: Path) -> SavedPlan:
+    """The plan of a file, a legal graph. Raises UsageError in one line."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode()
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"cannot read the plan {path}: {reason}") from None
     header, _, rest = text.partition("\n")
@@ -41,28 +67,24 @@ def read_plan(path: Path) -> tuple[Graph, str]:
     if header != HEADER:
         raise UsageError(f"{path} is no plan of this version: it begins with {header[:40]!r}", hint="save it again")
     try:
-        digest = json.loads(head)["digest"]
+        said = json.loads(head)
+        digest, limit = said["digest"], said["limit"]
+        if said["checksum"] != _checksum(body):
+            raise ValueError("it was changed since it was saved: its checksum is another one")
+        if not isinstance(digest, str) or any(type(number) not in (int, float) for number in limit.values()):
+            raise ValueError("its second line is another one than plans have")
         graph = parse(body)
         verify(graph)
-    except (MagisError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"the plan {path} is corrupt: {error}", hint="save it again") from None
-    return graph, str(digest)
+    except UNSOUND as error:
+        raise corrupt(path, error) from None
+    return SavedPlan(graph, digest, limit)
 
 
-def check_fits(graph: Graph, step: Graph) -> None:
-    """A graph from a file may hold operators and tensors of the step that it is for, and what plans make of them;
-    UsageError."""
-    target = foreign_operator(graph, step)
-    if target is not None:
-        raise UsageError(f"the saved plan holds {target}, which its step has not", hint="optimize again")
-    known = {_looks(step.values[value]) for value in step.inputs}
-    for value in (graph.values[value] for value in graph.inputs):
-        if value.name and _looks(value) not in known:
-            looks = f"{value.dtype}{list(value.shape)}"
-            raise UsageError(
-                f"the saved plan works on {value.name} as {looks}, its step does not", hint="optimize again"
-            )
+def corrupt(path: Path | str, error: BaseException) -> UsageError:
+    """The one line for a file that is no plan."""
+    said = str(error) if not isinstance(error, (KeyError, RecursionError)) else type(error).__name__
+    return UsageError(f"the plan {path} is corrupt: {' '.join(said.split())[:300]}", hint="save it again")
 
 
-def _looks(value: Value) -> tuple[str, str, tuple[int, ...]]:
-    return value.name, value.dtype, value.shape
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()

@@ -26,11 +26,12 @@ from magis.frontends.branching import check_outlines, outline
 from magis.frontends.fitting import latency_ratio_of
 from magis.frontends.optimizer_behind import Behind, behind_step
 from magis.frontends.optimizer_state import Guards
-from magis.frontends.plan_files import check_fits
+from magis.frontends.plan_files import SavedPlan
 from magis.graph import Graph, verify
 from magis.ops.generators import generators_kept, seed_all
 from magis.ops.raising import torn_by, undone, updates_last
 from magis.planner.agreed_plans import agreed, all_or_none
+from magis.planner.plan_proof import verify_plan
 from magis.planner.planning import plan
 from magis.planner.subject import Subject
 from magis.planner.workload_source import Source
@@ -54,6 +55,14 @@ class Limits:
     budget: int | None = None
     seconds: float | None = None
     slack: float = Case.slack
+
+    @property
+    def asked(self) -> dict[str, float]:
+        """The limit by the name of its setting."""
+        given = {
+            "memory_ratio": self.memory_ratio, "memory_limit": self.memory_bytes, "latency_ratio": self.latency_ratio
+        }  # fmt: skip
+        return {name: limit for name, limit in given.items() if limit is not None}
 
     def bytes_of(self, original: int) -> int | None:
         """The memory limit, for a step whose original has this peak."""
@@ -143,12 +152,11 @@ def planned(
     autocast: torch.dtype | None,
     update: str,
     optimizer: Optimizer | None = None,
-    graph: Graph | None = None,
-    expected: str = "",
+    saved: SavedPlan | None = None,
     known: Mapping[str, Planned] | None = None,
     world: World | None = None,
 ) -> Planned | None:
-    """Capture the step and plan it; or take `graph`, a plan made earlier for the step with the digest `expected`.
+    """Capture the step and plan it; or take `saved`, a plan made earlier.
 
     `optimizer` is one that runs by itself behind the step: bytes are of both. `known` are plans of this step by
     digest: one of the same graph holds again. Ranks of a `world` agree on one plan. None where the forward draws on
@@ -160,22 +168,21 @@ def planned(
     capture = partial(captured_step, look, cast, alone=world is None)
     compare = partial(compared_step, look, module, loss_fn, batch, limits=limits, update=update, optimizer=optimizer)
     if world is not None:
-        return _planned_together(capture, compare, world, graph, expected)
+        return _planned_together(capture, compare, world, saved)
     seen = compare(capture())
     if seen.drawn and rule.kind != "gradients":
         return None
     same = (known or {}).get(seen.digest)
     if same is not None:
         return seen.planned(same.graph, replace(same.report, update=seen.update))
-    return seen.plan(graph, expected)
+    return seen.plan(saved)
 
 
 def _planned_together(
     capture: Callable[[], tuple[Subject, Reads]],
     compare: Callable[[tuple[Subject, Reads]], ComparedStep],
     world: World,
-    graph: Graph | None,
-    expected: str,
+    saved: SavedPlan | None,
 ) -> Planned:
     """The plan that all ranks run: that of the first one, or of the file that all of them read."""
     # eager's step, which the captured one is compared with, sends messages: all ranks come to it, or none
@@ -183,7 +190,7 @@ def _planned_together(
     plans: list[Planned] = []
 
     def plan_of(step: ComparedStep) -> Planned:
-        plans.append(step.plan(graph, expected))
+        plans.append(step.plan(saved))
         return plans[0]
 
     seen = all_or_none("step", partial(compare, captured), world)
@@ -223,17 +230,27 @@ class ComparedStep:
             captured.results, captured.drawn,
         )  # fmt: skip
 
-    def plan(self, graph: Graph | None, expected: str) -> Planned:
-        """The best plan found within the limits; `graph` itself, if that is of the step with the digest `expected`.
+    def plan(self, saved: SavedPlan | None) -> Planned:
+        """The best plan found within the limits; or the one saved, if it is one of this step within this limit.
         UsageError."""
-        if graph is None:
+        if saved is None:
             return self._searched()
-        if self.digest != expected:
+        again = "leave out plan= to search anew"
+        if self.digest != saved.digest:
             raise UsageError(
-                "the saved plan is of another step: its model, loss, optimizer or batch differ", hint="optimize again"
+                "the saved plan is of another step: its model, loss, optimizer or batch differ", hint=again
             )
-        check_fits(graph, self.subject.captured.graph)
-        return self.taken(graph, "as saved")
+        saved.check_limit(self.limits.asked)
+        try:
+            verify_plan(saved.graph, self.subject)
+        except VerifyError as error:
+            raise UsageError(f"the saved plan does not compute this step: {error}", hint=again) from None
+        found = self.taken(saved.graph, "as saved")
+        limit, peak = found.report.limit_bytes, found.report.planned_bytes
+        if limit is not None and peak > limit:
+            needs = f"{format_bytes(peak)} here, the limit is {format_bytes(limit)}"
+            raise UsageError(f"the saved plan needs {needs}", hint=again)
+        return found
 
     def taken(self, graph: Graph, fission: str) -> Planned:
         """A plan that somebody else has made."""

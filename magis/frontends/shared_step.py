@@ -42,7 +42,7 @@ class SharedStep(OptimizedStep):
         self.model = model
         check_module(self._whole, self._loss_fn)
 
-    def __call__(self, *batch: Any, **keywords: Tensor) -> Tensor:
+    def __call__(self, *batch: Any, **keywords: Any) -> Tensor:
         """One step: `step(inputs, targets)` or `step(**keywords)`. Returns the loss of this rank's batch, detached."""
         given = as_batch(keywords or (batch[0] if len(batch) == 1 else batch))
         self._agree(given)

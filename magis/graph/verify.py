@@ -13,6 +13,8 @@ from magis.graph.loop_rules import JOIN, PART, REDUCE, loop_problems
 from magis.graph.nodes import ARRIVED, BESIDE, BITS, ITEM_SIZE, PERSISTENT_KINDS, Graph, Op, Value
 
 _KINDS = (*PERSISTENT_KINDS, "temporary", "host", "generator")
+MOST_BYTES = 1 << 62
+"""Of one storage: bytes are 64 bits."""
 _IN_BODY = ("outer", "temporary", "host")
 _OF_BODY = (PART, JOIN, REDUCE)
 _MOVES = ("magis.wait", "magis.load", "magis.rng_enter", "magis.rng_leave")
@@ -49,7 +51,7 @@ def _storage_problems(graph: Graph, kinds: tuple[str, ...]) -> Iterator[str]:
     for key, storage in graph.storages.items():
         if key != storage.id:
             yield f"storage {key} is filed under another id than its own, {storage.id}"
-        if storage.kind not in kinds or storage.nbytes < 0:
+        if storage.kind not in kinds or not 0 <= storage.nbytes < MOST_BYTES:
             yield f"storage {key} is of kind {storage.kind!r} and has {storage.nbytes} bytes"
     for value, data in graph.constants.items():
         if value not in graph.inputs or value not in graph.values:

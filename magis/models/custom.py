@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from magis.capture.optimizer_rule import ALONE, fused_rule, has_hooks, is_left_alone, needs_closure, why_apart
-from magis.capture.workload import Batch, Workload, as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import (
+    Batch,
+    Workload,
+    as_batch,
+    batch_of,
+    own_loss,
+    with_keywords,
+    with_loss,
+    with_targets,
+)
 from magis.errors import UsageError
 from magis.ops.optimizers import OPTIMIZER_KINDS, OptimizerSpec, OwnOptimizer
 
@@ -47,7 +56,10 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
     loss_fn: Callable[..., Tensor] = parts[-1] if len(parts) > 2 else own_loss
     if not callable(loss_fn):
         raise UsageError(f"{path}: the loss function is a {type(loss_fn).__name__}, not callable", hint=_EXPECTED)
-    batch = _batch(path, parts)
+    try:
+        batch = _batch(parts)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     # parts that are in evaluation mode on purpose (frozen statistics) stay so in a module that is to be trained
     whole, loss = with_loss(module if module.training else module.train(), loss_fn)
     called = with_keywords(whole, batch)
@@ -56,7 +68,7 @@ def as_workload(path: str, made: object, optimizer: object = None, who: str = "t
         module=called,
         inputs=batch.inputs,
         targets=batch.targets,
-        loss_fn=loss or own_loss,
+        loss_fn=with_targets(loss, batch) or own_loss,
         optimizer=PLAIN_SGD if last is None else spec_of(path, last, called),
     )
 
@@ -103,18 +115,7 @@ def _of_torch(path: str, optimizer: Optimizer, module: nn.Module) -> OptimizerSp
     return OptimizerSpec("apart", own=OwnOptimizer(optimizer, names))
 
 
-def _batch(path: str, parts: Sequence[Any]) -> Batch:
+def _batch(parts: Sequence[Any]) -> Batch:
     if len(parts) == 4:
-        return Batch(_tensors(path, "inputs", parts[1]), _tensors(path, "targets", parts[2]))
-    try:
-        return as_batch(parts[1])
-    except UsageError as error:
-        raise UsageError(f"{path}: {error}") from None
-
-
-def _tensors(path: str, role: str, given: object) -> tuple[Tensor, ...]:
-    items: Sequence[object] = given if isinstance(given, (tuple, list)) else (given,)
-    wrong = [type(item).__name__ for item in items if not isinstance(item, Tensor)]
-    if wrong:
-        raise UsageError(f"{path}: {role} hold a {wrong[0]}, not only tensors", hint=_EXPECTED)
-    return tuple(item for item in items if isinstance(item, Tensor))
+        return batch_of(parts[1], parts[2])
+    return as_batch(parts[1])

@@ -133,7 +133,8 @@ class OpInfo:
 
     def undeclared_writes(self, args: tuple[object, ...]) -> tuple[int, ...]:
         """Positions of the arguments that this call writes without saying so."""
-        return self.undeclared if self.training is not None and args[self.training] is True else ()
+        given = self.training is not None and self.training < len(args)
+        return self.undeclared if given and args[self.training or 0] is True else ()
 
     def without_statistics(self, args: tuple[Arg, ...]) -> tuple[Arg, ...]:
         """Arguments of the call that computes the same outputs without updating running statistics a second time."""

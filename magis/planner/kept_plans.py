@@ -1,7 +1,7 @@
-"""Plans kept from run to run, and what a plan from a file may contain.
+"""Plans kept from run to run.
 
 The key is all that a search depends on. A kept plan is a line of figures and the planned graph as text. It is taken
-only where the graph is legal, made of the step's operators, and simulates to the very figures that stand beside it;
+only where the graph is proven to compute the step, and simulates to the very figures that stand beside it;
 a search that a cap in seconds ended is not kept. Reading one runs no code. Lines of the user's code are those of now:
 kept is which operators of the step have them.
 """
@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 
 from magis.cost.cost_model import RooflineCosts
 from magis.errors import MagisError
-from magis.fission.proof import verify_fission
-from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse, verify
+from magis.graph import ARRIVED, Graph, Op, digest, dump, every_op, parse
 from magis.graph.hazards import is_pure_view
 from magis.ops.collectives import under_way
-from magis.ops.operators import OPERATORS, name_of
+from magis.planner.plan_proof import verify_plan
 from magis.planner.plans import Plan, PlanScratch
 from magis.planner.subject import Subject
 from magis.report.text_store import UNSOUND, Kept
@@ -27,20 +26,6 @@ from magis.results import Memory
 from magis.runtime.measure import device_identity
 from magis.search.budgeted_evaluator import Objective
 from magis.simulate.compiled_problem import GENERATOR_NS
-
-# What a graph from a file may make a step do: operators of the step itself, and what plans are made of.
-
-
-def foreign_operator(graph: Graph, step: Graph) -> str | None:
-    """An operator of the graph that is neither one of the step's nor one that plans are made of, if any."""
-    own = {op.target for op, _ in every_op(step)}
-    for op, _ in every_op(graph):
-        plain = op.target.startswith("aten.") and name_of(op.target) in OPERATORS
-        of_plans = op.target.startswith("magis.") and op.target.count(".") == 1
-        if not (op.target in own or plain or of_plans):
-            return op.target
-    return None
-
 
 FORMAT = 1
 MOST = 1 << 62
@@ -140,7 +125,7 @@ def _read(text: str, scratch: PlanScratch, goal: Objective) -> Plan:
     if not isinstance(given, dict) or given.keys() != {*FIGURES, LINES}:
         raise MagisError("it has other figures than a plan")
     graph = parse(body)
-    _check_graph(graph, scratch.subject)
+    verify_plan(graph, scratch.subject)
     places, step = given.pop(LINES), scratch.subject.captured.graph.ops
     if len(places) != sum(1 for _ in every_op(graph)) or any(
         type(place) is not int or not -1 <= place < len(step) for place in places
@@ -168,22 +153,6 @@ def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
     if type(given["feasible"]) is not bool or any(type(given[name]) is not str for name in ("fission", "unsplit")):
         raise MagisError("a figure is of another kind")
     return {**given, "planned": Memory(planned["tensor_bytes"], planned["peak_bytes"]), "workspaces": dict(workspaces)}
-
-
-def _check_graph(graph: Graph, subject: Subject) -> None:
-    """Raise MagisError unless the graph is legal and could be a plan of the step, by its operators and its memory."""
-    verify(graph)
-    verify_fission(graph)
-    step = subject.captured.graph
-    foreign = foreign_operator(graph, step)
-    if foreign is not None:
-        raise MagisError(f"it holds {foreign}, which the step has not")
-    if graph.persistent_bytes() != step.persistent_bytes() or len(graph.outputs) != len(step.outputs):
-        raise MagisError("it is of another step")
-    largest = subject.original_with({}).peak_bytes
-    for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
-        if any(storage.nbytes > largest for storage in storages.values()):
-            raise MagisError("it needs more memory for one tensor than the original for all")
 
 
 def _check_figures(plan: Plan, scratch: PlanScratch, goal: Objective) -> None:

@@ -1,19 +1,22 @@
 """A graph as straight-line Python: one line per operator, every tensor deleted after its last use.
 
 The source is meant to be read (``generate``), and runs below autograd: the graph holds the gradients already, so
-nothing is saved for a backward pass.
+nothing is saved for a backward pass. Names in it are numbered, never spelled, since two names of users may be one when
+spelled; comments say what the numbers stand for.
 """
 
 from __future__ import annotations
 
+import keyword
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar, every_op
+from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Scalar
 from magis.graph.hazards import last_uses
 from magis.graph.loop_rules import JOIN, PART, REDUCE, rows_around
 from magis.graph.text import complex_text
@@ -58,8 +61,6 @@ Step: TypeAlias = Callable[[Sequence[Tensor], Mapping[str, float]], tuple[Tensor
 _OWN = {f"magis.{name}": f"host.{name}" for name in ("store", "load", "wait", "rng_save", "rng_enter", "rng_leave")}
 """Operators of our own: what happens on the host."""
 _FILE = "<magis step>"
-_BESIDE = "_beside"
-"""Behind the name of a message that is waited for later."""
 _REDUCTION = {
     "sum": "{whole}.add_({part}) if {i} else {whole}.copy_({part})",
     "mean": "{whole}.add_({part}, alpha={share!r}) if {i} else {whole}.copy_({part}).mul_({share!r})",
@@ -70,9 +71,27 @@ _REDUCTION = {
 """How the part of a tensor is taken into the whole, by kind of reduction; no neutral element: the first is copied."""
 
 
+@dataclass
+class _Numbered:
+    """What the source calls operators (those that are waited for later apart), torch's constants and scalars."""
+
+    functions: dict[tuple[str, bool], str] = field(default_factory=dict)
+    constants: dict[Const, str] = field(default_factory=dict)
+    scalars: dict[str, str] = field(default_factory=dict)
+
+    def function(self, target: str, *, beside: bool = False) -> str:
+        return self.functions.setdefault((target, beside), f"f{len(self.functions)}")
+
+    def constant(self, const: Const) -> str:
+        return self.constants.setdefault(const, f"c{len(self.constants)}")
+
+    def scalar(self, name: str) -> str:
+        return self.scalars.setdefault(name, f"s{len(self.scalars)}")
+
+
 def generate(graph: Graph) -> str:
     """Python source of the step."""
-    return "\n".join(_source(graph)[0]) + "\n"
+    return "\n".join(_generated(graph)[0]) + "\n"
 
 
 def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
@@ -81,27 +100,31 @@ def raised_by(graph: Graph, error: BaseException) -> tuple[Op | None, set[int]]:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != _FILE:
         trace = trace.tb_next
-    count = 0 if trace is None else bisect_right(_source(graph)[1], trace.tb_lineno)
+    count = 0 if trace is None else bisect_right(_generated(graph)[1], trace.tb_lineno)
     done = {storage for op in graph.ops[:count] if op.phase == "update" for storage, _ in op.writes}
     return (graph.ops[count - 1] if count else None), done
 
 
-def _source(graph: Graph) -> tuple[list[str], list[int]]:
-    """Lines of the step, and the number (from 1) of the first one of each operator."""
-    lines, begins = ["def step(tensors, scalars):"], list[int]()
+def _generated(graph: Graph) -> tuple[list[str], list[int], _Numbered]:
+    """Lines of the step, the number (from 1) of the first one of each operator, and the names in them."""
+    numbered, body, begins = _Numbered(), list[str](), list[int]()
+    for line in _block(graph, numbered, {}, "    ", 0, begin=lambda: begins.append(len(body) + 1)):
+        body.append(line)
+    lines = ["def step(tensors, scalars):"]
+    if numbered.constants:
+        known = (f"{name} is {const.kind} {const.name}" for const, name in numbered.constants.items())
+        lines.append(f"    # {printable(', '.join(known))}")
     if graph.inputs:
         lines.append(f"    ({', '.join(f'v{value}' for value in graph.inputs)},) = tensors")
-    names = sorted({name for op, _ in every_op(graph) for name in op.scalars()})
-    lines.extend(f"    {name} = scalars[{name!r}]" for name in names)
-    for line in _block(graph, {}, "    ", 0, begin=lambda: begins.append(len(lines) + 1)):
-        lines.append(line)  # noqa: PERF402 (one by one, so that `begin` sees how many there are)
+    lines.extend(f"    {own} = scalars[{name!r}]" for name, own in numbered.scalars.items())
     results = ", ".join(f"v{value}" for value in graph.outputs)
-    lines.append(f"    return ({results},)" if graph.outputs else "    return ()")
-    return lines, begins
+    end = f"    return ({results},)" if graph.outputs else "    return ()"
+    return [*lines, *body, end], [len(lines) + first for first in begins], numbered
 
 
 def _block(
     graph: Graph,
+    numbered: _Numbered,
     outside: Mapping[int, str],
     indent: str,
     depth: int,
@@ -125,11 +148,11 @@ def _block(
             where = here
         yield from _ready(arriving, [graph.values[value].storage for value in op.inputs()], name, indent)
         if op.body is not None:
-            yield from _loop(op, op.body, graph, name, indent, depth + 1)
+            yield from _loop(op, op.body, graph, numbered, name, indent, depth + 1)
         elif op.target in (PART, JOIN, REDUCE):
             yield f"{indent}{_merging(op, graph, name, f'i{depth}', parts)}"
         else:
-            yield f"{indent}{_call(op, name, beside)}"
+            yield f"{indent}{_call(op, numbered, name, beside)}"
             for value in op.made() if shaped_by_contents(op, graph.values) else ():
                 yield f"{indent}expect_shape({name(value)}, {graph.values[value].shape})"
         if op.target == "magis.load":
@@ -153,7 +176,7 @@ def _ready(arriving: dict[int, int], storages: Sequence[int], name: Name, indent
             yield f"{indent}host.ready({name(value)})"
 
 
-def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int) -> Iterator[str]:
+def _loop(op: Op, loop: Loop, graph: Graph, numbered: _Numbered, name: Name, indent: str, depth: int) -> Iterator[str]:
     """A loop over parts: whole results first, then one part after another."""
     victims = {graph.values[value].storage: value for value in op.inputs()}
     for value in op.made():
@@ -161,11 +184,11 @@ def _loop(op: Op, loop: Loop, graph: Graph, name: Name, indent: str, depth: int)
         if whole.storage in victims:  # in place, stretch by stretch
             yield f"{indent}{name(value)} = {name(victims[whole.storage])}"
             continue
-        dtype = _constant(Const("dtype", whole.dtype))
+        dtype = numbered.constant(Const("dtype", whole.dtype))
         yield f"{indent}{name(value)} = empty({whole.shape}, {whole.stride}, dtype={dtype}, device=device)"
     outside = dict(zip(loop.graph.inputs, map(name, (*op.inputs(), *op.made())), strict=True))
     yield f"{indent}for i{depth} in range({loop.parts}):"
-    yield from _block(loop.graph, outside, f"{indent}    ", depth, loop.parts)
+    yield from _block(loop.graph, numbered, outside, f"{indent}    ", depth, loop.parts)
 
 
 def _merging(op: Op, graph: Graph, name: Name, index: str, parts: int) -> str:
@@ -210,30 +233,19 @@ def compile_step(
         "expect_shape": expect_shape,
     }  # fmt: skip
     trains = any(op.phase == "backward" for op in graph.ops)
-    for op, values in every_op(graph):
-        if op.body is not None:
-            for value in op.made():
-                dtype = Const("dtype", values[value].dtype)
-                namespace[_constant(dtype)] = constant(dtype, device)
-        elif op.target == ARRIVED:
-            namespace[_function(ARRIVED)] = arrived
-        elif op.target not in _OWN and op.target not in (PART, JOIN, REDUCE):
-            # The builtin behind the overload: one Python call less per operator.
-            function = resolve(op.target)._op
-            if trains and op.target in IN_TRAINING:
-                function = torch.enable_grad()(function)
-            if is_collective(op.target):
-                namespace[f"{_function(op.target)}{_BESIDE}"] = (
-                    function if between is None else _followed(function, between)
-                )
-                function = followed_by_wait(function)
-            if between is not None and not op.target.startswith("magis."):
-                function = _followed(function, between)
-            namespace[_function(op.target)] = function
-        for const in _constants((op.args, tuple(a for _, a in op.kwargs))):
-            namespace[_constant(const)] = constant(const, device, generators or {})
-    source = generate(graph)
-    exec(compile(source, _FILE, "exec"), namespace)  # noqa: S102  (our own source, made a line above)
+    lines, _, numbered = _generated(graph)
+    for (target, beside), name in numbered.functions.items():
+        # The builtin behind the overload: one Python call less per operator.
+        function = arrived if target == ARRIVED else resolve(target)._op
+        if trains and target in IN_TRAINING:
+            function = torch.enable_grad()(function)
+        if is_collective(target) and not beside:
+            function = followed_by_wait(function)
+        if between is not None and not target.startswith("magis."):
+            function = _followed(function, between)
+        namespace[name] = function
+    namespace.update({name: constant(each, device, generators or {}) for each, name in numbered.constants.items()})
+    exec(compile("\n".join(lines), _FILE, "exec"), namespace)  # noqa: S102  (our own source, made a line above)
     body = namespace["step"]
 
     def step(tensors: Sequence[Tensor], scalars: Mapping[str, float]) -> tuple[Tensor, ...]:
@@ -256,44 +268,34 @@ def _followed(function: Callable[..., Any], between: Callable[[], None]) -> Call
     return call
 
 
-def _call(op: Op, name: Name, beside: Container[int] = ()) -> str:
+def _call(op: Op, numbered: _Numbered, name: Name, beside: Container[int]) -> str:
     """The line of an operator; ``beside`` is what messages bring that are waited for later."""
-    args = [_arg(arg, name) for arg in op.args] + [f"{key}={_arg(arg, name)}" for key, arg in op.kwargs]
-    function = _OWN.get(op.target) or _function(op.target)
-    if any(value in beside for value in op.made()):
-        function += _BESIDE
-    call = f"{function}({', '.join(args)})"
+    args = [_arg(arg, numbered, name) for arg in op.args]
+    for key, arg in op.kwargs:
+        text = _arg(arg, numbered, name)
+        plain = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
+        args.append(f"{key}={text}" if plain else f"**{{{key!r}: {text}}}")
+    own = _OWN.get(op.target)
+    early = any(value in beside for value in op.made())
+    called = f"{own or numbered.function(op.target, beside=early)}({', '.join(args)})"
+    call = called if own else f"{called}  # {printable(op.target)}{' beside' if early else ''}"
     names = [name(value) if value is not None else "none" for value in op.outputs]
     if not names or (not op.many and names == ["none"]):
         return call
     return f"({', '.join(names)},) = {call}" if op.many else f"{names[0]} = {call}"
 
 
-def _arg(arg: Arg, name: Name) -> str:
+def _arg(arg: Arg, numbered: _Numbered, name: Name) -> str:
     if isinstance(arg, Ref):
         return name(arg.value)
     if isinstance(arg, Scalar):
-        return arg.name
+        return numbered.scalar(arg.name)
     if isinstance(arg, Const):
-        return _constant(arg)
+        return numbered.constant(arg)
     if isinstance(arg, tuple):
-        return f"[{', '.join(_arg(item, name) for item in arg)}]"
+        return f"[{', '.join(_arg(item, numbered, name) for item in arg)}]"
     if isinstance(arg, complex):
         return f"complex({complex_text(arg)!r})"
     if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):  # noqa: PLR0124
         return f"float({str(arg)!r})"
     return repr(arg)
-
-
-def _function(target: str) -> str:
-    return target.replace(".", "_")
-
-
-def _constant(const: Const) -> str:
-    return f"{const.kind}_{const.name}".replace(":", "_").replace(".", "\u00b7")  # paths of generators stay apart
-
-
-def _constants(arg: Arg) -> list[Const]:
-    if isinstance(arg, tuple):
-        return [found for item in arg for found in _constants(item)]
-    return [arg] if isinstance(arg, Const) else []

@@ -114,8 +114,8 @@ def test_a_hidden_message_takes_less_than_one_that_is_waited_for(subject: Subjec
 
 def test_generated_code_sends_early_and_waits_late(subject: Subject) -> None:
     lines = generate(plan(compiled(subject), KEEP)[3]).splitlines()
-    sent = [at for at, line in enumerate(lines) if "_beside(" in line]
-    waited = [at for at, line in enumerate(lines) if line.strip().startswith("magis_arrived(")]
+    sent = [at for at, line in enumerate(lines) if line.endswith(" beside")]
+    waited = [at for at, line in enumerate(lines) if line.endswith("# magis.arrived")]
     assert len(sent) == len(waited) >= LAYERS
     assert any(later - at > 2 for at, later in zip(sent, waited, strict=True))
 

@@ -46,7 +46,7 @@ def no_module() -> tuple[object, ...]:
 
 
 def no_tensors() -> tuple[object, ...]:
-    return nn.Linear(4, 2), (torch.randn(3, 4), 3), (), squared
+    return nn.Linear(4, 2), (torch.randn(3, 4), object()), (), squared
 
 
 def no_loss() -> tuple[object, ...]:

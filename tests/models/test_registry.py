@@ -108,7 +108,7 @@ def test_factories_that_cannot_be_found(path: str, message: str) -> None:
         ("no_tuple", "the factory returned a int; return a magis.api.Workload, (module, inputs, targets, loss_fn), "),
         ("short", "a batch of a Tensor; pass (inputs, targets)"),
         ("no_module", "the module is a str, not an nn.Module"),
-        ("no_tensors", "inputs hold a int, not only tensors"),
+        ("no_tensors", "inputs hold a object, which is no tensor, number, text or container"),
         ("no_loss", "the loss function is a str, not callable"),
         ("class_of_module", "the factory returned the class Linear; call it: Linear()"),
         ("class_of_loss", "the factory returned the class MSELoss; call it: MSELoss()"),

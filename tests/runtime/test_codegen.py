@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -66,7 +67,7 @@ def test_every_tensor_is_forgotten_right_after_its_last_use(name: str) -> None:
         made = assigned(line)
         alive.update(made)
         last_read.update({n: at for n in (*reads, *made) if n.startswith("v") or n == "none"})
-    assert alive - set(scalars(ADAMW, 1)) == kept
+    assert alive - {f"s{number}" for number in range(len(scalars(ADAMW, 1)))} == kept
     for value, at in deleted.items():
         assert at == last_read[value] + 1
 
@@ -87,8 +88,8 @@ def line(args: tuple[Arg, ...], **more: object) -> str:
 @pytest.mark.parametrize(
     ("arg", "text"),
     [
-        (Ref(1), "v1"), (Scalar("neg_lr"), "neg_lr"), (Const("dtype", "float32"), "dtype_float32"),
-        (Const("device", "cuda:0"), "device_cuda_0"), (3, "3"), (-0.0, "-0.0"), (1e-300, "1e-300"), (True, "True"),
+        (Ref(1), "v1"), (Scalar("neg_lr"), "s0"), (Const("dtype", "float32"), "c0"),
+        (Const("device", "cuda:0"), "c0"), (3, "3"), (-0.0, "-0.0"), (1e-300, "1e-300"), (True, "True"),
         (None, "None"), ("a'b", '"a\'b"'), ((), "[]"), ((1, (Ref(1), None)), "[1, [v1, None]]"),
         (math.inf, "float('inf')"), (-math.inf, "float('-inf')"), (math.nan, "float('nan')"),
         ((math.inf,), "[float('inf')]"),
@@ -96,16 +97,16 @@ def line(args: tuple[Arg, ...], **more: object) -> str:
 )  # fmt: skip
 def test_arguments(arg: Arg, text: str) -> None:
     code = generate(one((Ref(1), arg), kwargs=(("out", arg),)))
-    assert f"v2 = aten_add_Tensor(v1, {text}, out={text})" in code
+    assert f"v2 = f0(v1, {text}, out={text})  # aten.add.Tensor" in code
     ast.parse(code)
 
 
 def test_results() -> None:
-    assert line((Ref(1),)) == "v2 = aten_add_Tensor(v1)"
-    assert line((Ref(1),), outputs=(2,), many=True) == "(v2,) = aten_add_Tensor(v1)"
-    assert line((Ref(1),), outputs=(2, None, 3), many=True) == "(v2, none, v3,) = aten_add_Tensor(v1)"
-    assert line((Ref(1),), outputs=(None,)) == "aten_add_Tensor(v1)"
-    assert line((Ref(1),), outputs=()) == "aten_add_Tensor(v1)"
+    assert line((Ref(1),)) == "v2 = f0(v1)  # aten.add.Tensor"
+    assert line((Ref(1),), outputs=(2,), many=True) == "(v2,) = f0(v1)  # aten.add.Tensor"
+    assert line((Ref(1),), outputs=(2, None, 3), many=True) == "(v2, none, v3,) = f0(v1)  # aten.add.Tensor"
+    assert line((Ref(1),), outputs=(None,)) == "f0(v1)  # aten.add.Tensor"
+    assert line((Ref(1),), outputs=()) == "f0(v1)  # aten.add.Tensor"
     assert line((Ref(1),), target="magis.store") == "v2 = host.store(v1)"
 
 
@@ -113,15 +114,16 @@ def test_a_step_without_inputs_or_outputs() -> None:
     graph = replace(one(()), inputs=(), outputs=())
     assert (
         generate(graph)
-        == "def step(tensors, scalars):\n    # forward\n    v2 = aten_add_Tensor()\n    del v2\n    return ()\n"
+        == "def step(tensors, scalars):\n    # forward\n    v2 = f0()  # aten.add.Tensor\n    del v2\n    return ()\n"
     )
     assert generate(replace(graph, ops=())) == "def step(tensors, scalars):\n    return ()\n"
     assert compile_step(replace(graph, ops=()))([], {}) == ()
 
 
 def test_a_module_name_cannot_smuggle_code() -> None:
-    for between in ("\n", "\r\n", "\u2028", "\x0c", "\x00", "\ud800", "\x1b[2K\n", "\x85"):
-        evil = f"x{between}raise SystemExit"
+    """Nor end the source: NUL, halves of characters and marks of direction are written down as numbers."""
+    for apart in ("\n", "\r\n", "\u2028", "\x0c", "\0", "\ud800", "\u202e", "\x1a", "\ufeff", "\x85"):
+        evil = f"x{apart}raise SystemExit"
         graph = one((Ref(1), 1), module=evil)
         assert len(ast.parse(generate(graph)).body[0].body) == 3  # type: ignore[attr-defined]
         assert compile_step(graph)([torch.zeros(4)], {})[0].tolist() == [1.0] * 4
@@ -135,7 +137,7 @@ def test_special_numbers_arrive() -> None:
 
 def test_scalars_are_looked_up_by_name() -> None:
     graph = one((Ref(1), Scalar("b")), kwargs=(("alpha", Scalar("a")),), target="aten.add.Scalar")
-    assert generate(graph).splitlines()[2:4] == ["    a = scalars['a']", "    b = scalars['b']"]
+    assert generate(graph).splitlines()[2:4] == ["    s0 = scalars['b']", "    s1 = scalars['a']"]
     (found,) = compile_step(graph)([torch.ones(4)], {"a": 2.0, "b": 3.0, "unused": 9.0})
     assert found.tolist() == [7.0] * 4
     with pytest.raises(KeyError):
@@ -169,3 +171,52 @@ def test_steps_run_without_autograd() -> None:
     assert weight.tolist() == [1.0] * 4
     assert weight.grad_fn is None
     assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def operators() -> Iterator[None]:
+    """Operators of a user's whose names differ in characters that a plain spelling drops, or are Python's words."""
+    with (
+        torch.library._scoped_library("qa_codegen", "DEF") as one,
+        torch.library._scoped_library("qa", "FRAGMENT") as two,
+        torch.library._scoped_library("qa_b", "FRAGMENT") as three,
+    ):
+        one.define("adds(Tensor x, *, Scalar lambda, Scalar plain) -> Tensor")
+        one.impl(
+            "adds", lambda x, **numbers: x + numbers["lambda"] + 10 * numbers["plain"], "CompositeExplicitAutograd"
+        )
+        for library, name, factor in ((two, "b_c", 2.0), (three, "c", 3.0)):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x, factor=factor: x * factor, "CompositeExplicitAutograd")
+        yield
+
+
+@pytest.mark.usefixtures("operators")
+def test_names_that_look_alike_stay_apart() -> None:
+    graph = one((Ref(1),), "qa.b_c.default")
+    other = Op(1, "qa_b.c.default", (Ref(2),), (), (3,), reads=((2, 0),))
+    (found,) = compile_step(replace(graph, ops=(*graph.ops, other), outputs=(3,)))([torch.ones(4)], {})
+    assert found.tolist() == [6.0] * 4
+    keywords = (("lambda", Scalar("a.b")), ("plain", Scalar("a_b")))
+    (found,) = compile_step(one((Ref(1),), "qa_codegen.adds.default", kwargs=keywords))(
+        [torch.zeros(4)], {"a.b": 1.0, "a_b": 2.0}
+    )
+    assert found.tolist() == [21.0] * 4
+
+
+def test_generators_at_paths_that_look_alike_stay_apart() -> None:
+    paths = ("noise.a", "noise_a", "noise:a", "noise\u00b7a")
+    generators = {path: torch.Generator().manual_seed(seed) for seed, path in enumerate(paths)}
+    graph = one(())
+    draws = tuple(
+        Op(at, "aten.rand.generator", ((4,),), (("generator", Const("generator", path)),), (at + 10,))
+        for at, path in enumerate(paths)
+    )
+    made = {at + 10: Value(at + 10, (4,), (1,), "float32", at + 10) for at in range(len(paths))}
+    storages = {at: Storage(at, 16, "temporary") for at in made}
+    graph = replace(
+        graph, ops=draws, outputs=tuple(made), values=graph.values | made, storages=graph.storages | storages
+    )
+    found = compile_step(graph, generators=generators)([torch.zeros(4)], {})
+    for seed, drawn in enumerate(found):
+        assert same(drawn, torch.rand(4, generator=torch.Generator().manual_seed(seed)))

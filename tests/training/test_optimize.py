@@ -307,7 +307,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str) -> No
     [
         (torch.ones(3), "a batch of a Tensor; pass (inputs, targets)"),
         ((torch.ones(3),), "a batch of 1 values"),
-        ((torch.ones(3), "target"), "targets hold a str, not only tensors"),
+        ((torch.ones(3), object()), "targets hold a object, which is no tensor, number, text or container"),
         ((torch.ones(3, requires_grad=True), torch.ones(3)), "requires a gradient; detach it"),
     ],
 )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from magis.capture import Captured, OptimizerSpec, Workload, capture
 from magis.capture.refusals import check_tensors
 from magis.capture.side_effects import DrawError, observe_step
-from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss
+from magis.capture.workload import as_batch, own_loss, with_keywords, with_loss, with_targets
 from magis.errors import CaptureError, UsageError
 from magis.frontends.checkpointing.policy import (
     LIBRARIES,
@@ -109,7 +109,7 @@ def checkpoint_policy(
         with_keywords(whole, given),
         given.inputs,
         given.targets,
-        loss or own_loss,
+        with_targets(loss, given) or own_loss,
         OptimizerSpec("gradients"),
     )
     paths = tuple(blocks) if blocks is not None else blocks_of(module)

@@ -1,0 +1,397 @@
+"""Proof that a graph is a plan of a step, whoever made the graph: both are followed operator by operator, and compared.
+
+    y = relu(x); z = mul(y, 2)      ->      y = relu_(x)  |  store y, load y  |  loop { join(relu(part(x))) }
+
+What lies in a storage is a *term*: the call that made it, on the terms of what that took. Following a graph in its
+order, every call's term says all that its numbers hang on: operator, literals, contents of the tensors at that moment,
+state of the generators. In-place and out forms stand for the plain operators, loops are undone into whole calls
+(``magis.fission.proof``), copies to the host, repetitions and waits change no term. A plan may hold calls of the step
+alone; it returns the same terms and leaves the same ones in weights, state, buffers and generators.
+
+What a call writes is read off its schema, what is a window off the step: nothing that the graph says of itself is
+believed. Steps whose calls were merged by rules are compared in that form, which is made anew from the captured step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from magis.cost.shapes import describe
+from magis.errors import VerifyError
+from magis.fission.proof import Likely, whole_calls
+from magis.graph import ARRIVED, Arg, Const, Graph, Loop, Op, Ref, Storage, Value, every_op, verify
+from magis.graph.hazards import fills
+from magis.graph.loop_rules import JOIN, LOOP, PART, REDUCE
+from magis.ops.generators import DRAW_STATE, GET_STATE
+from magis.ops.operators import op_info
+from magis.ops.plain_calls import commutes, plain_form, refs, text_of, written
+from magis.planner.subject import Subject
+from magis.report.text_store import UNSOUND
+from magis.rewrite.rules.rule_table import aggregated
+
+Looks: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], str, int, tuple[str, ...]]
+"""Shape, strides, data type, offset and bits of a window on a storage."""
+Moves: TypeAlias = dict[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Operator and literals of a call -> storages of the generators that it draws from, and of those that it moves."""
+_BORDER = (PART, JOIN, REDUCE)
+_OF_PLANS = ("magis.store", "magis.load", "magis.wait", ARRIVED, "magis.rng_save", "magis.rng_enter", "magis.rng_leave")
+_WINDOW = "aten.as_strided.default"
+
+
+def verify_plan(graph: Graph, subject: Subject) -> None:
+    """Raise VerifyError, naming the first operator or result that is another one, unless the graph is a plan of the
+    subject's step."""
+    verify(graph)
+    largest = subject.original_with({}).peak_bytes
+    for storages in (graph.storages, *(op.body.graph.storages for op, _ in every_op(graph) if op.body is not None)):
+        if any(storage.nbytes > largest for storage in storages.values()):
+            raise VerifyError("it needs more memory for one tensor than the original for all")
+    looped = any(op.body is not None for op in graph.ops)
+    forms: list[Callable[[], Graph]] = [lambda: subject.untangled, lambda: subject.normal]
+    if looped:
+        forms = [lambda: subject.aggregated, lambda: aggregated(subject.untangled)[0], *forms]
+    else:
+        forms.reverse()
+    first: VerifyError | None = None
+    for form in forms:
+        try:
+            prove(graph, form(), drawn=subject.captured.drawn)
+        except UNSOUND as error:  # also calls with arguments that nobody could have written
+            first = first or VerifyError(" ".join(str(error).split())[:300])
+        else:
+            return
+    if first is not None:
+        raise first
+
+
+def prove(graph: Graph, step: Graph, *, drawn: bool = False) -> None:
+    """Raise VerifyError unless the verified graph computes what the step computes, by the step's own calls.
+
+    Of a step that has ``drawn`` on the host, contents of constants may be others.
+    """
+    terms = Terms()
+    known = Followed(step, terms, drawn=drawn)
+    ours = {plain_form(op)[0].target for op in step.ops}
+    for op, _ in every_op(graph):
+        if op.target not in (*_OF_PLANS, *_BORDER, LOOP, _WINDOW) and plain_form(op)[0].target not in ours:
+            raise VerifyError(f"it holds {op.target}, which its step has not")
+    found = Followed(graph, terms, drawn=drawn, step=known)
+    for number, (one, other) in enumerate(zip(found.results, known.results, strict=False)):
+        if one != other:
+            raise VerifyError(f"its result {number} is another one than the step's")
+    if len(found.results) != len(known.results):
+        raise VerifyError(f"it returns {len(found.results)} tensors, the step {len(known.results)}")
+    for name, contents in known.left.items():
+        if found.left.get(name) != contents:
+            raise VerifyError(f"it leaves {name} otherwise than the step")
+    for term, op in known.effects.items():
+        if term not in found.calls:
+            raise VerifyError(f"it leaves out {op.target}")
+
+
+class Terms:
+    """Numbers of terms: equal terms have equal numbers."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def __call__(self, *parts: object) -> int:
+        return self._known.setdefault(parts, len(self._known))
+
+
+class Followed:
+    """A graph, followed from its inputs to its results. With a ``step``, VerifyError for what is none of that."""
+
+    def __init__(self, graph: Graph, terms: Terms, *, drawn: bool, step: Followed | None = None) -> None:
+        self._terms, self._step = terms, step
+        self._values, self._storages = dict(graph.values), dict(graph.storages)
+        self._contents: dict[int, int] = {}  # of storages
+        self._repeats: dict[int, int] = {}  # operator of the step that others repeat -> term of its call
+        self.calls: set[int] = set()
+        self.made: set[tuple[object, ...]] = set()
+        """Terms of calls with the position of a result and what that looks like."""
+        self.effects: dict[int, Op] = {}
+        """Calls that make nothing, or that are no torch's own and may do more than they say."""
+        self.likely: Likely = frozenset((value.shape, value.dtype) for value in graph.values.values())
+        names = self._inputs(graph, drawn=drawn)
+        # From which generators a call draws, and which it moves: of all calls that look like it
+        self.moves: Moves = self._generators(graph) if step is None else step.moves
+        self.own: dict[tuple[Arg, ...], int] = _own_generators(graph) if step is None else step.own
+        self._states: dict[int, int] = {}  # storages of saved states -> what the generator held
+        for op in graph.ops:
+            self._follow(op)
+        self.results = [(self._read(value), _looks(self._values[value])) for value in graph.outputs]
+        self.left = {name: self._contents.get(storage) for name, storage in names.items()}
+        """Contents by what stays: names of inputs, generators."""
+
+    # -- what is there before the step ------------------------------------------------------------------------------
+
+    def _inputs(self, graph: Graph, *, drawn: bool) -> dict[str, int]:
+        """Contents of what is there before the step; the storages, by the names of what lies on them."""
+        on: dict[int, list[tuple[str, str, Looks]]] = {}
+        for number in graph.inputs:
+            value = graph.values[number]
+            data = "" if drawn or number not in graph.constants else repr(graph.constants[number])
+            on.setdefault(value.storage, []).append((value.name, data, _looks(value)))
+        names: dict[str, int] = {}
+        for storage in graph.storages.values():
+            if storage.id in on:
+                given = tuple(sorted(on[storage.id]))
+                self._contents[storage.id] = self._terms("given", storage.kind, storage.nbytes, given)
+                names[", ".join(name for name, _, _ in given)] = storage.id
+            elif storage.kind == "generator":
+                self._contents[storage.id] = self._terms("generator", storage.id)
+                names[f"generator {storage.id}"] = storage.id
+            elif storage.persistent:
+                raise VerifyError(f"storage {storage.id} is there before the step, but nothing lies on it")
+        if len(names) < len(self._contents):
+            raise VerifyError("two of its inputs have one name")
+        if self._step is not None:
+            expected = self._step.left.keys()
+            for name in sorted(names.keys() ^ expected):
+                raise VerifyError(f"it works {'on' if name in names else 'without'} {name}, its step does not")
+        return names
+
+    def _generators(self, graph: Graph) -> Moves:
+        found: dict[tuple[str, str], tuple[set[int], set[int]]] = {}
+        for op in graph.ops:
+            moved = {s for s, _ in op.writes if graph.storages[s].kind == "generator"}
+            read = {s for s, _ in op.reads if graph.storages[s].kind == "generator"}
+            plain, _ = plain_form(op)
+            drawn = moved | (read if op.target in (GET_STATE, DRAW_STATE) else set())
+            if drawn:
+                entry = found.setdefault((plain.target, text_of(plain)), (set(), set()))
+                entry[0].update(drawn)
+                entry[1].update(moved)
+        return {key: (tuple(sorted(drawn)), tuple(sorted(moved))) for key, (drawn, moved) in found.items()}
+
+    # -- one operator after the other -------------------------------------------------------------------------------
+
+    def _wrong(self, op: Op, text: str) -> None:
+        """VerifyError in a graph that is compared with a step; what the step does is right."""
+        if self._step is not None:
+            raise VerifyError(f"operator {op.id} ({op.target}) {text}")
+
+    def _read(self, value: int) -> int:
+        """The contents of a value as they are now."""
+        looks = self._values[value]
+        if looks.storage not in self._contents:
+            raise VerifyError(f"value {value} lies on storage {looks.storage}, which holds nothing then")
+        return self._terms("window", self._contents[looks.storage], _looks(looks))
+
+    def _follow(self, op: Op) -> None:
+        if op.body is not None:
+            self._loop(op, op.body)
+        elif op.target in _OF_PLANS:
+            self._of_plans(op)
+        elif not self._is_window(op):
+            self._call(op)
+
+    def _is_window(self, op: Op) -> bool:
+        """A window by its own numbers, as plans open them on what they load from the host."""
+        match op.args, op.outputs:
+            case (Ref(base), tuple(shape), tuple(stride), int(offset)), (int(made),) if op.target == _WINDOW:
+                taken, value = self._values[base], self._values[made]
+                same = value.storage == taken.storage and _looks(value) == (shape, stride, taken.dtype, offset, ())
+                plain = not (op.kwargs or op.writes or op.many or taken.bits)
+                return self._step is not None and same and plain
+        return False
+
+    def _call(self, op: Op, *, whole: bool = False) -> None:
+        """An operator of torch; ``whole``, as the parts of a loop make it up: on memory of its own."""
+        plain, over = plain_form(op)
+        taken, text = plain.inputs(), text_of(plain)
+        terms = [self._read(value) for value in taken]
+        if commutes(plain, self._values):
+            terms.sort()
+        drawn, moved = self.moves.get((plain.target, text), ((), ()))
+        states = tuple(self._contents[storage] for storage in drawn)
+        outputs = tuple(value is not None for value in op.outputs)
+        term = self._terms("call", plain.target, text, tuple(terms), states, op.phase, op.many, outputs)
+        if self._step is not None and term not in self._step.calls:
+            self._wrong(op, "is no call of the step: its operator, a literal or the contents of a tensor are others")
+        if not whole:
+            if self._repeats.setdefault(op.id if op.origin is None else op.origin, term) != term:
+                self._wrong(op, f"repeats operator {op.origin}, which is another call")
+            self._write(op, over, term)
+        for storage in moved:
+            self._contents[storage] = self._terms("moved", term, storage)
+        fresh: dict[int, int] = {}
+        for position, value in enumerate(op.outputs):
+            if value is not None:
+                looks = self._make(op, (term, position), value, taken, over, fresh)
+                self.made.add((term, position, looks))
+                if self._step is not None and (term, position, looks) not in self._step.made:
+                    self._wrong(op, f"makes value {value} with other sizes, or on other memory, than the step")
+        self.calls.add(term)
+        if not op.made() or not op.target.startswith("aten."):
+            self.effects[term] = op
+
+    def _write(self, op: Op, over: int | None, term: int) -> None:
+        """New contents of what a call writes, which must be what it says that it writes."""
+        statistics = [value for at in op_info(op.target).undeclared_writes(op.args) for value in refs(op.args[at])]
+        declared = [over] if over is not None else written(op)
+        changed = {self._values[value].storage for value in (*declared, *statistics)}
+        said = {storage for storage, _ in op.writes if self._storages[storage].kind != "generator"}
+        if said != changed:
+            self._wrong(op, f"says that it writes {sorted(said)} of the storages, and writes {sorted(changed)}")
+        for number, value in enumerate((*declared, *statistics)):
+            looks = self._values[value]
+            new = self._terms("made", term, 0 if over is not None and number == 0 else ("written", number))
+            if number >= len(declared) or not fills(looks, self._storages[looks.storage]):
+                new = self._terms("into", self._contents.get(looks.storage), _looks(looks), new)
+            self._contents[looks.storage] = new
+
+    def _make(
+        self, op: Op, made: tuple[int, int], number: int, taken: Sequence[int], over: int | None, fresh: dict[int, int]
+    ) -> tuple[object, ...]:
+        """A result: what tells it from others, and its contents where it is memory of its own."""
+        value = self._values[number]
+        storage, looks = self._storages[value.storage], _looks(value)
+        alone = "fresh", looks, storage.nbytes, storage.kind
+        if over is not None and self._values[over].storage == storage.id:
+            if looks != _looks(self._values[over]):
+                self._wrong(op, f"makes value {number}, which is not what it writes over")
+            return alone if fills(value, storage) else ("through", looks)
+        for position, base in enumerate(taken):
+            if self._values[base].storage == storage.id:
+                return "on", position, looks
+        if storage.id in fresh:
+            return "with", fresh[storage.id], looks
+        if storage.id in self._contents:
+            self._wrong(op, f"makes value {number} on storage {storage.id}, which holds something else")
+        fresh[storage.id] = made[1]
+        self._contents[storage.id] = self._terms("made", *made)
+        return alone
+
+    # -- what plans are made of -------------------------------------------------------------------------------------
+
+    def _of_plans(self, op: Op) -> None:
+        match op.target, op.args, op.outputs:
+            case _ if op.kwargs or op.writes or op.many or op.random:
+                pass
+            case "magis.store", (Ref(value),), (int(copy),) if self._copies(value, copy, "host"):
+                return
+            case "magis.load", (Ref(value),), (int(copy),) if self._copies(value, copy, "temporary"):
+                return
+            case "magis.wait", (Ref(value), Ref(copy)), () if self._frees(value, copy):
+                return
+            case "magis.arrived", (Ref(), *rest), () if all(isinstance(each, Ref) for each in rest):
+                return
+            case "magis.rng_save", own, (int(kept),) if self._keeps(own, kept):
+                return
+            case "magis.rng_enter", (Ref(state), *own), (int(kept),) if self._keeps(own, kept):
+                if self._sets(own, state):
+                    return
+            case "magis.rng_leave", (Ref(state), *own), () if self._sets(own, state):
+                return
+        self._wrong(op, "is not called as plans call it")
+
+    def _copies(self, source: int, made: int, kind: str) -> bool:
+        one, other = self._values[source], self._values[made]
+        before, after = self._storages[one.storage], self._storages[other.storage]
+        alike = _looks(one) == _looks(other) and before.nbytes == after.nbytes and fills(one, before)
+        if not alike or after.kind != kind or after.id in self._contents or before.id not in self._contents:
+            return False
+        self._contents[after.id] = self._contents[before.id]
+        return True
+
+    def _frees(self, value: int, copy: int) -> bool:
+        """The memory of what was copied to the host."""
+        storage, host = self._storages[self._values[value].storage], self._values[copy].storage
+        kept = self._contents.pop(storage.id, None) if storage.kind == "temporary" else None
+        return kept is not None and kept == self._contents.get(host)
+
+    def _keeps(self, own: Sequence[Arg], number: int) -> bool:
+        """The state of a generator."""
+        generator, storage = self.own.get(tuple(own)), self._values[number].storage
+        if generator is None or storage in self._contents:
+            return False
+        self._states[storage] = self._contents[generator]
+        self._contents[storage] = self._terms("state", self._contents[generator])
+        return True
+
+    def _sets(self, own: Sequence[Arg], number: int) -> bool:
+        """A generator to a state that was kept."""
+        generator, storage = self.own.get(tuple(own)), self._values[number].storage
+        if generator is None or storage not in self._states:
+            return False
+        self._contents[generator] = self._states[storage]
+        return True
+
+    # -- loops ------------------------------------------------------------------------------------------------------
+
+    def _loop(self, op: Op, loop: Loop) -> None:
+        """The whole calls that a loop makes up, each on memory of its own, then its results with their contents."""
+        self._check_body(loop.graph)
+        known = dict(self._values)
+        results: dict[int, int] = {}
+        for each in whole_calls(op, known, self.likely if self._step is None else self._step.likely):
+            if each.target == "magis.alias":
+                results[each.made()[0]] = results.get(each.inputs()[0], each.inputs()[0])
+            else:
+                self._call(self._sized(replace(plain_form(each)[0], reads=(), writes=())), whole=True)
+        left: dict[int, int] = {}
+        for number, source in results.items():
+            value, whole = self._values[number], self._values[source]
+            storage, other = self._storages[value.storage], self._storages[whole.storage]
+            if _looks(value) != _looks(whole) or storage.nbytes != other.nbytes or not fills(whole, other):
+                self._wrong(op, f"makes value {number} with other sizes than the step")
+            left[storage.id] = self._contents[other.id]
+        for storage_id, _ in op.writes:  # memory that it uses up: none of what was there is there any more
+            self._contents[storage_id] = self._terms("used up", op.id)
+        self._contents |= left
+
+    def _sized(self, op: Op) -> Op:
+        """The operator, with what it makes as large as it makes it."""
+        taken = op.inputs()
+        for number, made in zip(op.outputs, describe(op, self._values), strict=True):
+            if number is None or made is None:
+                continue
+            if made.base is None:
+                storage, offset = max(self._storages) + 1, made.offset
+                self._storages[storage] = Storage(storage, made.nbytes, "temporary")
+            else:
+                base = self._values[taken[made.base]]
+                storage, offset = base.storage, made.offset_on(base)
+            self._values[number] = Value(number, made.shape, made.stride, made.dtype, storage, offset, bits=made.bits)
+        return op
+
+    def _check_body(self, body: Graph) -> None:
+        """Operators write what they say, and take no value whose memory was written since it was made: then values
+        stand for their contents, which is what undoing a loop goes by."""
+        writes: dict[int, int] = {}  # storage -> how often it was written
+        opened: dict[int, int] = {}  # value -> how often its storage was by then
+        for op in body.ops:
+            if op.body is not None:
+                self._check_body(op.body.graph)
+            for value in op.inputs()[op.target in (JOIN, REDUCE) :]:
+                if writes.get(body.values[value].storage, 0) != opened.get(value, 0):
+                    self._wrong(op, f"takes value {value} of a loop, whose memory was written since")
+            if op.body is None and op.target not in (*_OF_PLANS, *_BORDER):
+                _, over = plain_form(op)
+                changed = {body.values[value].storage for value in ([over] if over is not None else written(op))}
+                if changed != {storage for storage, _ in op.writes} or op_info(op.target).undeclared_writes(op.args):
+                    self._wrong(op, "writes otherwise than it says")
+            for storage, _ in op.writes:
+                writes[storage] = writes.get(storage, 0) + 1
+            opened |= {value: writes.get(body.values[value].storage, 0) for value in op.made()}
+
+
+def _looks(value: Value) -> Looks:
+    return value.shape, value.stride, value.dtype, value.offset, value.bits
+
+
+def _own_generators(graph: Graph) -> dict[tuple[Arg, ...], int]:
+    """Storages of generators by how calls name them: not at all, if it is the device's."""
+    found: dict[tuple[Arg, ...], int] = {}
+    for op in graph.ops:
+        if op.random:
+            given = (*op.args, *(arg for _, arg in op.kwargs))
+            named = tuple(arg for arg in given if isinstance(arg, Const) and arg.kind == "generator")
+            for storage, _ in op.writes:
+                if graph.storages[storage].kind == "generator":
+                    found[named] = storage
+    return found
