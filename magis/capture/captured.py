@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
-from magis.capture.hollow import Hollow, Made, hollow, hollow_like, on_storage
+from magis.capture.hollow import Hollow, Made, hollow, hollow_like, is_hollow, on_storage
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_state import (
     CACHED,
@@ -293,8 +293,16 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
         if storage._cdata not in memory:
-            memory[storage._cdata] = storage.clone()
+            memory[storage._cdata] = _filled(storage, tensor.dtype) if is_hollow(tensor) else storage.clone()
     return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
+
+
+def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
+    """As much memory with made-up numbers in place of unknown ones: small positive floats, whole numbers 0."""
+    made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
+    return made.untyped_storage()
 
 
 def _recorded(

@@ -18,9 +18,10 @@ from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.lower_bound import LowerBound, floor, with_behind
 from magis.graph import Graph, digest, verify
-from magis.planner.conformance import MOST_BYTES, conformance
+from magis.planner.conformance import conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
 from magis.planner.shared_searches import Sharing
+from magis.planner.smaller_steps import MOST_BYTES, held_bytes, tensors_of
 from magis.planner.steps_of_ranks import in_order_ns, sends
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
 from magis.planner.workload_source import Memo, Source, too_slow
@@ -78,9 +79,9 @@ class Subject(TracedModel):
         if self.too_slow:
             return f"not checked: {self.too_slow}"
         on_cpu = self.captured if self.kind == "cpu" else None
-        weights = sum(p.numel() * p.element_size() for p in self.traced.module.parameters())
+        held = held_bytes(self.traced.module.parameters() if self.runs else tensors_of(self.traced))
         try:
-            work = self._settled if 4 * weights <= MOST_BYTES else self.traced
+            work = self._settled if 4 * held <= MOST_BYTES else self.traced
         except UsageError as error:
             if self.runs:
                 raise
@@ -88,7 +89,7 @@ class Subject(TracedModel):
         cast = autocast_type(self._asked.dtype)
         mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
         said, found = conformance(
-            work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
+            work, on_cpu, self._step_bytes, autocast=cast, start=self._asked.start, heard=self._heard, mends=mends
         )
         if on_cpu is not None and found is not None and found is not on_cpu:
             found = self.followed(found, work)

@@ -23,7 +23,7 @@ from magis.errors import CaptureError
 from magis.graph import Graph, Op, Value, every_op, verify
 from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
-from magis.planner.conformance import MOST_BYTES
+from magis.planner.smaller_steps import MOST_BYTES
 from magis.planner.workload_source import Source, own_dtype, would_change
 from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
 from magis.runtime.steps import GraphStep
