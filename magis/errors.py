@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["BaselineError", "CaptureError", "MagisError", "UsageError", "VerifyError", "nearest"]
+__all__ = ["BaselineError", "CaptureError", "FactoryError", "MagisError", "UsageError", "VerifyError", "nearest"]
 
 
 class MagisError(Exception):
@@ -29,6 +29,10 @@ class UsageError(MagisError):
 
     The plugin answers with one line and pytest's exit code 4, before a case runs or a file is written.
     """
+
+
+class FactoryError(UsageError):
+    """A function that should make a workload failed or ended the process; what one returns is another matter."""
 
 
 class BaselineError(UsageError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -245,11 +245,13 @@ def record_eager(
     explicit_attention: bool = False,
     autocast: str | None = None,
     expects: bool = False,
+    within: AbstractContextManager[object] | None = None,
 ) -> Captured:
     """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
 
     The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
     of the result is what a capture cannot know; with ``expects``, the whole numbers that Python reads are in the graph.
+    Hollow tensors are run on made-up numbers. The step runs ``within`` a further mode, where one is given.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast)
@@ -261,7 +263,7 @@ def record_eager(
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
-        with listener:
+        with listener, within or nullcontext():
             found = _recorded(step, recorder, stand)
         return replace(found, heard=listener.heard())
 
