@@ -24,7 +24,7 @@ from magis.planner.shared_searches import Sharing
 from magis.planner.smaller_steps import MOST_BYTES, held_bytes, tensors_of
 from magis.planner.steps_of_ranks import in_order_ns, sends
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
-from magis.planner.workload_source import Memo, Source, too_slow
+from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
@@ -351,8 +351,11 @@ class Subject(TracedModel):
         """Why a step that fits is not run: it would take too long. Empty: it would not."""
         if self._asked.running_seconds == math.inf:
             return ""
-        fits = self.kind == "cpu" and self.predicted_bytes <= self.free_bytes
-        return too_slow(self.eager, self._asked.running_seconds) if fits else ""
+        if self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
+            return ""
+        seconds = self._asked.running_seconds
+        expected = self.expected_seconds(self.captured.original.graph, seconds / STEPS)
+        return expected_too_slow(expected, seconds) or too_slow(self.eager, seconds)
 
     @cached_property
     def may_run(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from magis.errors import CaptureError, FactoryError, UsageError
 from magis.graph import Graph, Op, Value, every_op, verify
 from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
-from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, smaller_step, tensors_of
+from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, seconds_on_cpu, smaller_step, tensors_of
 from magis.planner.workload_source import Source, own_dtype, would_change
 from magis.progress import Progress
 from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
@@ -33,6 +34,8 @@ from magis.simulate.compiled_problem import redo_form
 from magis.strategies.single_device import Local
 from magis.units import format_bytes
 
+QUICK_SECONDS = 1.0
+"""Of a step that is run to see how fast this machine is."""
 MOST_GUESSES = 1 << 12
 """Branches on data of a step whose size is looked for."""
 
@@ -219,6 +222,24 @@ class TracedModel:
         verify(found.original.graph)
         return found
 
+    def expected_seconds(self, graph: Graph, most: float) -> float:
+        """Seconds of a step on this CPU: as its operators say where that is at most ``most``, else as long as a smaller
+        one takes, and as much longer as its operators say."""
+        expected = seconds_on_cpu(graph)
+        if expected <= most:
+            return expected
+        explicit, cast = self.traced.explicit_attention, autocast_type(self._asked.dtype)
+        looked_at = partial(_capture_for_cpu, explicit, cast, self._heard)
+        with smaller_step(self.traced, looked_at, most_seconds=min(most, QUICK_SECONDS)) as small, generators_kept():
+            if small is None:
+                return expected
+            begun = time.thread_time()
+            try:
+                record_eager(*small.work.parts, explicit_attention=explicit, autocast=cast)
+            except CaptureError:  # said where the step is run for its own sake
+                return expected
+            return expected * (time.thread_time() - begun) / small.seconds
+
     def followed(self, captured: Captured, workload: Workload) -> Captured:
         """A captured step with the optimizer that runs by itself behind it, where there is one."""
         own = workload.optimizer.own
@@ -271,7 +292,7 @@ class TracedModel:
         return self.traced.blocks
 
 
-def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard, work: Workload) -> Captured:
+def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:
     return capture(*work.parts, explicit_attention=explicit, autocast=cast, heard=heard)
 
 
