@@ -349,11 +349,9 @@ class Subject(TracedModel):
     @cached_property
     def too_slow(self) -> str:
         """Why a step that fits is not run: it would take too long. Empty: it would not."""
-        if self._asked.running_seconds == math.inf:
-            return ""
-        if self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
-            return ""
         seconds = self._asked.running_seconds
+        if seconds == math.inf or self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
+            return ""
         expected = self.expected_seconds(self.captured.original.graph, seconds / STEPS)
         return expected_too_slow(expected, seconds) or too_slow(self.eager, seconds)
 

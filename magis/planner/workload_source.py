@@ -73,9 +73,8 @@ def expected_too_slow(expected: float, seconds: float) -> str:
     """The same of a step that would take so many seconds, which nobody has run; empty where it is worth a try."""
     if expected <= COLD * seconds / STEPS:
         return ""
-    return (
-        f"a step would take about {expected:.3g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
-    )
+    about = float(f"{expected:.2g}")
+    return f"a step would take about {about:g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
 
 
 def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
