@@ -95,8 +95,8 @@ def main() -> int:
         print(json.dumps(one(names[0], given.budget)))
         return 0
     failed: list[str] = []
-    printed(head(), "")
-    printed(rows(names, given.budget, given.most_gib, given.stop_gib, failed), "")
+    printed(head())
+    printed(rows(names, given.budget, given.most_gib, given.stop_gib, failed))
     return 1 if failed else 0
 
 

@@ -27,6 +27,7 @@ from magis.ops.generators import generators_kept
 from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, seconds_on_cpu, smaller_step, tensors_of
 from magis.planner.workload_source import Source, own_dtype, would_change
 from magis.progress import Progress
+from magis.runtime.measure import trim
 from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
 from magis.runtime.steps import GraphStep
 from magis.runtime.storage_ledger import BoundedLedger, OverrunError
@@ -115,13 +116,14 @@ class TracedModel:
         if not found.left:
             return found
         self._settles = True
-        if CACHES in found.left:
-            self.__dict__["traced"] = self._with_numbers("the step fills caches of functions from fake tensors")
+        if CACHES in found.left and not self.simulated_only:
+            self.__dict__["traced"] = self.workload
         before = whole_numbers(self.traced)
-        settle(self.traced)
-        if self._heard is not None:
-            self._listen()
-        found = self._captured(self.traced)
+        with caches_kept() as caches:
+            settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
+            if self._heard is not None:
+                self._listen()
+            found = self._captured(self.traced)
         put_back(before, found.left)
         return found
 
@@ -150,13 +152,10 @@ class TracedModel:
         """Run the real workload once, for the ways that its branches take; a smaller one where that is too much beside
         a simulated step, which tells truth values alone."""
         work = self.workload
-        if not self.simulated_only:
-            self._heard = self._told(work)
-            return
-        room = MOST_BYTES - 2 * held_bytes(tensors_of(work))
         try:
-            self._heard = self._told(work, BoundedLedger(room, MOST_SECONDS))
+            self._heard = self._told(work, self._bounded(work))
         except OverrunError:
+            trim()
             self._heard = self._told_by_smaller(work)
             if self._heard is None:
                 most = f"{format_bytes(MOST_BYTES)} or {MOST_SECONDS:.0f} s"
@@ -164,6 +163,11 @@ class TracedModel:
                     f"numbers or shapes hang on data, and running the step for them takes more than {most} here",
                     hint="choose a smaller batch, or fixed shapes (torch.where)",
                 ) from None
+
+    def _bounded(self, work: Workload) -> BoundedLedger | None:
+        """What bounds a step that is run beside a simulated one; None: that is no such step."""
+        room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # scratch of its operators is seen by nobody
+        return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
 
     def _told(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
         explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
