@@ -33,7 +33,8 @@ class Block(nn.Module):
             query, key, value, is_causal=self.causal, dropout_p=self.dropout if self.training else 0.0
         )
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return out
 
 
 @lru_cache(maxsize=8)
@@ -90,7 +91,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.router(x).softmax(-1).unbind(-1)
-        return x + sum(share.unsqueeze(-1) * expert(x) for share, expert in zip(shares, self.experts, strict=False))
+        out: Tensor = x + sum(
+            share.unsqueeze(-1) * expert(x) for share, expert in zip(shares, self.experts, strict=False)
+        )
+        return out
 
 
 class Vit(nn.Module):
@@ -201,7 +205,8 @@ class TwoTowers(nn.Module):
         self.tower = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        return self.tower(self.users(users)) @ self.tower(self.items(items)).T
+        out: Tensor = self.tower(self.users(users)) @ self.tower(self.items(items)).T
+        return out
 
 
 def _lm(batch: int, length: int, *sizes: int, loss: str = "labels", half: bool = True, **more: Any) -> Parts:

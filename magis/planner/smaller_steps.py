@@ -196,7 +196,7 @@ class _Shrinking:
                 continue
             rows = [[*row] for _, row in groupby(container.named_children(), key=lambda child: _form(child[1]))]
             kept = [child for row in rows for child in (row[:FEW] if _form(row[0][1])[1] else row)]
-            if len(kept) < len(container):
+            if len(kept) < sum(map(len, rows)):
                 most = max(most, *map(len, rows))
                 self._undone.callback(vars(container).update, _modules=vars(container)["_modules"])
                 fewer = {str(number) if listed else name: module for number, (name, module) in enumerate(kept)}
