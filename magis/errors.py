@@ -10,7 +10,16 @@ from collections.abc import Sequence
 
 from magis.printable import printable
 
-__all__ = ["BaselineError", "CaptureError", "MagisError", "PartialUpdateError", "UsageError", "VerifyError", "nearest"]
+__all__ = [
+    "BaselineError",
+    "CaptureError",
+    "FactoryError",
+    "MagisError",
+    "PartialUpdateError",
+    "UsageError",
+    "VerifyError",
+    "nearest",
+]
 
 
 class MagisError(Exception):
@@ -30,6 +39,10 @@ class UsageError(MagisError):
 
     The plugin answers with one line and pytest's exit code 4, before a case runs or a file is written.
     """
+
+
+class FactoryError(UsageError):
+    """A function that should make a workload failed or ended the process; what one returns is another matter."""
 
 
 class BaselineError(UsageError):

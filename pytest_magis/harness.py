@@ -131,12 +131,17 @@ def pytest_magis_front(case: Case, config: pytest.Config, make: Callable[[int], 
 
 
 def check_with_magis(
-    case: Case, config: pytest.Config, *, keep: bool, make: Callable[[int], Workload] | None = None
+    case: Case,
+    config: pytest.Config,
+    *,
+    keep: bool,
+    make: Callable[[int], Workload] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> None:
     """Check a case's model through `magis.api`; `keep` the capture for cases that run in this process."""
     from magis.api import check_case
 
-    check_case(case, cache=_bench(config) if keep else None, make=make)
+    check_case(case, cache=_bench(config) if keep else None, make=make, progress=progress)
 
 
 def recipe(name: str, function: Callable[[], object], optimizer: object) -> Callable[[int], Workload]:

@@ -70,7 +70,7 @@ def judged(config: pytest.Config, gate: Gate, planned: PlannedCase, live: Live |
             if progress is not None:
                 progress("capturing")
             if make is not None and runs_every_case(config):
-                check_with_magis(planned.case, config, keep=True, make=make)
+                check_with_magis(planned.case, config, keep=True, make=make, progress=progress)
             result = measure(config, planned.model, planned.case, hand_back, bounds, progress, make, rough=rough)
         verdict = verdict_on(gate, planned, result, tolerances)
         if not verdict.passed:
@@ -168,7 +168,7 @@ def check_factories(config: pytest.Config, gate: Gate, node_ids: Collection[str]
             warnings.simplefilter("ignore")  # the case gives them again
             if progress is not None:
                 progress("checking the model")
-            problem = _problem(config, planned, keep=keep)
+            problem = _problem(config, planned, progress, keep=keep)
         if problem is not None:
             raise pytest.UsageError(problem)
 
@@ -201,9 +201,11 @@ def _distinct(cases: Collection[PlannedCase], chosen: Collection[str]) -> Iterat
             yield planned
 
 
-def _problem(config: pytest.Config, planned: PlannedCase, *, keep: bool) -> str | None:
+def _problem(
+    config: pytest.Config, planned: PlannedCase, progress: Callable[[str], None] | None, *, keep: bool
+) -> str | None:
     call = pytest.CallInfo.from_call(
-        lambda: check_with_magis(planned.case, config, keep=keep),
+        lambda: check_with_magis(planned.case, config, keep=keep, progress=progress),
         when="setup",
         reraise=(KeyboardInterrupt, pytest.exit.Exception),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from magis.capture.autocast import as_on_cuda, device_forms
 from magis.capture.autocast import autocast as casting
 from magis.capture.eager_run import Heard, Listener, by_element, readers_replaced
-from magis.capture.hollow import Hollow, Made, hollow, hollow_like, on_storage
+from magis.capture.hollow import Hollow, Made, hollow, hollow_like, is_hollow, on_storage
 from magis.capture.optimizer_rule import Apart
 from magis.capture.python_objects import find
 from magis.capture.python_state import (
@@ -254,11 +254,13 @@ def record_eager(
     explicit_attention: bool = False,
     autocast: str | None = None,
     expects: bool = False,
+    within: AbstractContextManager[object] | None = None,
 ) -> Captured:
     """The same of forward, loss and backward as the CPU really runs them, on copies of the tensors.
 
     The graph ends before the update. Modules, tensors and the random-number generator are left as they were. ``heard``
     of the result is what a capture cannot know; with ``expects``, the whole numbers that Python reads are in the graph.
+    Hollow tensors are run on made-up numbers. The step runs ``within`` a further mode, where one is given.
     """
     rule = replace(rule, kind="none" if rule.kind == "none" else "gradients", groups=())
     step = _Step(module, inputs, targets, loss_fn, rule, explicit_attention, autocast)
@@ -271,8 +273,8 @@ def record_eager(
         stack.enter_context(WritesUndone())
         if expects:
             stack.enter_context(readers_replaced(by_element))
-        with listener:
-            seen: list[Tensor] = []
+        seen: list[Tensor] = []
+        with listener, within or nullcontext():
             found = _recorded(step, recorder, stand, seen=seen)
         return replace(found, heard=listener.heard(), seen=tuple(seen))
 
@@ -305,8 +307,16 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for tensor in tensors.values():
         storage = tensor.untyped_storage()
         if storage._cdata not in memory:
-            memory[storage._cdata] = storage.clone()
+            memory[storage._cdata] = _filled(storage, tensor.dtype) if is_hollow(tensor) else storage.clone()
     return {name: on_storage(memory[t.untyped_storage()._cdata], t.detach()) for name, t in tensors.items()}
+
+
+def _filled(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
+    """As much memory with made-up numbers in place of unknown ones: small positive floats, whole numbers 0."""
+    made = torch.zeros(storage.nbytes(), dtype=torch.uint8)
+    if dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        made.view(dtype).uniform_(0.01, 0.05, generator=torch.Generator().manual_seed(0))
+    return made.untyped_storage()
 
 
 def _recorded(

@@ -83,6 +83,9 @@ class Hollow(TorchDispatchMode):
     makes is added to ``made``.
     """
 
+    numbers = False
+    """Whether whole random numbers are drawn, of few tensors: lengths in a batch are then some that it may have."""
+
     def __init__(self, *, draws: bool = False, heard: Heard | None = None, made: Made | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fakes = FakeTensorMode()
@@ -216,6 +219,9 @@ class Hollow(TorchDispatchMode):
         out: Any,
     ) -> Any:
         """Results of an operator that draws random numbers, however many its inputs' contents ask for."""
+        whole = isinstance(out, Tensor) and not out.is_floating_point()
+        if self.numbers and whole and not written and self._may_compute(func, given, written, out):
+            return self._computed(func, given, written, args, kwargs)
         info = op_info(str(func))
         free = info.free_draws and info.overwrites == func._schema.name.endswith("_")
         if not (self._draws and free):

@@ -14,7 +14,7 @@ import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -258,17 +258,23 @@ def advance(roots: Mapping[str, object], counted: Iterable[tuple[str, int]]) -> 
 # One forward ahead of the capture, for modules that make some of their state when they are first called.
 
 
-def settle(work: Workload) -> None:
+def settle(
+    work: Workload, left: LeftInCaches | None = None, within: AbstractContextManager[object] | None = None
+) -> None:
     """Call module and loss once, so that caches, tables and late buffers are there as in every step but the first.
 
-    Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins.
+    Tensors and generators of random numbers are left as they were; a generator that this call makes, as it begins. With
+    ``left``, what a hollow call leaves in caches stays there until that forgets it. The call runs ``within`` a mode.
     """
     parts = (*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
     if any(map(is_hollow, parts)):  # weights of ones and zeros are known where a batch is not
-        with caches_kept() as left, averages_named(work.module, {}):  # which read numbers that hollow tensors have not
-            _settle(work, hollow(Hollow(made=left.made)))
+        with ExitStack() as stack:
+            stack.enter_context(averages_named(work.module, {}))  # which read numbers that hollow tensors have not
+            made = (left or stack.enter_context(caches_kept())).made
+            _settle(work, hollow(Hollow(made=made)))
     else:
-        _settle(work, WritesUndone())
+        with within or nullcontext():
+            _settle(work, WritesUndone())
 
 
 def _settle(work: Workload, mode: AbstractContextManager[object]) -> None:

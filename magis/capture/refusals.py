@@ -184,6 +184,14 @@ def clear_errors(places: Places) -> Iterator[None]:
         ) from error
 
 
+def of_contents(error: BaseException | None) -> bool:
+    """Whether a refusal comes of contents that hollow tensors have not, and real ones have."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException)
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _place(places: Places, error: BaseException) -> str:
     """Sub-module, and file name and line of the innermost frame that belongs to neither torch nor capture."""
     here = Path(__file__).parent

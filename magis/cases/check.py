@@ -24,6 +24,7 @@ from magis.errors import CaptureError, UsageError
 from magis.ops.generators import generators_kept
 from magis.planner.bench import Bench, Make
 from magis.planner.subject import Subject
+from magis.progress import Progress
 from magis.results import Case, StepGrowth
 from magis.runtime.measure import no_collection
 from magis.runtime.steps import EagerStep, Step
@@ -32,14 +33,18 @@ from magis.strategies.single_device import on_fake_tensors
 EAGER_FIRST = "the step must run eagerly before it can be optimized"
 
 
-def check_case(case: Case, *, cache: Bench | None = None, make: Make | None = None) -> None:
+def check_case(
+    case: Case, *, cache: Bench | None = None, make: Make | None = None, progress: Progress | None = None
+) -> None:
     """Build and capture what the case would run, and run the original step once if its cases run for real.
 
     With a ``cache`` that the case is given afterwards, the capture is made once. Raises UsageError for a model that
     cannot be found or built, and CaptureError, naming module and line, for one that is no single static step:
-    numbers read off data, tensors on another device, data types that eager refuses to mix.
+    numbers read off data, tensors on another device, data types that eager refuses to mix. ``progress`` is told what is
+    going on.
     """
     subject = (cache if cache is not None else Bench()).subject(case, make)
+    subject.tell = progress or subject.tell
     strategy = strategy_of(case, subject)
     if strategy and strategy.is_captured:
         subject.captured_as(strategy)

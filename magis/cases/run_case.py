@@ -124,6 +124,7 @@ class CaseRun:
 
     def __post_init__(self) -> None:
         check_amounts(self.case)
+        self.subject.tell = self.progress
         self._strategy = strategy_of(self.case, self.subject)
 
     def result(self, stored: Mapping[str, int] | None, expected_graph: str | None) -> CaseResult:

@@ -164,7 +164,8 @@ class Estimate:
             found = self._tried(case, lambda seed: resized(make(seed), dim, size))
             return found is not None and (found.original.reserved_bytes or found.memory.peak_bytes) <= allowed
 
-        return largest(fits, make(case.seed).inputs[0].shape[dim], most)
+        start = self._bench.subject(case, self._make).traced.inputs[0].shape[dim]
+        return largest(fits, start, most)
 
     def __str__(self) -> str:
         """The estimate as a person reads it."""

@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from magis.errors import MagisError, UsageError
+from magis.errors import FactoryError, MagisError, UsageError
 
 if TYPE_CHECKING:
     from magis.capture.workload import Workload
@@ -242,9 +242,9 @@ def _build_factory(
         except MagisError:
             raise
         except SystemExit as error:
-            raise UsageError(f"{path}: the factory called exit ({_reason(error)})") from error
+            raise FactoryError(f"{path}: the factory called exit ({_reason(error)})") from error
         except Exception as error:
-            raise UsageError(f"{path}: the factory failed: {_reason(error)}") from error
+            raise FactoryError(f"{path}: the factory failed: {_reason(error)}") from error
     return as_workload(path, made)
 
 

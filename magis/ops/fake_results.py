@@ -139,7 +139,37 @@ def as_packed(target: str, args: Sequence[Any], out: Any) -> Any:
     if target not in IN_TRAINING or not torch.is_grad_enabled():
         return out
     given = tuple(_looks(arg) if isinstance(arg, Tensor) else _frozen(arg) for arg in args)
-    return (*out[:-1], out[-1].new_empty(_packed_bytes(target, given)))
+    return (*out[:-1], out[-1].new_empty(_packed_of_any_size(target, given)))
+
+
+_ASKED = 32
+_MOST_ASKED = 1 << 28
+"""Bytes that a call may make of which this is asked. Larger ones are taken for linear in steps and samples, which is
+right but for some pages; two sizes of either are asked, this far apart."""
+
+
+def _packed_of_any_size(target: str, given: tuple[Any, ...]) -> int:
+    """The bytes that the kernel packs, of a long sequence or a large batch by those of short ones and small ones."""
+    (length, batch), hidden = given[0][0][:2], given[5][0][-1]
+    if 8 * length * batch * hidden * given[0][2].itemsize <= _MOST_ASKED:
+        return _packed_bytes(target, given)
+    short, few = (size if size <= 3 * _ASKED else size % _ASKED + _ASKED for size in (length, batch))
+
+    def at(steps: int, samples: int) -> int:
+        looks = list(given)
+        for position in (0, *range(5, 7)):  # the sequence, and the states that it begins with
+            shape, _, dtype = given[position]
+            other = (steps, samples, *shape[2:]) if position == 0 else (*shape[:-2], samples, shape[-1])
+            looks[position] = (other, torch.empty(other, device="meta").stride(), dtype)
+        return _packed_bytes(target, tuple(looks))
+
+    def of_batch(steps: int) -> int:
+        base = at(steps, few)
+        more = (batch - few) // _ASKED
+        return base + more * (at(steps, few + _ASKED) - base) if more else base
+
+    base, more = of_batch(short), (length - short) // _ASKED
+    return base + more * (of_batch(short + _ASKED) - base) if more else base
 
 
 def _looks(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from magis.planner.workload_source import Source, running_seconds
 from magis.ranks import Agents, RankPool
 from magis.report.text_store import Kept
 from magis.results import Case
+from magis.runtime.measure import trim
 from magis.strategies.distributed_names import is_own
 from magis.strategies.strategy_names import family
 
@@ -115,8 +114,7 @@ class Bench:
         """Let go of all subjects, of their tensors, and of what planning them has left in the allocator."""
         if self._subjects:
             self._subjects.clear()
-            gc.collect()
-            _trim()
+            trim()
 
     def keeps(self, case: Case) -> Kept | None:
         """Where the whole result of a case is kept; None where it is not: nobody asked for it, or it is of ranks that
@@ -141,13 +139,6 @@ class Bench:
         if (device, dtype) not in self._pricings:
             self._pricings[device, dtype] = self._profiles.pricing(device, dtype)
         return self._pricings[device, dtype]
-
-
-def _trim() -> None:
-    """Hand the free pages of the C library's heap back to the system; other libraries than glibc do so themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def check_profile(case: Case, *, cache: Bench | None = None) -> None:

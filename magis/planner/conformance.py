@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-
-import torch
-from torch import Tensor
 
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
@@ -16,6 +14,8 @@ from magis.capture.refusals import BranchError
 from magis.errors import CaptureError
 from magis.graph import Graph, Op, Ref, Value
 from magis.ops.generators import generators_kept
+from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, SizedStep, sized, smaller_step
+from magis.units import format_bytes
 
 # Capture looks at a step without computing it. Code that tells the two apart, or reads what it should not, takes
 # another way through a library; then plan and prediction would be of another step than the user's.
@@ -98,38 +98,50 @@ def _given(graph: Graph, op: Op) -> str:
 
 WHOLE = "whole step"
 UNCHECKED = "not checked"
-SMALL_BATCH = 2
-MOST_BYTES = 1 << 30
-"""Of the peak of a step that is run for no other purpose than this; a CPU takes seconds for it."""
 
 
 def conformance(
     work: Workload,
     captured: Captured | None,
     peak_bytes: int,
-    weight_bytes: int,
     *,
     autocast: str | None,
     start: Callable[[], None],
+    heard: Heard | None,
     mends: bool,
 ) -> tuple[str, Captured | None]:
-    """How far a step was compared with eager's own operators: "whole step", "batch of 2", or "not checked: <why>".
+    """How far a step was compared with eager's own operators: "whole step", "batch of 2, 512 of 65536", or "not
+    checked: <why>".
 
-    `work` is on real CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets
-    the generators, and `peak_bytes` what the whole step would need. Raises CaptureError, naming the first operator and
-    module that differ, for a step that eager does not run so; where only layouts differ and it `mends`, the capture
-    that follows eager's is returned, too.
+    `work` is on CPU tensors, `captured` its capture for the CPU where there is one already, for which `start` sets the
+    generators, and `peak_bytes` what the whole step would need; `heard` is what eager's run of it told. Where running
+    it is too much, or its tensors are hollow, a smaller step is compared. Raises CaptureError, naming the first
+    operator and module that differ, for a step that eager does not run so; where only layouts differ and it `mends`,
+    the capture that follows eager's is returned, too.
     """
+
+    def looked_at(work: Workload) -> Captured:
+        with generators_kept():
+            start()
+            return capture(*work.parts, explicit_attention=work.explicit_attention, autocast=autocast, heard=heard)
+
+    whole = captured
     if peak_bytes <= MOST_BYTES:
-        return _checked(work, captured, autocast, start, WHOLE, follows=mends)
-    if 4 * weight_bytes > MOST_BYTES:
-        return f"{UNCHECKED}: the parameters alone are too large to run a step here", captured
-    small = _smaller(work)
-    if small is None:
-        why = "the step is too large to run here, and its tensors have no batch dimension in common"
-        return f"{UNCHECKED}: {why}", captured
-    said, _ = _checked(small, None, autocast, start, f"batch of {SMALL_BATCH}", follows=False)
+        if captured is None:
+            with suppress(CaptureError):  # else said where the step is compared
+                whole = looked_at(work)
+        if whole is None or whole is captured or _is_small(sized(work, whole)):
+            return _checked(work, whole, autocast, start, WHOLE, follows=mends)
+    with smaller_step(work, looked_at) as small:
+        if small is None:
+            most = f"{format_bytes(MOST_BYTES)} or {MOST_SECONDS:.0f} s"
+            return f"{UNCHECKED}: run here, the step and smaller ones like it take more than {most}", captured
+        said, _ = _checked(small.work, small.captured, autocast, start, small.said or WHOLE, follows=False)
     return said, captured
+
+
+def _is_small(step: SizedStep) -> bool:
+    return step.nbytes <= MOST_BYTES and step.seconds <= MOST_SECONDS
 
 
 def _checked(
@@ -176,16 +188,3 @@ def _checked(
     except CaptureError as error:  # who runs the step for its own sake says so
         return f"{UNCHECKED}: run on the CPU for this, {said} fails: {error}", captured
     return said, found
-
-
-def _smaller(work: Workload) -> Workload | None:
-    """The same on the first samples of the batch; None where its tensors do not share a first dimension."""
-    sizes = {tensor.shape[0] for tensor in (*work.inputs, *work.targets) if tensor.dim()}
-    if len(sizes) != 1:
-        return None
-
-    def few(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(tensor[:SMALL_BATCH].clone() if tensor.dim() else tensor for tensor in tensors)
-
-    with torch.no_grad():
-        return replace(work, inputs=few(work.inputs), targets=few(work.targets))

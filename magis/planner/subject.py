@@ -18,17 +18,18 @@ from magis.dtypes import autocast_type
 from magis.errors import UsageError
 from magis.fission.lower_bound import LowerBound, floor, with_behind
 from magis.graph import Graph, digest, verify
-from magis.planner.conformance import MOST_BYTES, conformance
+from magis.planner.conformance import conformance
 from magis.planner.device_profiles import UNPRICED, Pricing
 from magis.planner.shared_searches import Sharing
+from magis.planner.smaller_steps import MOST_BYTES, held_bytes, tensors_of
 from magis.planner.steps_of_ranks import in_order_ns, sends
 from magis.planner.traced_model import Scratches, TracedModel, redo_graph, signatures
-from magis.planner.workload_source import Memo, Source, too_slow
+from magis.planner.workload_source import STEPS, Memo, Source, expected_too_slow, too_slow
 from magis.report.text_store import Kept
 from magis.results import Case, Memory, Provenance
 from magis.rewrite.functionalize import functionalize, untangle
 from magis.rewrite.rules.rule_table import quickest
-from magis.runtime.measure import free_device_memory, tensor_peak, window_peak
+from magis.runtime.measure import free_device_memory, tensor_peak, trim, window_peak
 from magis.runtime.steps import BehindStep, EagerStep, GraphStep, Step, whole_step
 from magis.runtime.timing import alone
 from magis.search.budgeted_evaluator import Objective, Over, PlanRequest, never
@@ -71,23 +72,23 @@ class Subject(TracedModel):
     def conformance(self) -> str:
         """How far the captured step was compared with what eager runs (`conformance`). Raises CaptureError where it is
         another one."""
-        if not (self.runs or self.captured.sends or self._asked.of_user):
-            return "not checked: built in, and simulated"
-        if self.too_slow:
-            return f"not checked: {self.too_slow}"
-        on_cpu = self.captured if self.kind == "cpu" else None
-        weights = sum(p.numel() * p.element_size() for p in self.traced.module.parameters())
+        if self.too_slow or not (self.runs or self.captured.sends or self._asked.of_user):
+            return f"not checked: {self.too_slow or 'built in, and simulated'}"
+        on_cpu, cast = self.captured if self.kind == "cpu" else None, autocast_type(self._asked.dtype)
+        held = held_bytes(self.traced.module.parameters() if self.runs else tensors_of(self.traced))
         try:
-            work = self._settled if 4 * weights <= MOST_BYTES else self.traced
+            small = 4 * held <= MOST_BYTES and (self.runs or self._step_bytes <= MOST_BYTES)
+            work = self._settled if small else self.traced
         except UsageError as error:
             if self.runs:
                 raise
             return f"not checked: {error}"
-        cast = autocast_type(self._asked.dtype)
         mends = on_cpu is None or _OF_LAYOUTS.isdisjoint(vars(self))
         said, found = conformance(
-            work, on_cpu, self._step_bytes, weights, autocast=cast, start=self._asked.start, mends=mends
+            work, on_cpu, self._step_bytes, autocast=cast, start=self._asked.start, heard=self._heard, mends=mends
         )
+        if self.simulated_only:
+            trim()
         if on_cpu is not None and found is not None and found is not on_cpu:
             found = self.followed(found, work)
             verify(found.graph)
@@ -346,10 +347,11 @@ class Subject(TracedModel):
     @cached_property
     def too_slow(self) -> str:
         """Why a step that fits is not run: it would take too long. Empty: it would not."""
-        if self._asked.running_seconds == math.inf:
+        most = self._asked.running_seconds
+        if most == math.inf or self.kind != "cpu" or self.predicted_bytes > self.free_bytes:
             return ""
-        fits = self.kind == "cpu" and self.predicted_bytes <= self.free_bytes
-        return too_slow(self.eager, self._asked.running_seconds) if fits else ""
+        expected = self.expected_seconds(self.captured.original.graph, most / STEPS)
+        return expected_too_slow(expected, most) or too_slow(self.eager, most)
 
     @cached_property
     def may_run(self) -> bool:

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
 from magis.capture import Captured, Workload, capture
 from magis.capture.captured import record_eager
 from magis.capture.eager_run import Heard
-from magis.capture.hollow import Hollow, hollow
+from magis.capture.hollow import Hollow, hollow, is_hollow
 from magis.capture.python_state import CACHES, caches_kept, deep_copy, put_back, settle, whole_numbers
-from magis.capture.refusals import BranchError
+from magis.capture.refusals import BranchError, of_contents
 from magis.capture.with_optimizer import followed_by, joined
 from magis.cost.signature import signature
 from magis.dtypes import autocast_type, tensor_type
-from magis.errors import CaptureError
+from magis.errors import CaptureError, FactoryError, UsageError
 from magis.graph import Graph, Op, Value, every_op, verify
 from magis.ops.call import shaped_by_contents
 from magis.ops.generators import generators_kept
-from magis.planner.conformance import MOST_BYTES
+from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, held_bytes, seconds_on_cpu, smaller_step, tensors_of
 from magis.planner.workload_source import Source, own_dtype, would_change
+from magis.progress import Progress
+from magis.runtime.measure import trim
 from magis.runtime.scratch import Needs, measure_workspaces, needs, record_workspaces
 from magis.runtime.steps import GraphStep
+from magis.runtime.storage_ledger import BoundedLedger, OverrunError
 from magis.simulate.compiled_problem import redo_form
 from magis.strategies.single_device import Local
+from magis.units import format_bytes
+
+QUICK_SECONDS = 1.0
+"""Of a step that is run to see how fast this machine is."""
+MOST_GUESSES = 1 << 12
+"""Branches on data of a step whose size is looked for."""
 
 
 class TracedModel:
@@ -40,6 +50,8 @@ class TracedModel:
         self.kind = "cpu" if source.device == "cpu" else "cuda"
         self._variants: dict[str, tuple[Captured, int]] = {}
         self._settles = False
+        self.tell: Progress = lambda _text: None
+        """Is told what is going on."""
         self._heard: Heard | None = None
 
     @cached_property
@@ -59,16 +71,32 @@ class TracedModel:
 
     @cached_property
     def traced(self) -> Workload:
-        """The workload on hollow tensors, to be captured. The real one of a factory that does on real tensors what
-        hollow ones cannot: it reads numbers off them, say."""
+        """The workload on hollow tensors, to be captured; with numbers in them, of a factory that reads some."""
         try:
-            with caches_kept() as caches, hollow(Hollow(made=caches.made)):
-                work = self.make()
-                caches.forget(*work.module.parameters(), *work.module.buffers(), *work.inputs, *work.targets)
-                return work
-        except Exception:
-            if not self._asked.of_user:
+            return self._hollow()
+        except Exception as error:
+            returned = isinstance(error, UsageError) and not isinstance(error, FactoryError)
+            if returned or not self._asked.of_user:
                 raise
+            why = f"building it fails on fake tensors ({error})"
+        return self._with_numbers(why)
+
+    def _hollow(self, *, numbers: bool = False) -> Workload:
+        with caches_kept() as caches, hollow(Hollow(made=caches.made)) as mode:
+            mode.numbers = numbers
+            work = self.make()
+            caches.forget(*tensors_of(work))
+            return work
+
+    def _with_numbers(self, why: str) -> Workload:
+        """The workload with the numbers in it that Python reads: the real one, but where that would be too large beside
+        a simulated step. Then whole numbers are drawn, and all others are unknown."""
+        if self.simulated_only:
+            with suppress(Exception):  # said of the real one
+                work = self._hollow(numbers=True)
+                if held_bytes(tensors_of(work)) > MOST_BYTES:
+                    return work
+        self.tell(f"{why}: building it on real ones")
         return self.workload
 
     def make(self) -> Workload:
@@ -88,13 +116,14 @@ class TracedModel:
         if not found.left:
             return found
         self._settles = True
-        if CACHES in found.left:
+        if CACHES in found.left and not self.simulated_only:
             self.__dict__["traced"] = self.workload
         before = whole_numbers(self.traced)
-        settle(self.traced)
-        if self._heard is not None:
-            self._listen()
-        found = self._captured(self.traced)
+        with caches_kept() as caches:
+            settle(self.traced, caches if self.simulated_only else None, self._bounded(self.traced))
+            if self._heard is not None:
+                self._listen()
+            found = self._captured(self.traced)
         put_back(before, found.left)
         return found
 
@@ -104,29 +133,62 @@ class TracedModel:
             return self._captured(self.traced, settled=False)
         except CaptureError as error:
             branches = isinstance(error, BranchError)
-            if not branches and (not self._asked.of_user or self.traced is self.workload):
+            real = "workload" in vars(self)
+            if not branches and (not self._asked.of_user or real or not of_contents(error)):
                 raise
-        self.__dict__["traced"] = self.workload
+            why = f"capturing it fails on fake tensors ({error})"
+        if not real:
+            self.__dict__["traced"] = self._with_numbers(why)
         try:
-            return self._captured(self.workload, settled=False)
+            return self._captured(self.traced, settled=False)
         except BranchError:
-            weights = sum(each.numel() * each.element_size() for each in self.workload.module.parameters())
-            if 4 * weights > MOST_BYTES:
+            weights = held_bytes(self.traced.module.parameters())
+            if 4 * weights > MOST_BYTES or any(map(is_hollow, tensors_of(self.traced))):
                 raise
             self._listen()  # what eager's run tells of the ways that it takes
-        return self._captured(self.workload, settled=False)
+        return self._captured(self.traced, settled=False)
 
     def _listen(self) -> None:
-        """Run the real workload once, for the ways that its branches take."""
+        """Run the real workload once, for the ways that its branches take; a smaller one where that is too much beside
+        a simulated step, which tells truth values alone."""
         work = self.workload
+        try:
+            self._heard = self._told(work, self._bounded(work))
+        except OverrunError:
+            trim()
+            self._heard = self._told_by_smaller(work)
+            if self._heard is None:
+                most = f"{format_bytes(MOST_BYTES)} or {MOST_SECONDS:.0f} s"
+                raise CaptureError(
+                    f"numbers or shapes hang on data, and running the step for them takes more than {most} here",
+                    hint="choose a smaller batch, or fixed shapes (torch.where)",
+                ) from None
+
+    def _bounded(self, work: Workload) -> BoundedLedger | None:
+        """What bounds a step that is run beside a simulated one; None: that is no such step."""
+        room = MOST_BYTES // 2 - 2 * held_bytes(tensors_of(work))  # scratch of its operators is seen by nobody
+        return BoundedLedger(room, MOST_SECONDS) if self.simulated_only else None
+
+    def _told(self, work: Workload, within: AbstractContextManager[object] | None = None) -> Heard | None:
+        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
         with generators_kept():
             self._asked.start()
-            self._heard = record_eager(
-                *work.parts,
-                explicit_attention=work.explicit_attention,
-                autocast=autocast_type(self._asked.dtype),
-                expects=True,
+            return record_eager(
+                *work.parts, explicit_attention=explicit, autocast=cast, expects=True, within=within
             ).heard
+
+    def _told_by_smaller(self, work: Workload) -> Heard | None:
+        """The same of a smaller step, found as if all branches went one way, without its layouts. None where it tells
+        more than truth values: numbers, and shapes that hang on data, are those of its size."""
+        explicit, cast = work.explicit_attention, autocast_type(self._asked.dtype)
+        for guess in (True, False):
+            guessed = Heard({}, (guess,) * MOST_GUESSES, expects=True)
+            looked_at = partial(_capture_for_cpu, explicit, cast, guessed)
+            with smaller_step(work, looked_at) as small:
+                heard = None if small is None else self._told(small.work, BoundedLedger(MOST_BYTES, MOST_SECONDS))
+                if heard is not None and all(isinstance(each, bool) for each in heard.read):
+                    return replace(heard, layouts={})
+        return None
 
     @cached_property
     def _settled(self) -> Workload:
@@ -163,6 +225,24 @@ class TracedModel:
         verify(found.graph)
         verify(found.original.graph)
         return found
+
+    def expected_seconds(self, graph: Graph, most: float) -> float:
+        """Seconds of a step on this CPU: as its operators say where that is at most ``most``, else as long as a smaller
+        one takes, and as much longer as its operators say."""
+        expected = seconds_on_cpu(graph)
+        if expected <= most:
+            return expected
+        explicit, cast = self.traced.explicit_attention, autocast_type(self._asked.dtype)
+        looked_at = partial(_capture_for_cpu, explicit, cast, self._heard)
+        with smaller_step(self.traced, looked_at, most_seconds=min(most, QUICK_SECONDS)) as small, generators_kept():
+            if small is None:
+                return expected
+            begun = time.thread_time()
+            try:
+                record_eager(*small.work.parts, explicit_attention=explicit, autocast=cast)
+            except CaptureError:  # said where the step is run for its own sake
+                return expected
+            return expected * (time.thread_time() - begun) / small.seconds
 
     def followed(self, captured: Captured, workload: Workload) -> Captured:
         """A captured step with the optimizer that runs by itself behind it, where there is one."""
@@ -214,6 +294,10 @@ class TracedModel:
     @property
     def blocks(self) -> tuple[str, ...]:
         return self.traced.blocks
+
+
+def _capture_for_cpu(explicit: bool, cast: str | None, heard: Heard | None, work: Workload) -> Captured:
+    return capture(*work.parts, explicit_attention=explicit, autocast=cast, heard=heard)
 
 
 def redo_graph(graph: Graph) -> Graph:

@@ -69,6 +69,14 @@ def too_slow(make: Callable[[], Step], seconds: float, clock: Clock = time.threa
     return f"a step takes more than {each:.3g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
 
 
+def expected_too_slow(expected: float, seconds: float) -> str:
+    """The same of a step that would take so many seconds, which nobody has run; empty where it is worth a try."""
+    if expected <= COLD * seconds / STEPS:
+        return ""
+    about = float(f"{expected:.2g}")
+    return f"a step would take about {about:g} s here, running a case {STEPS} of them, and may take {seconds:.3g} s"
+
+
 def step_seconds(step: Step, most: float, clock: Clock = time.thread_time) -> float:
     """Seconds of one step, if these are at most ``most``, else infinite. A slow first step gets a second chance."""
     for deadline in (COLD * most, most):

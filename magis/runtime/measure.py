@@ -15,6 +15,7 @@ Tensors alone are followed by a dispatch mode with weak references on storages, 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -342,3 +343,11 @@ def _container_limit() -> tuple[int, int]:
         if limit.isdigit():
             return int(limit), used - (int(reclaimable[1]) if reclaimable is not None else 0)
     return 2**62, 0
+
+
+def trim() -> None:
+    """Hand what nobody uses any more back to the system, with the C library's free pages where that is glibc."""
+    gc.collect()
+    free_pages = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if free_pages is not None:
+        free_pages(0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from magis.errors import CaptureError
 from magis.ops.eager_only import unwatched
 
 
@@ -137,6 +140,41 @@ class StorageLedger(TorchDispatchMode):
 
     def _note(self) -> None:
         pass
+
+
+class OverrunError(CaptureError):
+    """What runs needs more memory or time than it may."""
+
+
+class BoundedLedger(StorageLedger):
+    """Ends what runs under it, with OverrunError, before an operator makes more than so many bytes alive, and once so
+    many seconds are over."""
+
+    def __init__(self, most_bytes: int, most_seconds: float) -> None:
+        super().__init__()
+        self._most_bytes = most_bytes
+        self._end = time.thread_time() + most_seconds
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if time.thread_time() > self._end or self._made_bytes(func, args, kwargs or {}) > self._most_bytes:
+            raise OverrunError("running it here takes too long, or too much memory")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _made_bytes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Bytes alive once the operator has run."""
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        most = sum(map(_nbytes, given))  # where the results hang on contents: as much as is given
+        with suppress(Exception), self._fakes:
+            made = func(*args, **kwargs)
+            most = sum(_nbytes(tensor) for tensor in tree_leaves(made) if isinstance(tensor, torch.Tensor))
+        return self.alive_bytes + most
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def storages_of(tree: object) -> list[tuple[StorageWeakRef, int]]:

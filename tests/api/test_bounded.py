@@ -1,0 +1,143 @@
+"""What runs for real beside a simulated step is bounded ahead; what is wrong is said from fake tensors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from magis.cases.check import check_case
+from magis.errors import CaptureError, MagisError, UsageError
+from magis.ops import fake_results
+from magis.planner.bench import Bench
+from magis.planner.smaller_steps import MOST_BYTES, MOST_SECONDS, seconds_on_cpu, smaller_step
+from magis.planner.workload_source import STEPS, expected_too_slow
+from magis.results import Case
+from tests.api import bounded_nets
+
+NETS = "tests.api.bounded_nets"
+MOST_RESIDENT = 2 << 30
+PLANNED = """
+import json, resource, sys
+import magis
+from magis.results import Case
+case = Case(sys.argv[1], "magis", "sim:h200", "paper", memory_ratio=0.8, budget=100)
+result = magis.run_case(case)
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([result.original.simulated.peak_bytes, result.conformance, resident]))
+"""
+
+
+def case(name: str, device: str = "sim:h200") -> Case:
+    return Case(f"{NETS}:{name}", "eager", device, "paper")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("long", " of 16384"),
+        ("wide", "2 of 12 blocks"),
+        ("checks", "batch of 2"),
+        ("keeps_tables", "batch of 2"),
+        ("reads_lengths", "batch of 2"),
+        ("pictures", " of 2048"),
+        ("recurrent", "batch of 2"),
+    ],
+)
+def test_a_step_of_any_size_is_planned_in_little_memory(name: str, said: str) -> None:
+    command = [sys.executable, "-c", PLANNED, f"{NETS}:{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    peak, conformance, resident = json.loads(done.stdout.splitlines()[-1])
+    assert peak > MOST_BYTES
+    assert said in conformance
+    assert resident < MOST_RESIDENT
+
+
+@pytest.mark.parametrize("name", ["long", "wide", "pictures"])
+def test_a_smaller_step_is_one_that_fits_and_the_module_is_whole_again(name: str) -> None:
+    subject = Bench().subject(case(name))
+    before = [name for name, _ in subject.traced.module.named_parameters()]
+    with smaller_step(subject.traced, subject._captured) as small:
+        assert small is not None
+        assert small.nbytes <= MOST_BYTES
+        assert small.seconds <= MOST_SECONDS
+        assert small.seconds < seconds_on_cpu(subject.captured.graph)
+    assert [name for name, _ in subject.traced.module.named_parameters()] == before
+
+
+def test_flat_targets_and_the_sequences_they_are_of_shrink_together() -> None:
+    subject = Bench().subject(case("keeps_tables"))
+    with smaller_step(subject.traced, subject._captured) as small:
+        assert small is not None
+        (ids,), (targets,) = small.work.inputs, small.work.targets
+        assert targets.shape == (ids.numel(),)
+
+
+@pytest.mark.parametrize("device", ["sim:h200", "cpu"])
+@pytest.mark.parametrize("name", ["single_batch", "a_list", "text_for_inputs", "many_losses", "wrong_width"])
+def test_what_is_wrong_on_fake_tensors_is_not_built_for_real(name: str, device: str) -> None:
+    bounded_nets.MADE.clear()
+    told: list[str] = []
+    with pytest.raises((UsageError, CaptureError)) as caught:
+        check_case(case(name, device), progress=told.append)
+    assert "\n" not in str(caught.value)
+    assert [name] == bounded_nets.MADE
+    assert told == []
+
+
+def test_what_fails_on_fake_tensors_alone_is_built_for_real_and_says_so() -> None:
+    told: list[str] = []
+    check_case(case("reads_its_numbers"), progress=told.append)
+    (line,) = told
+    assert line.startswith("building it fails on fake tensors (tests.api.bounded_nets:reads_its_numbers: the factory")
+    assert line.endswith("building it on real ones")
+
+
+def test_shapes_that_hang_on_data_of_a_step_too_large_to_run_are_refused_in_one_line() -> None:
+    def make() -> tuple[object, ...]:
+        net, ids, targets, loss = bounded_nets.language(bounded_nets.Decoder(), 512, 1024)
+        return net, ids, targets, lambda logits, targets: loss(logits[targets > 3], targets[targets > 3])
+
+    from magis.models import from_function
+
+    with pytest.raises(MagisError, match=r"shapes hang on data, and running the step .* choose a smaller batch"):
+        check_case(case("long"), make=from_function("masked", make))
+
+
+@pytest.mark.parametrize(("batch", "length"), [(64, 300), (200, 40), (130, 130)])
+def test_bytes_that_recurrent_layers_pack_are_known_without_running_long_ones(
+    batch: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_results, "_MOST_ASKED", 0)
+    fake_results._packed_bytes.cache_clear()
+    asked: list[int] = []
+    made = fake_results._zeros
+
+    def counted(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(shape[0] * shape[1] if len(shape) == 3 else 0)
+        return made(shape, stride, dtype)
+
+    monkeypatch.setattr(fake_results, "_zeros", counted)
+    weights = [((128, 32), (32, 1), torch.float32)] * 2 + [((128,), (1,), torch.float32)] * 2
+    states = [((1, batch, 32), (batch * 32, 32, 1), torch.float32)] * 2
+    sequence = ((length, batch, 32), (batch * 32, 32, 1), torch.float32)
+    rest = (False, (), 2, 32, 1, True, False, False, True)
+    given = (sequence, *weights, *states, *rest)
+    found = fake_results._packed_of_any_size("aten.mkldnn_rnn_layer.default", given)
+    assert max(asked) < batch * length
+    assert found == pytest.approx(fake_results._packed_bytes("aten.mkldnn_rnn_layer.default", given), rel=1e-3)
+
+
+def test_a_step_is_not_run_where_a_smaller_one_tells_that_it_takes_too_long() -> None:
+    assert expected_too_slow(1.0, 60.0) == ""
+    said = f"a step would take about 1400 s here, running a case {STEPS} of them, and may take 60 s"
+    assert expected_too_slow(1404.2, 60.0) == said
+    subject = Bench().subject(case("wide", "cpu"))
+    graph = subject.captured.original.graph
+    assert subject.expected_seconds(graph, 1e9) == seconds_on_cpu(graph)
+    assert subject.expected_seconds(graph, 0.1) > 0.1
+    assert "workload" not in vars(subject)  # nothing of the step's size was built
