@@ -52,9 +52,9 @@ class NumberPlaces:
 
     def holding(self, wanted: Collection[Any]) -> dict[str, Any]:
         """Which of some functions stand where, by path: names that the code has imported them under."""
-        known = {id(each): each for each in wanted}
+        known = {*map(id, wanted)}
         found = ((path, self._stands(*place)) for path, place in self._all())
-        return {path: item for path, item in found if known.get(id(item)) is item}
+        return {path: item for path, item in found if id(item) in known}
 
     def _stands(self, holder: Any, key: Any) -> Any:
         """What a place holds; None where it is empty."""
@@ -73,7 +73,7 @@ class NumberPlaces:
         return self._found[path]
 
     def _all(self) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        watched = self._watched
+        watched: Any = self._watched
         for held in watched._held:
             yield from ((snapshots._below(held.path, key), (held.holder, key)) for key in held.watched)
         for path, items, then in watched._lists:
@@ -81,7 +81,8 @@ class NumberPlaces:
                 yield from ((f"{path}[{index}]", (items, index)) for index in range(len(then)))
         classes = {each.args[0].__qualname__: each.args[0] for each in watched._puts if _is_class(each)}
         for path, ask, _ in watched._asked:
-            function, given = getattr(ask, "func", None), getattr(ask, "args", ())
+            function: Any = getattr(ask, "func", None)
+            given: Any = getattr(ask, "args", ())
             if function is snapshots._cell_content:
                 yield path, (given[0], _Attribute("cell_contents"))
             elif function is snapshots._slot_values:

@@ -118,7 +118,7 @@ class TracedNumber(float):
     def __pow__(self, other: object, modulus: object = None) -> Any:
         return self._made("pow", other) if modulus is None else NotImplemented
 
-    def __round__(self, digits: int | None = None) -> Any:
+    def __round__(self, digits: Any = None) -> Any:
         return self._read("round") if digits is None else self._made("round", digits)
 
     def __divmod__(self, other: object) -> Any:

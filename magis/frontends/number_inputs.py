@@ -13,10 +13,10 @@ from magis.capture.number_places import NumberPlaces
 from magis.capture.snapshot import same
 from magis.capture.traced_numbers import Expression, Trace, tracing
 from magis.errors import MagisError
-from magis.graph import Graph, Op, digest, with_scalars
+from magis.graph import Graph, Op, Scalar, digest, with_scalars
 from magis.planner.subject import Subject
 
-SPECIAL = frozenset({0, 1, -1, 2, -2, 3, 0.5, -0.5})
+SPECIAL = frozenset({0, 1, -1, 2})
 """For these, torch's own code may choose other operators (a product with 1, a power of 2): they stay constants."""
 _FAILURES = (MagisError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
 """What code may raise that is given a stand-in: one is no index, and no size."""
@@ -77,7 +77,7 @@ def with_numbers(graph: Graph, numbers: Mapping[str, float]) -> Graph:
         named = tuple((name, with_scalars(arg, numbers)) for name, arg in op.kwargs)
         return replace(op, args=with_scalars(op.args, numbers), kwargs=named, body=body)
 
-    def rounded(value: int) -> tuple[complex, ...]:
+    def rounded(value: int) -> tuple[complex | Scalar, ...]:
         dtype = getattr(torch, graph.values[value].dtype)
         return tuple(torch.tensor(with_scalars(graph.constants[value], numbers), dtype=dtype).tolist())
 
@@ -93,17 +93,13 @@ def with_number_inputs(
     None where it is another one than the ``plain`` one, which has the present numbers as constants, or where it is good
     for them alone. Numbers for which torch may choose other operators stay constants.
     """
-    left = {path for path in paths if places.has(path)}
     traced = partial(_traced, look, plain, places)
-    while left:
-        near = traced(left, 1, far=False)
-        if near is None:
-            return None
-        special = special_paths(near[1])
-        if not special:
-            break
+    left = {path for path in paths if places.has(path)}
+    near = traced(left, 1, far=False) if left else None
+    while near is not None and (special := special_paths(near[1])):
         left -= special
-    if not left:
+        near = traced(left, 1, far=False) if left else None
+    if near is None:
         return None
     subject, trace = near
     far = traced(left, 2, far=True)

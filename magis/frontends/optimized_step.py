@@ -90,9 +90,10 @@ class OptimizedStep:
             if made:
                 step.feed(made)
         try:
-            return entry.bound.run(given, draw)
+            loss: Tensor = entry.bound.run(given, draw)
         finally:
             step.release()
+        return loss
 
     def prepare(self, batch: Batch, plan: Path | str | None = None) -> KeptStep:
         """The plan for a step on batches like this one, as things are now: a kept or a new one (that of `plan`)."""
