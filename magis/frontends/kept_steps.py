@@ -16,8 +16,8 @@ KEPT = 4
 """Plans for one kind of batch, with modules in different states, that are kept."""
 KINDS = 64
 """Plans that are kept for batches of all kinds."""
-KEPT_OPERATORS = 200_000
-"""Operators of all plans that are kept, at about 2 KiB each; `KEPT` plans are kept however many they have."""
+KEPT_OPERATORS = 100_000
+"""Operators of all plans that are kept, at about 2.5 KiB each; `KEPT` plans are kept however many they have."""
 VAIN = 3
 """Times that a number is tried as an input of the graph in vain."""
 
